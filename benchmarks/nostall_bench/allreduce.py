@@ -5,25 +5,30 @@ With --operation reduce, of a reduce to rank 0, in which the other ranks may lea
 [Mohammadalizadehbakhtevari 2021, listings 4.1 and 4.2]: a barrier, a computation of up to MIF times a
 message's latency, the allreduce. Times are medians over iterations and repeats: the
 mean over ranks in the call, and from the last arrival to the last completion; the table of ratios
-has the range over repeats. Engines take turns within one run. The bound is what the bytes that every
-rank must read and write (its message in, the result out) need at the rate at which all ranks
-together copy memory, measured in the same run. MPICH comes from an environment of its own (--mpich,
-made by ``python -m venv V && V/bin/pip install mpich mpi4py numpy``): one environment holds one MPI.
+has the range over repeats. Engines take turns within one run. The bound is what no engine can be below:
+a core reads a message and writes a result of that size, from its caches where they fit, in the fastest
+of many turns in the same run. Ranks work only while they are in the call, so the mean time in it is no
+less; after the last arrival its message is to be read and all results are to be written, by the cores
+together. MPICH comes from an environment of its own (--mpich, made by ``python -m venv V && V/bin/pip
+install mpich mpi4py numpy``): one environment holds one MPI.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib.util
 import json
+import math
 import os
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -99,8 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
     if any(s < 4 or s % 4 for s in sizes):
         raise UsageError("sizes are multiples of 4 bytes")
     rows: list[Row] = []
-    # More ranks than cores copy no faster than the cores do.
-    bandwidth = copy_bandwidth(min(max(arguments.ranks), os.cpu_count() or 1))
+    least = {size: least_times(size) for size in sizes}
     for ranks in arguments.ranks:
         rows += measure(arguments, engines, sizes, ranks)
     console = harness.console()
@@ -108,46 +112,61 @@ def run(arguments: argparse.Namespace) -> int:
         for mif in arguments.mif:
             for what in ("in_call", "after_last", "cpu", "switches"):
                 console.print(_table(rows, engines, ranks, mif, what))
-            console.print(_ratios(rows, ranks, mif, bandwidth))
+            console.print(_ratios(rows, ranks, mif, bounds(least, arguments.operation, ranks, mif)))
     if arguments.late_ms or arguments.busy:
         console.print(_beside(rows, engines))
-    harness.write(arguments.json, copy_bytes_per_s=bandwidth, rows=[asdict(row) for row in rows])
+    harness.write(arguments.json, least_s=least, rows=[asdict(row) for row in rows])
     if arguments.plot:
         draw(rows, arguments.operation, arguments.plot)
     return 0
 
 
-def copy_bandwidth(processes: int) -> float:
-    """Bytes/s that so many processes copy at once from memory to memory, each read and each written
-    byte counted; the median of their rounds."""
-    import multiprocessing
+def least_times(size: int) -> tuple[float, float]:
+    """Seconds in which one core reads and writes so many bytes, and in which it only writes them, each
+    the fastest of many turns, less what a call for no bytes takes."""
 
-    size = 64 << 20
-    context = multiprocessing.get_context("spawn")
-    barrier, results = context.Barrier(processes), context.SimpleQueue()
-    workers = [
-        context.Process(target=_copy, args=(barrier, results, size, processes), daemon=True)
-        for _ in range(processes)
-    ]
-    for worker in workers:
-        worker.start()
-    rounds = np.array([results.get() for _ in workers])
-    for worker in workers:
-        worker.join()
-    return float(np.median((2 * size / rounds).sum(axis=0)))
+    def aligned(length: int) -> Any:
+        memory = np.ones(length + 4096, np.uint8)
+        begin = -memory.ctypes.data % 4096
+        return memory[begin : begin + length]
+
+    def turns(length: int) -> tuple[float, float]:
+        source, target = aligned(length), aligned(length)
+        words = target.view(np.int32)
+        ways: list[list[Callable[[], Any]]] = [
+            [lambda: np.copyto(target, source), lambda: np.negative(words, out=words)],
+            [lambda: ctypes.memset(target.ctypes.data, 1, length)],
+        ]
+        passed, written = (min(_fastest(way) for way in group) for group in ways)
+        return passed, written
+
+    passed, written = (max(0.0, t - t0) for t, t0 in zip(turns(size), turns(0), strict=True))
+    return max(passed, written), written
 
 
-def _copy(barrier: Any, results: Any, size: int, processes: int) -> None:
-    import time
+def _fastest(way: Callable[[], Any]) -> float:
+    best, begin = math.inf, time.perf_counter()
+    last = begin
+    while last - begin < 0.03:
+        way()
+        now = time.perf_counter()
+        best, last = min(best, now - last), now
+    return best
 
-    a, b = np.ones(size, np.uint8), np.ones(size, np.uint8)
-    seconds = []
-    for _ in range(max(4, 20 // processes)):
-        barrier.wait()
-        begin = time.perf_counter()
-        np.copyto(b, a)
-        seconds.append(time.perf_counter() - begin)
-    results.put(seconds)
+
+def bounds(
+    least: Mapping[int, tuple[float, float]], operation: str, ranks: int, mif: float
+) -> dict[int, float]:
+    """Microseconds that no engine can be below, by size; none for a reduce, whose ranks may leave."""
+    if operation == "reduce":
+        return {}
+    if not mif:
+        return {size: 1e6 * passed for size, (passed, _) in least.items()}
+    cores = min(ranks, os.cpu_count() or 1)
+    return {
+        size: 1e6 * (ranks * written + (passed - written)) / cores
+        for size, (passed, written) in least.items()
+    }
 
 
 def _installed(arguments: argparse.Namespace) -> list[str]:
@@ -279,7 +298,6 @@ def _run_engine(
 def _busy(processes: int) -> Iterator[Any]:
     """Processes that compute; yields a function: their loops per second so far."""
     import multiprocessing
-    import time
 
     context = multiprocessing.get_context("spawn")
     counts = [context.Value("Q", 0) for _ in range(processes)]
@@ -322,7 +340,7 @@ def _table(rows: list[Row], engines: list[str], ranks: int, mif: float, what: st
     return table
 
 
-def _ratios(rows: list[Row], ranks: int, mif: float, bandwidth: float) -> Any:
+def _ratios(rows: list[Row], ranks: int, mif: float, bound: Mapping[int, float]) -> Any:
     """How ours and the best peer compare, with their ranges, and how near ours is to the bound."""
     what = "after_last" if mif else "in_call"
     title = "from the last arrival" if mif else "time in the call"
@@ -344,14 +362,13 @@ def _ratios(rows: list[Row], ranks: int, mif: float, bandwidth: float) -> Any:
         peers = [cells[e, size] for e in PEERS if (e, size) in cells]
         best = min(peers, key=lambda r: float(getattr(r, what)), default=None)
         ours = [cells.get((e, size)) for e in ("nostall", "nostall shared")]
-        bound = 2e6 * size * ranks / bandwidth
         table.add_row(
             str(size),
             *(words(row) for row in (*ours, best)),
             best.engine if best else "",
             *(f"{getattr(best, what) / getattr(r, what):.2f}" if r and best else "" for r in ours),
-            f"{bound:.4g}",
-            f"{100 * bound / getattr(ours[0], what):.0f} %" if ours[0] else "",
+            f"{bound[size]:.4g}" if bound else "",
+            f"{100 * bound[size] / getattr(ours[0], what):.0f} %" if bound and ours[0] else "",
         )
     return table
 

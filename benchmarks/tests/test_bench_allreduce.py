@@ -30,7 +30,8 @@ def test_measures_all_engines_in_one_run(
     words += ["--json", str(out), "--plot", str(plot)]
     assert main([*words, "--engines", *engines]) == 0
     measured = json.loads(out.read_text())
-    assert measured["copy_bytes_per_s"] > 1e8
+    passed, written = measured["least_s"]["65536"]
+    assert passed >= written > 0
     assert plot.read_bytes().startswith(b"\x89PNG")
     rows = measured["rows"]
     assert {(r["engine"], r["size"], r["mif"]) for r in rows} == {
@@ -54,6 +55,16 @@ def test_waiting_for_a_late_rank_is_counted(tmp_path: Path) -> None:
     assert row["in_call"] > 5000
     assert 0 < row["late_cpu_share"] < 0.5
     assert row["busy"] > 0
+
+
+def test_the_bound_is_work_that_somebody_has_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    least = {1024: (3e-6, 1e-6)}  # to read and write, to write
+    # In the call: a rank's own message and result. After the last arrival: one message, all results.
+    assert allreduce.bounds(least, "allreduce", 4, 0) == {1024: pytest.approx(3)}
+    assert allreduce.bounds(least, "allreduce", 4, 20) == {1024: pytest.approx((4 + 2) / 2)}
+    assert allreduce.bounds(least, "allreduce", 1, 20) == {1024: pytest.approx(3)}
+    assert allreduce.bounds(least, "reduce", 4, 0) == {}
 
 
 def _row(engine: str, size: int, mif: float, time: float, most: float = 0) -> allreduce.Row:
