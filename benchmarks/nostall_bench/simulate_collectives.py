@@ -49,6 +49,7 @@ ENGINES: dict[str, tuple[str, tuple[str, ...]]] = {
 PATTERNS: dict[str, tuple[str, ...]] = {
     "balanced": ("balanced",),
     "listing 4.2": ("random", "--imbalance", "5.85"),
+    **{f"MIF {most}": ("random", "--imbalance", str(most)) for most in (10, 20, 50)},
     "steps": ("steps", "--imbalance", "6"),
     "horovod": ("random", "--imbalance", "5.85", "--together", "0.5"),
     "one node": ("node", "--imbalance", "3"),

@@ -22,33 +22,45 @@ import torchvision
 from nostall.sync import SyncOptions
 from nostall_bench import sync_horovod
 
-#: network: (its maker, side of its images)
-NETWORKS: dict[str, tuple[Callable[[], torch.nn.Module], int]] = {
-    "resnet18": (lambda: torchvision.models.resnet18(num_classes=100), 64),
-    "resnet34": (lambda: torchvision.models.resnet34(num_classes=100), 64),
-    "resnet50": (lambda: torchvision.models.resnet50(num_classes=100), 64),
-    "resnet101": (lambda: torchvision.models.resnet101(num_classes=100), 64),
-    "resnet152": (lambda: torchvision.models.resnet152(num_classes=100), 64),
+
+def _images(side: int) -> tuple[int, ...]:
+    return (3, side, side)
+
+
+#: network: (its maker, shape of a sample)
+NETWORKS: dict[str, tuple[Callable[[], torch.nn.Module], tuple[int, ...]]] = {
+    "resnet18": (lambda: torchvision.models.resnet18(num_classes=100), _images(64)),
+    "resnet34": (lambda: torchvision.models.resnet34(num_classes=100), _images(64)),
+    "resnet50": (lambda: torchvision.models.resnet50(num_classes=100), _images(64)),
+    "resnet101": (lambda: torchvision.models.resnet101(num_classes=100), _images(64)),
+    "resnet152": (lambda: torchvision.models.resnet152(num_classes=100), _images(64)),
     "inception": (
         lambda: torchvision.models.inception_v3(
             num_classes=100, aux_logits=False, init_weights=False
         ),
-        96,
+        _images(96),
     ),
     "googlenet": (
         lambda: torchvision.models.googlenet(num_classes=100, aux_logits=False, init_weights=False),
-        64,
+        _images(64),
     ),
-    "alexnet": (lambda: torchvision.models.alexnet(num_classes=100), 96),
-    "vgg11": (lambda: torchvision.models.vgg11(num_classes=100), 64),
-    "vgg16": (lambda: torchvision.models.vgg16(num_classes=100), 64),
-    "transformer": (lambda: _Transformer(), 32),
+    "alexnet": (lambda: torchvision.models.alexnet(num_classes=100), _images(96)),
+    "vgg11": (lambda: torchvision.models.vgg11(num_classes=100), _images(64)),
+    "vgg16": (lambda: torchvision.models.vgg16(num_classes=100), _images(64)),
+    "transformer": (lambda: _Transformer(), _images(32)),
     "mlp": (
         lambda: torch.nn.Sequential(
             torch.nn.Flatten(), torch.nn.Linear(3072, 64), torch.nn.Linear(64, 100)
         ),
-        32,
+        _images(32),
     ),
+    # As VGG-16, with classifier layers of 1024 units where it has 4096; as it is it has 138 million
+    # parameters.
+    "vgg16 narrow": (lambda: _narrow_vgg16(), _images(32)),
+    "resnet50 small images": (lambda: torchvision.models.resnet50(num_classes=100), _images(32)),
+    "densenet121": (lambda: torchvision.models.densenet121(num_classes=100), _images(32)),
+    # As CANDLE's NT3, on a tenth of its 60,483 features: one tensor has nearly all of its weights.
+    "nt3": (lambda: _nt3(6048), (1, 6048)),
 }
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -84,19 +96,44 @@ class _Transformer(torch.nn.Module):  # type: ignore[misc]
         return out
 
 
-def batches(settings: dict[str, Any], side: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _narrow_vgg16() -> torch.nn.Module:
+    model = torchvision.models.vgg16(num_classes=100, init_weights=False)
+    model.classifier = torch.nn.Sequential(
+        torch.nn.Linear(512 * 7 * 7, 1024),
+        torch.nn.ReLU(),
+        torch.nn.Linear(1024, 1024),
+        torch.nn.ReLU(),
+        torch.nn.Linear(1024, 100),
+    )
+    out: torch.nn.Module = model
+    return out
+
+
+def _nt3(features: int) -> torch.nn.Module:
+    left = ((features - 19) - 9) // 10
+    return torch.nn.Sequential(
+        torch.nn.Conv1d(1, 128, 20), torch.nn.ReLU(),
+        torch.nn.Conv1d(128, 128, 10), torch.nn.ReLU(), torch.nn.MaxPool1d(10), torch.nn.Flatten(),
+        torch.nn.Linear(128 * left, 200), torch.nn.ReLU(), torch.nn.Dropout(0.1),
+        torch.nn.Linear(200, 20), torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(20, 100),
+    )  # fmt: skip
+
+
+def batches(
+    settings: dict[str, Any], shape: tuple[int, ...]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Batches without end: made once, or decoded by nostall.DataLoader while training goes on."""
     size = settings["batch"]
     if not settings["data"]:
         generator = torch.Generator().manual_seed(int(os.environ["RANK"]))
-        images = torch.randn(size, 3, side, side, generator=generator)
+        images = torch.randn(size, *shape, generator=generator)
         labels = torch.randint(0, 100, (size,), generator=generator)
         while True:
             yield images, labels
     import nostall
     from nostall import transforms
 
-    steps = [transforms.RandomResizedCrop(side), transforms.ToTensor()]
+    steps = [transforms.RandomResizedCrop(shape[-1]), transforms.ToTensor()]
     with nostall.DataLoader(
         nostall.ImageFolder(settings["data"]), size, epochs=100_000, transforms=steps, tiers=[]
     ) as loader:
@@ -108,9 +145,9 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
     """Trains `warm` steps unmeasured, then `steps`."""
     import nostall.torch
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(settings.get("threads", 1))
     torch.manual_seed(0)
-    make, side = NETWORKS[settings["network"]]
+    make, shape = NETWORKS[settings["network"]]
     model, way = make(), settings["way"]
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     step_model: Any = model
@@ -129,11 +166,13 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
         options = dict(WAYS[way])
         if options.pop("cores", False):
             options["cores"] = (0,)
+        if "timeline" in settings:
+            options["timeline"] = settings["timeline"]
         optimizer = nostall.torch.DistributedOptimizer(
             optimizer, model.named_parameters(), SyncOptions(**options)
         )
     late = settings["delay"] if os.environ["RANK"] == "0" else 0.0
-    source = batches(settings, side)
+    source = batches(settings, shape)
     begin, use, engine = 0.0, resource.getrusage(resource.RUSAGE_SELF), {}
     threads, woke_late = _threads(foreign), _oversleeps(optimizer)
     for step in range(settings["warm"] + settings["steps"]):
