@@ -55,8 +55,9 @@ class ParameterServers:
     backend. All begin with rank 0's parameters. Buffers of the model stay each rank's own.
 
     A group goes in step: its ranks' gradients are summed, and all of them get the same parameters.
-    After its step k these have the updates of all groups, its own too, up to step k - staleness, and
-    later ones as they have come; until they do, the group waits. With staleness 0 each optimizer makes
+    After its step k these have its own updates up to step k - 1, those of all groups up to step
+    k - staleness, and later ones as they have come; until they do, the group waits. So one step's
+    messages travel while the next is computed. With staleness 0 nothing is late: each optimizer makes
     one step with the mean of all ranks' gradients, as `DistributedOptimizer` does. Otherwise it makes
     one for the gradients of each group as they arrive, their sum divided by the number of all ranks.
 
@@ -295,8 +296,10 @@ class ParameterServers:
             for link in self._links:
                 link.push(clock, workers, flat)
             self._sent.append((clock, flat))
-            needed = clock + 1 - self._staleness
-            seen = self._get(lambda: min(link.clock for link in self._links) >= needed)
+            # The first answer is that to the greeting. With staleness one gradient is on its way
+            # while the next is computed; the servers keep the bound.
+            answers = clock + 2 - (self._staleness > 0)
+            seen = self._get(lambda: min(link.answered for link in self._links) >= answers)
             self._clock += 1
             self._seen[max(0, self._clock - seen)] += 1
         else:

@@ -111,7 +111,9 @@ class Shard:
             clock = int(message["clock"])
             stream.receive_into(bytes_of(incoming))
             self._take(group, clock, int(message["workers"]), incoming)
-            self._reply(stream, outgoing, lambda: self._clock() >= clock + 1 - self._staleness)  # noqa: B023
+            # The group uses this answer in its next step, or in this one without staleness.
+            due = clock + 1 - max(0, self._staleness - 1)
+            self._reply(stream, outgoing, lambda: self._clock() >= due)  # noqa: B023
         with self._changed:
             self._clocks[group] = ENDED
             self._complete()
