@@ -25,7 +25,7 @@ from nostall.observe.report import _arrivals as arrivals
 from nostall_bench import harness
 
 NETWORKS = ("resnet50 small images", "vgg16 narrow", "densenet121")
-_SIZES = ("0-1 KB", "1 KB-1 MB", "1-64 MB")
+_SIZES = ("0-1 KB", "1 KB-1 MB", "larger")
 # Of each figure: its columns, and the published percentages by network, in words where only a limit is
 # given. Figures 3.1, 3.3, 3.5 and 3.7 are of the cluster Beluga; 3.2, 3.4, 3.6 and 3.8 are of ResNet-50
 # on Cedar and Helios.
@@ -172,7 +172,8 @@ def shares(profile: arrivals.Profile) -> dict[str, list[float]]:
         return [value / total for value in (*named, total - sum(named))]
 
     def by_size(field: str) -> list[float]:
-        return [getattr(sizes[name], field) if name in sizes else 0.0 for name in _SIZES]
+        small, middle = (getattr(sizes[n], field) if n in sizes else 0.0 for n in _SIZES[:2])
+        return [small, middle, 1 - small - middle]
 
     values = (by_kind("calls"), by_kind("seconds"), by_size("call_share"), by_size("time_share"))
     return dict(zip(PUBLISHED, values, strict=True))
@@ -211,4 +212,4 @@ def draw(measured: dict[str, dict[str, list[float]]], path: str) -> None:
                 under = [low + high for low, high in zip(under, heights, strict=True)]
             axis.set(title=figure.replace(" (", "\n("), ylabel="%")
             axis.tick_params(axis="x", labelrotation=75, labelsize=7)
-            axis.legend(fontsize=7)
+            axis.legend(fontsize=7, loc="lower left")

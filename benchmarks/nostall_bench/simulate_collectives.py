@@ -29,6 +29,7 @@ from nostall_bench.programs import find_native
 ENGINES: dict[str, tuple[str, tuple[str, ...]]] = {
     "ours": ("ours", ()),
     "flat RSA": ("mpi", ("smpi/allreduce:mvapich2_rs",)),
+    "round-robin RSA": ("mpi", ("smpi/allreduce:mvapich2_rs",)),
     "ring": ("mpi", ("smpi/allreduce:lr",)),
     "recursive doubling": ("mpi", ("smpi/allreduce:rdb",)),
     "hierarchical": (
@@ -43,6 +44,8 @@ ENGINES: dict[str, tuple[str, tuple[str, ...]]] = {
     "ompi": ("mpi", ("smpi/coll-selector:ompi",)),
     "mpich": ("mpi", ("smpi/coll-selector:mpich",)),
 }
+# Their neighbouring ranks are on different nodes.
+ROUND_ROBIN = ("round-robin RSA",)
 # Which ranks are late: a pattern of nostall-smpi and its options. The imbalance is that of
 # [Mohammadalizadehbakhtevari 2021, table 3.2] (Horovod, messages of 1 to 64 MB, Cedar): worst case
 # 5.85 over all ranks, 1.84 within a node.
@@ -176,7 +179,10 @@ def simulate(
     with tempfile.TemporaryDirectory(prefix="nostall-smpi-") as folder:
         platform, hosts = Path(folder) / "platform.xml", Path(folder) / "hosts"
         platform.write_text(cluster.platform())
-        hosts.write_text("".join(f"node-{n}\n" * cluster.per_node for n in range(cluster.nodes)))
+        nodes = list(range(cluster.nodes)) * cluster.per_node
+        hosts.write_text(
+            "".join(f"node-{n}\n" for n in (nodes if engine in ROUND_ROBIN else sorted(nodes)))
+        )
         command = [
             "smpirun", "-np", str(cluster.ranks), "-platform", str(platform),
             "-hostfile", str(hosts), "-no-privatize", "--log=root.thres:error",
