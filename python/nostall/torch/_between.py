@@ -65,7 +65,7 @@ class GlooNetwork(Network):
     # What native code calls.
 
     def allocate(self, size: int) -> int:
-        memory = torch.empty(size, dtype=torch.uint8)
+        memory = torch.empty(size, dtype=torch.uint8, device="cpu")
         address = int(memory.data_ptr())
         self._memory[address] = memory
         return address
@@ -83,7 +83,7 @@ class GlooNetwork(Network):
         return self._leaders.allreduce([part], options)
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        sizes = self._gather(torch.tensor([len(data)]))
+        sizes = self._gather(torch.tensor([len(data)], device="cpu"))
         most = int(max(sizes))
         if most == 0:
             return [b""] * self.ranks
@@ -95,7 +95,7 @@ class GlooNetwork(Network):
         ]
 
     def broadcast(self, data: bytes, root: int) -> bytes:
-        size = torch.tensor([len(data)])
+        size = torch.tensor([len(data)], device="cpu")
         self._send(size, root)
         if int(size) == 0:
             return b""

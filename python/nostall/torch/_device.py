@@ -122,7 +122,9 @@ class Device:
         """Scale and offset on the device."""
         if finish not in self._finishes:
             shape = (3, 1, 1) if finish.layout == "chw" else (3,)
-            host = self.pinned(torch.tensor([finish.scale, finish.offset]).view(2, *shape))
+            host = self.pinned(
+                torch.tensor([finish.scale, finish.offset], device="cpu").view(2, *shape)
+            )
             self._kept.append(host)  # until it has been copied, and for no less
             scale, offset = host.to(self.device, non_blocking=True)
             self._finishes[finish] = scale, offset

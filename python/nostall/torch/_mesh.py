@@ -116,7 +116,7 @@ def hang_up(gloo: Any) -> None:
     contexts = os.environ.get("GLOO_SOCKET_IFNAME", "").count(",") + 1
     for tag in range(_HANG_UP_TAG - contexts, _HANG_UP_TAG):
         with suppress(RuntimeError):
-            work = gloo.recv([torch.empty(1)], (gloo.rank() + 1) % gloo.size(), tag)
+            work = gloo.recv([torch.empty(1, device="cpu")], (gloo.rank() + 1) % gloo.size(), tag)
             work.wait(timedelta(milliseconds=1))
 
 

@@ -71,7 +71,7 @@ class GradientSync:
         self._parameters = [p for _, p in named]
         self._names = [n for n, _ in named]
         signs = (*_SIGNS, _NOT_FINITE) if options.check_finite else _SIGNS
-        self._signs = torch.zeros(len(signs))
+        self._signs = torch.zeros(len(signs), device="cpu")
         self._not_finite: list[int] = []
         tensors = [(n, p.numel(), str(p.dtype).removeprefix("torch.")) for n, p in named]
         self.engine: Any = None
