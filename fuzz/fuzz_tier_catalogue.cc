@@ -33,6 +33,9 @@ struct Job {
     config.local_world = 2;
     config.arguments = "seed=1\nbatch_size=4\n";
     config.tiers = {{TierKind::ram, uint64_t{1} << 16, ""}};
+    config.halves = {0, {64, 2}};
+    chunk.samples = {1, 2};
+    chunk.offsets = {0, 17};
     placement.fill.resize(1);
     uint64_t at = 0;
     for (uint64_t s = 0; s < kSamples; ++s) {
@@ -54,6 +57,7 @@ struct Job {
   NodeCacheConfig config;
   std::vector<uint64_t> sizes;
   plan::Placement placement;
+  plan::KeptChunk chunk;
   std::vector<std::byte> catalogue;
 };
 
@@ -73,7 +77,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   if (size < 2) return 0;
   std::vector<std::byte> bytes = job.catalogue;
   const size_t length = data[0] < 128 ? bytes.size() : bytes.size() * (data[0] - 128) / 64;
-  const uint64_t arena = data[1] < 128 ? job.placement.used[0] : data[1] < 192 ? 0 : data[1];
+  const uint64_t whole = job.placement.used[0] + 2 * job.config.halves.shape.bytes;
+  const uint64_t arena = data[1] < 128 ? whole : data[1] < 192 ? 0 : data[1];
   size_t at = 2;
   for (size_t n = 1; at + 3 <= size && n > 0;) {
     const size_t place = (data[at] | size_t{data[at + 1]} << 8) % bytes.size();
@@ -90,6 +95,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   liar.give({catalogue.get(), memory.get(), kept.get(), -1, -1, -1});
   NodeCacheConfig config = job.config;
   config.local_rank = 1;
+  uint64_t sum = 0;
   try {
     const auto cache = NodeCache::attach(config, job.sizes, fixed(job.placement), kLimit);
     liar.stop();
@@ -107,10 +113,24 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
         if (!cache->sums().agrees(s, sample_sum(view.bytes()))) cache->reject(s);
       }
     }
+    // Places may be said to lie anywhere: what is given of them lies in the arena.
+    for (const uint64_t i : {0, 1}) {
+      const uint64_t entry = cache->entry_of(0, i);
+      if (cache->claim(entry)) {
+        for (std::byte& b : cache->ram_slot(entry)) b = std::byte{1};
+        cache->publish(entry);
+      }
+      const auto view = cache->ram_view(entry);
+      for (const std::byte b : view.bytes()) sum += std::to_integer<uint64_t>(b);
+    }
+    cache->use_chunk(0);
+    static_cast<void>(cache->half_of(0, job.chunk));
+    cache->wait_for_half(0ns);
     static_cast<void>(cache->dead_peer());
     static_cast<void>(cache->ram_bytes());
   } catch (const Error& error) {
     if (error.kind() == ErrorKind::bug) std::abort();
   }
+  if (sum == ~uint64_t{0}) std::abort();  // it is read
   return 0;
 }

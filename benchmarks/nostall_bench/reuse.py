@@ -5,8 +5,10 @@ of --ranks ranks: the order "torch"; sub-batches used again within processes, am
 among all [Pumma 2020, sec. 8.4.1]; and batches that grow when the accuracy gains less than
 --threshold in an epoch, or with every pass over the data in memory (sec. 8.4.3), with the learning
 rate. Accuracy is that of other pictures, percent, median [least-most] of the random seeds; distance
-is the median of samples between two uses; fresh is what leaves the source if only the resident
-batches are kept.
+is the median of samples between two uses; fresh is the part of the batches that are the first pass over
+their data. Storage is what leaves it, counted: loaders of all ranks read the pictures' files, batch by
+batch together, through a RAM tier of two chunks on each node; and the bytes that this process asked
+the system for (rchar of /proc/self/io), as a part of all that the epochs hold.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+import nostall
 from nostall.errors import UsageError
 from nostall.job._world import World
 from nostall.loader._dynamic_batches import DynamicBatches
@@ -54,18 +57,24 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("--epochs, --seeds, --batch and --ranks must be at least 1")
     if arguments.files < 8 * arguments.batch * arguments.ranks:
         raise UsageError("--files must be at least 8 global batches")
+    if arguments.ranks % arguments.node:
+        raise UsageError(f"--ranks {arguments.ranks} are no whole nodes of --node {arguments.node}")
     with tempfile.TemporaryDirectory(prefix="nostall-reuse-") as folder:
         images, labels = pictures(Path(folder), arguments.files, arguments.side)
+        stored = {
+            order: _stored(Path(folder), order, arguments)
+            for order in dict.fromkeys(order for _, order, _ in _ways(arguments))
+        }
     rows: list[dict[str, Any]] = []
     for name, order, dynamic in _ways(arguments):
         runs = [
             _train(images, labels, order, dynamic, arguments, seed)
             for seed in range(arguments.seeds)
         ]
-        rows.append({"way": name, "runs": runs})
+        rows.append({"way": name, "runs": runs, "stored": stored[order]})
     table = harness.table(
         f"{arguments.epochs} epochs, {arguments.ranks} ranks",
-        *("way", "accuracy", "half-way", "updates", "distance", "fresh", "s"),
+        *("way", "accuracy", "half-way", "updates", "distance", "fresh", "storage", "s"),
     )
     for row in rows:
         accuracy, middle = (
@@ -75,10 +84,15 @@ def run(arguments: argparse.Namespace) -> int:
         first = row["runs"][0]
         table.add_row(
             row["way"], accuracy, middle, f"{harness.median(row['runs'], 'updates'):.0f}",
-            f"{first['distance']:.0f}", f"{first['fresh']:.0%}",
+            f"{first['distance']:.0f}", f"{first['fresh']:.0%}", f"{row['stored']['share']:.0%}",
             f"{harness.median(row['runs'], 'seconds'):.1f}",
         )  # fmt: skip
     harness.console().print(table)
+    memory, held = (stored["torch"][name] for name in ("tier", "bytes"))
+    harness.console().print(
+        f"storage: of {arguments.epochs} x {held / 1e6:.1f} MB; all nodes together have RAM tiers of "
+        f"{memory / 1e6:.2f} MB"
+    )
     harness.write(arguments.json, rows=rows)
     return 0
 
@@ -112,6 +126,73 @@ def pictures(folder: Path, files: int, side: int) -> tuple[NDArray[np.float32], 
             small = np.asarray(image.convert("RGB").resize((side, side)), np.float32)
         images[i] = small.transpose(2, 0, 1) / 127.5 - 1
     return images, np.arange(files) % spec.classes
+
+
+def _asked_for() -> int:
+    """Bytes that this process asked the system for so far, from the page cache or not."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def _two_chunks(source: nostall.Subset, order: SubBatches, arguments: argparse.Namespace) -> int:
+    """The bytes of the two largest chunks that a node has in the first round."""
+    ranks, chunk = arguments.ranks, order.resident * arguments.batch * arguments.ranks
+    plan = Plan(samples=len(source), batch_size=arguments.batch, world_size=ranks, drop_last=True)
+    sizes = source.sizes[plan.epoch_order(0)]
+    nodes = np.arange(len(sizes)) % ranks // arguments.node
+    found = [
+        int(sizes[begin : begin + chunk][nodes[begin : begin + chunk] == node].sum())
+        for begin in range(0, len(sizes), chunk)
+        for node in range(ranks // arguments.node)
+    ]
+    return sum(sorted(found)[-2:])
+
+
+def _stored(folder: Path, order: Order, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What leaves the storage while loaders of all ranks read the training pictures' files."""
+    source = nostall.Subset(
+        nostall.ImageFolder(folder, index=False), range(arguments.files * 3 // 4)
+    )
+    tier = _two_chunks(source, SubBatches(arguments.resident), arguments)
+    loaders = [
+        nostall.DataLoader(
+            source,
+            arguments.batch,
+            epochs=arguments.epochs,
+            order=order,
+            drop_last=True,
+            tiers=[f"ram:{tier}B"],
+            output="numpy",
+            threads=1,
+            reader="pread",
+            peers="off",
+            rank=rank,
+            world_size=arguments.ranks,
+            local_rank=rank % arguments.node,
+            local_world_size=arguments.node,
+            job=f"reuse {order} {rank // arguments.node}",
+        )
+        for rank in range(arguments.ranks)
+    ]
+    before = _asked_for()
+    for epoch in range(arguments.epochs):
+        for loader in loaders:
+            loader.set_epoch(epoch)
+        for _ in zip(*loaders, strict=True):
+            pass
+    asked = _asked_for() - before
+    counted = sum(e.origins["source"].bytes for x in loaders for e in x.stats().epochs)
+    length = loaders[0].plan.epoch_length
+    for loader in loaders:
+        loader.close()
+    # Of an epoch: the mean of its samples, for it leaves a few out.
+    held = source.total_bytes * length / len(source)
+    return {
+        "bytes": held,
+        "tier": tier * arguments.ranks // arguments.node,
+        "asked": asked,
+        "counted": counted,
+        "share": asked / (held * arguments.epochs),
+    }
 
 
 class _Memory:

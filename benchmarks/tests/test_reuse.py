@@ -18,7 +18,14 @@ def test_orders_and_batches_are_compared(
     words += " --limit 2 --seeds 1 --threshold 2"  # never so much better: the batch grows
     assert main(["bench", "reuse", *words.split(), "--json", str(out)]) == 0
     assert "sawtooth" in capsys.readouterr().out
-    found = {row["way"]: row["runs"][0] for row in json.loads(out.read_text())["rows"]}
+    rows = json.loads(out.read_text())["rows"]
+    stored = {row["way"]: row["stored"] for row in rows}
+    for place in ("process", "node", "machine"):
+        read = stored[f"reuse 2, {place}"]["counted"] / stored["torch"]["bytes"]
+        # Two rounds. Between nodes a sample is read on each that uses it.
+        assert read <= (2.2 if place != "machine" else 4)
+    assert stored["torch"]["asked"] >= stored["torch"]["counted"]
+    found = {row["way"]: row["runs"][0] for row in rows}
     # 48 pictures in batches of 4: 12 updates an epoch.
     assert found["torch"]["updates"] == 4 * 12
     assert found["torch"]["fresh"] == 1

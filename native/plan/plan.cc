@@ -154,30 +154,36 @@ KeyedPermutation dealt(const JobSpec& spec, uint32_t round, const Pass& at, uint
           static_cast<uint32_t>(at.pass)};
 }
 
+// One batch of a round, from the round's own order.
+template <typename Id>
+void deal(const JobSpec& spec, uint32_t round, const Pass& at, std::span<const Id> fresh,
+          std::span<Id> batch) {
+  const uint64_t size = spec.global_batch, world = order_world(spec);
+  const uint64_t together = spec.sub_batches.together;
+  const uint64_t first = at.chunk * spec.sub_batches.resident;
+  if (at.pass == 0) {
+    std::ranges::copy(fresh.subspan((first + at.place) * size, size), batch.begin());
+    return;
+  }
+  for (uint32_t group = 0; group < world / together; ++group) {
+    const KeyedPermutation dealer = dealt(spec, round, at, group);
+    for (uint64_t k = 0; k < together; ++k) {
+      const uint64_t unit = dealer(at.place * together + k);
+      const uint64_t from = (first + unit / together) * size + group * together + unit % together;
+      const uint64_t to = group * together + k;
+      for (uint64_t i = 0; i < size; i += world) batch[to + i] = fresh[from + i];
+    }
+  }
+}
+
 // One epoch of a round, from the round's own order.
 template <typename Id>
 void recombine(const JobSpec& spec, uint32_t epoch, std::vector<Id>& order) {
   const std::vector<Id> fresh = order;
-  const uint64_t batch = spec.global_batch, world = order_world(spec);
-  const uint64_t together = spec.sub_batches.together, whole = order.size() / batch;
-  for (uint64_t h = 0; h < whole; ++h) {
-    const Pass at = pass_of(spec, epoch, h);
-    const uint64_t first = at.chunk * spec.sub_batches.resident;
-    if (at.pass == 0) {
-      std::copy_n(fresh.begin() + static_cast<ptrdiff_t>((first + at.place) * batch), batch,
-                  order.begin() + static_cast<ptrdiff_t>(h * batch));
-      continue;
-    }
-    for (uint32_t group = 0; group < world / together; ++group) {
-      const KeyedPermutation deal = dealt(spec, epoch / spec.sub_batches.reuse, at, group);
-      for (uint64_t k = 0; k < together; ++k) {
-        const uint64_t unit = deal(at.place * together + k);
-        const uint64_t from =
-            (first + unit / together) * batch + group * together + unit % together;
-        const uint64_t to = h * batch + group * together + k;
-        for (uint64_t i = 0; i < batch; i += world) order[to + i] = fresh[from + i];
-      }
-    }
+  const uint64_t size = spec.global_batch;
+  for (uint64_t h = 0; h < order.size() / size; ++h) {
+    deal<Id>(spec, epoch / spec.sub_batches.reuse, pass_of(spec, epoch, h), fresh,
+             std::span(order).subspan(h * size, size));
   }
 }
 
@@ -299,6 +305,11 @@ Pass pass_of(const JobSpec& spec, uint32_t epoch, uint64_t batch) {
   const uint64_t size = std::min(s.resident, whole - chunk * s.resident);
   const uint64_t within = at - chunk * s.resident * s.reuse;
   return {chunk, within / size, within % size, size};
+}
+
+void deal_into(const JobSpec& spec, uint32_t round, const Pass& at, std::span<const uint32_t> fresh,
+               std::span<uint32_t> batch) {
+  deal(spec, round, at, fresh, batch);
 }
 
 std::vector<SampleId> epoch_order(const JobSpec& spec, uint32_t epoch) {

@@ -3,10 +3,10 @@
 //
 // Read this first. A JobSpec fixes the order of all samples for all epochs. Everything else in this
 // room follows from it: which rank reads what (rank_epoch), how often a node reads a sample and
-// what it keeps in which tier and at which offset (placement.h), which node owns a sample
-// (owners.h), and the fewest bytes that must leave the shared file system (bound.h). Nothing here
-// touches a file, a clock or another process; every process computes the same plan. Thread-safety:
-// values and pure functions.
+// what it keeps in which tier and at which offset (placement.h), what it keeps of sub-batches while
+// they are in use (chunks.h), which node owns a sample (owners.h), and the fewest bytes that must
+// leave the shared file system (bound.h). Nothing here touches a file, a clock or another process;
+// every process computes the same plan. Thread-safety: values and pure functions.
 #pragma once
 
 #include <cstdint>
@@ -118,6 +118,9 @@ struct Pass {
   uint64_t chunk = 0, pass = 0, place = 0, size = 1;
 };
 Pass pass_of(const JobSpec& spec, uint32_t epoch, uint64_t batch);
+// The batch of that pass and place of a chunk, from its round's own order `fresh`: global_batch ids.
+void deal_into(const JobSpec& spec, uint32_t round, const Pass& at, std::span<const uint32_t> fresh,
+               std::span<uint32_t> batch);
 
 // The same into memory that is used again, for walks over many epochs; fewer than 2^32 samples.
 void epoch_order_into(const JobSpec& spec, uint32_t epoch, std::vector<uint32_t>& order);

@@ -39,10 +39,10 @@ std::span<const std::byte> Loader::Run::checked_view(Task::Item& item, source::R
                                                      tier::RamView& view) {
   const uint64_t size = sizes_[item.sample];
   if (item.raw) return {item.raw->data(), size};
-  view = config_.cache->ram_view(item.sample);
+  view = config_.cache->ram_view(item.entry);
   if (view) {
     if (sums_.agrees(item.sample, view.bytes())) return view.bytes();
-    config_.cache->reject(item.sample);
+    config_.cache->reject(item.entry);
   }  // else its memory was given back since it was looked at
   source::ReadRequest request{item.sample, {}};
   try {

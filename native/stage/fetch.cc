@@ -14,8 +14,11 @@
 // A claim ends with settle_claim(): published with its bytes, or abandoned with the error. Copies
 // for file tiers and for owners are made last, when the batch has its samples.
 //
+// The half of a sample's chunk of sub-batches may still be another chunk's. Then the sample waits for
+// the ranks that use that one; but where the consumer waits for it, only for so long.
+//
 // With Sharing::owners_read and Sharing::hdmlp more threads (own_loop) read what this node is to keep,
-// ahead of need.
+// ahead of need; so does one (chunk_loop) for chunks.
 #include <algorithm>
 #include <cstring>
 #include <new>
@@ -68,55 +71,106 @@ void Loader::Run::fetch_loop(std::stop_token stop) {
 
 // Reads this rank's part of what the node is to keep, ahead of need, in the order given.
 void Loader::Run::own_loop(std::span<const plan::SampleId> samples, std::stop_token stop) {
-  const std::unique_ptr<source::Reader> reader =
-      config_.source->make_reader(config_.reader, config_.depth);
-  tier::NodeCache& cache = *config_.cache;
-  std::vector<source::ReadRequest> requests;
-  std::vector<std::shared_ptr<Buffer>> buffers;
-  const auto read = [&] {
-    const int64_t begin = now_ns();
-    {
-      const Activity reading;
-      reader->read(requests);
-    }
-    const int64_t took = now_ns() - begin;
-    compare(requests, *reader);
-    uint64_t bytes = 0;
-    for (const source::ReadRequest& r : requests) {
-      if (r.error != 0) {
-        cache.abandon(r.sample);
-        continue;
-      }
-      bytes += r.into.size();
-      if (cache.kind(r.sample) == tier::TierKind::ram) {
-        cache.publish(r.sample);
-      } else {
-        cache.file_write(r.sample, r.into);
-      }
-    }
-    trace::record(kReadOwned, begin, now_ns(),
-                  {static_cast<int64_t>(requests.size()), static_cast<int64_t>(bytes)});
-    speeds_.source.record(bytes, took);
-    own_bytes_ += bytes;
-    requests.clear();
-    buffers.clear();
-  };
+  Filling filling{config_.source->make_reader(config_.reader, config_.depth)};
   for (size_t i = config_.local_rank; i < samples.size() && !stop.stop_requested();
        i += config_.local_world) {
-    const plan::SampleId sample = samples[i];
-    if (cache.state(sample) != tier::State::empty || !cache.claim(sample)) continue;
-    std::span<std::byte> into;
-    if (cache.kind(sample) == tier::TierKind::ram) {
-      into = cache.ram_slot(sample);
-      if (into.size() != sizes_[sample]) continue;  // no memory: the cache has said so
-    } else {
-      buffers.push_back(raw_pool_->take(sizes_[sample]));
-      into = {buffers.back()->data(), sizes_[sample]};
-    }
-    requests.push_back({sample, into, 0});
-    if (requests.size() == config_.depth) read();
+    claim_ahead(samples[i], samples[i], filling);
   }
-  if (!requests.empty()) read();
+  read_ahead(filling);
+}
+
+void Loader::Run::claim_ahead(plan::SampleId sample, uint64_t entry, Filling& filling) {
+  tier::NodeCache& cache = *config_.cache;
+  if (cache.state(entry) != tier::State::empty || !cache.claim(entry)) return;
+  std::span<std::byte> into;
+  if (cache.kind(entry) == tier::TierKind::ram) {
+    into = cache.ram_slot(entry);
+    if (into.size() != sizes_[sample]) return;  // no memory: the cache has said so
+  } else {
+    filling.buffers.push_back(raw_pool_->take(sizes_[sample]));
+    into = {filling.buffers.back()->data(), sizes_[sample]};
+  }
+  filling.requests.push_back({sample, into, 0});
+  filling.entries.push_back(entry);
+  if (filling.requests.size() == config_.depth) read_ahead(filling);
+}
+
+void Loader::Run::read_ahead(Filling& filling) {
+  if (filling.requests.empty()) return;
+  tier::NodeCache& cache = *config_.cache;
+  const int64_t begin = now_ns();
+  {
+    const Activity reading;
+    filling.reader->read(filling.requests);
+  }
+  const int64_t took = now_ns() - begin;
+  compare(filling.requests, *filling.reader);
+  uint64_t bytes = 0;
+  for (size_t i = 0; i < filling.requests.size(); ++i) {
+    const source::ReadRequest& r = filling.requests[i];
+    const uint64_t entry = filling.entries[i];
+    if (r.error != 0) {
+      cache.abandon(entry);
+      continue;
+    }
+    bytes += r.into.size();
+    if (cache.kind(entry) == tier::TierKind::ram) {
+      cache.publish(entry);
+    } else {
+      cache.file_write(entry, r.into);
+    }
+  }
+  trace::record(kReadOwned, begin, now_ns(),
+                {static_cast<int64_t>(filling.requests.size()), static_cast<int64_t>(bytes)});
+  speeds_.source.record(bytes, took);
+  own_bytes_ += bytes;
+  filling.requests.clear();
+  filling.entries.clear();
+  filling.buffers.clear();
+}
+
+void Loader::Run::chunk_loop(std::stop_token stop) {
+  Filling filling{config_.source->make_reader(config_.reader, config_.depth)};
+  const uint64_t last = chunk_of(last_);
+  for (uint64_t next = 0;; ++next) {
+    std::shared_ptr<const plan::KeptChunk> kept;
+    {
+      MutexLock lock(mutex_);
+      if (!next_chunk_.wait(lock, stop,
+                            [&]() NOSTALL_REQUIRES(mutex_) { return next <= chunk_ + 1; })) {
+        return;
+      }
+      next = std::max(next, chunk_);
+      if (next > last) return;
+      kept = kept_chunk(next);
+    }
+    fill_chunk(next, *kept, filling, stop);
+  }
+}
+
+void Loader::Run::fill_chunk(uint64_t chunk, const plan::KeptChunk& kept, Filling& filling,
+                             std::stop_token stop) {
+  tier::NodeCache& cache = *config_.cache;
+  const auto passed = [&] {
+    const MutexLock lock(mutex_);
+    return chunk < chunk_ || stop.stop_requested();
+  };
+  struct Reading {
+    tier::NodeCache& cache;
+    ~Reading() { cache.read_for_chunk(std::nullopt); }
+  } const reading{cache};
+  // The half stays the chunk's while this thread may write to it, whatever the consumer does.
+  cache.read_for_chunk(chunk);
+  tier::Half half = tier::Half::awaited;
+  while (!passed() && (half = cache.half_of(chunk, kept)) == tier::Half::awaited) {
+    cache.wait_for_half(kSlice);
+  }
+  for (size_t i = config_.local_rank; i < kept.fill.size() && half == tier::Half::here && !passed();
+       i += config_.local_world) {
+    const uint32_t place = kept.fill[i];
+    claim_ahead(kept.samples[place], cache.entry_of(chunk, place), filling);
+  }
+  read_ahead(filling);
 }
 
 std::span<std::byte> Loader::Run::raw_destination(Fetch& fetch) {
@@ -282,8 +336,16 @@ bool Loader::Run::worth_waiting(const Fetch& fetch, std::chrono::nanoseconds wai
 // What to do next about a sample; with Route::source or Route::peer it may have been claimed.
 Loader::Run::Route Loader::Run::route(Fetch& fetch) {
   const Task& task = *fetch.work.task;
-  const plan::SampleId sample = task.items[fetch.work.index].sample;
+  Task::Item& item = fetch.work.task->items[fetch.work.index];
+  const plan::SampleId sample = item.sample;
   tier::NodeCache* const cache = config_.cache.get();
+  if (item.entry != sample) {
+    const tier::Half half = cache->half_of(task.chunk, *task.kept);
+    if (half == tier::Half::awaited && worth_waiting_for_half(fetch)) return Route::wait;
+    if (half == tier::Half::here) lapsed_ = false;
+    if (half != tier::Half::here) item.entry = sample;  // which no tier has
+  }
+  const uint64_t entry = item.entry;
   const peer::Where where = !config_.peers || fetch.shunned
                                 ? peer::Where::source
                                 : config_.peers->where(sample, task.batch->position.epoch);
@@ -295,11 +357,11 @@ Loader::Run::Route Loader::Run::route(Fetch& fetch) {
   };
   // What a tier is to have is read for it apart from what the batches need.
   const bool apart = config_.peers && config_.sharing == Sharing::hdmlp;
-  if (!cache || !cache->placed(sample)) return awaited ? Route::wait : elsewhere();
+  if (!cache || !cache->placed(entry)) return awaited ? Route::wait : elsewhere();
   for (;;) {
-    switch (cache->state(sample)) {
+    switch (cache->state(entry)) {
       case tier::State::ready:
-        if (cache->kind(sample) == tier::TierKind::ram) {
+        if (cache->kind(entry) == tier::TierKind::ram) {
           return from_memory(fetch) ? Route::done : elsewhere();
         }
         switch (origin_of(sample, true, there)) {
@@ -320,14 +382,33 @@ Loader::Run::Route Loader::Run::route(Fetch& fetch) {
     }
     if (awaited) return Route::wait;
     if (apart) return elsewhere();
-    if (cache->claim(sample)) {
+    if (cache->claim(entry)) {
       fetch.claimed = true;
-      fetch.to_file_tier = cache->kind(sample) == tier::TierKind::file;
+      fetch.to_file_tier = cache->kind(entry) == tier::TierKind::file;
       return elsewhere();
     }
     // Another rank was first; or the tier has failed since, and the sample stays empty.
-    if (!cache->placed(sample)) return elsewhere();
+    if (!cache->placed(entry)) return elsewhere();
   }
+}
+
+bool Loader::Run::worth_waiting_for_half(Fetch& fetch) {
+  if (lapsed_) return false;
+  {
+    const MutexLock lock(mutex_);
+    if (fetch.work.task->sequence != handed_out_) return true;
+  }
+  const int64_t now = now_ns();
+  if (fetch.waited_since == 0) fetch.waited_since = now;
+  const std::chrono::nanoseconds waited(now - fetch.waited_since);
+  if (waited < kLocalPatience) return true;
+  if (!lapsed_.exchange(true)) {
+    log(LogLevel::warning,
+        "another rank of this node is so far behind that its sub-batches are still in the RAM "
+        "tier; "
+        "this rank reads from the source until it follows");
+  }
+  return false;
 }
 
 SpeedEstimate* Loader::Run::speed_of_peer(plan::SampleId sample) const {
@@ -375,16 +456,18 @@ Origin Loader::Run::origin_of(plan::SampleId sample, bool in_file_tier, bool the
 // Takes a sample that is ready in the RAM tier; false if it is there no more, or its bytes are wrong.
 bool Loader::Run::from_memory(Fetch& fetch) {
   tier::NodeCache& cache = *config_.cache;
-  const plan::SampleId sample = fetch.work.task->items[fetch.work.index].sample;
+  const Task::Item& item = fetch.work.task->items[fetch.work.index];
+  const plan::SampleId sample = item.sample;
+  const uint64_t entry = item.entry;
   const uint64_t size = sizes_[sample];
   const int64_t begin = now_ns();
   if (!transformed()) {
     const std::span<std::byte> place = place_of(fetch.work);
-    const tier::RamView view = cache.ram_view(sample);
+    const tier::RamView view = cache.ram_view(entry);
     if (!view) return false;
     std::memcpy(place.data(), view.bytes().data(), size);
     if (!sums_.agrees(sample, place)) {
-      cache.reject(sample);
+      cache.reject(entry);
       return false;
     }
   }  // else compared just before it is decoded
@@ -439,12 +522,16 @@ std::vector<Loader::Run::Fetch*> Loader::Run::read_files(std::span<Fetch* const>
 }
 
 void Loader::Run::wait_for_others(const Fetch& fetch, std::stop_token stop) {
-  const plan::SampleId sample = fetch.work.task->items[fetch.work.index].sample;
+  const Task& task = *fetch.work.task;
+  const Task::Item& item = task.items[fetch.work.index];
   trace::Span span(kWaitOthers);
-  span.values[0] = static_cast<int64_t>(sample);
-  if (config_.cache && config_.cache->placed(sample) &&
-      config_.cache->state(sample) == tier::State::filling) {
-    config_.cache->wait(sample, kSlice, stop);
+  span.values[0] = static_cast<int64_t>(item.sample);
+  tier::NodeCache* const cache = config_.cache.get();
+  if (item.entry != item.sample && cache->half_of(task.chunk, *task.kept) != tier::Half::here) {
+    cache->wait_for_half(kSlice);
+  } else if (cache && cache->placed(item.entry) &&
+             cache->state(item.entry) == tier::State::filling) {
+    cache->wait(item.entry, kSlice, stop);
   } else if (config_.peers) {
     config_.peers->wait_for_progress(kSlice, stop);
   }  // else its state has changed since route()
@@ -454,7 +541,7 @@ void Loader::Run::wait_for_others(const Fetch& fetch, std::stop_token stop) {
 bool Loader::Run::prepare(Fetch& fetch) {
   Task::Item& item = fetch.work.task->items[fetch.work.index];
   if (fetch.claimed && !fetch.to_file_tier) {
-    fetch.into = config_.cache->ram_slot(item.sample);
+    fetch.into = config_.cache->ram_slot(item.entry);
     if (fetch.into.size() == sizes_[item.sample]) return true;
     fetch.claimed = false;  // no memory: the cache has logged it
   }
@@ -485,12 +572,12 @@ void Loader::Run::settle_claim(Fetch& fetch, int error, std::string why) {
   item.read_why = std::move(why);
   if (!fetch.claimed) return;
   if (error != 0) {
-    config_.cache->abandon(item.sample);
+    config_.cache->abandon(item.entry);
     fetch.claimed = fetch.to_file_tier = false;
   } else if (!fetch.to_file_tier) {
     if (!transformed())
       std::memcpy(place_of(fetch.work).data(), fetch.into.data(), fetch.into.size());
-    config_.cache->publish(item.sample);
+    config_.cache->publish(item.entry);
   }
 }
 
@@ -699,7 +786,7 @@ void Loader::Run::keep_copy(const Fetch& fetch, std::vector<Kept>& kept) {
   if (!to_file_tier && !push) return;
   Kept k{item.sample, to_file_tier, push, item.raw, fetch.into};
   if (fetch.claimed && !fetch.to_file_tier) {
-    const auto view = tier::shared_view(config_.cache, item.sample);
+    const auto view = tier::shared_view(config_.cache, item.entry);
     if (!view) return;  // its memory was given back
     k.keep = view;
     k.bytes = view->bytes();

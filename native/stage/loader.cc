@@ -20,9 +20,13 @@ LoaderConfig attach(LoaderConfig config, const NodeSpec& node, peer::ExchangeCon
                 "assignment=\"locality\" deals samples to their owners, and with sharing=\"hdmlp\" "
                 "they have none: leave one of them out");
   }
-  NodeTiers tiers = attach_node_cache(config.job, config.rank, *config.source, node, config.sharing,
+  NodeSpec here = node;
+  here.locality = config.locality;
+  NodeTiers tiers = attach_node_cache(config.job, config.rank, *config.source, here, config.sharing,
                                       config.first_epoch);
   config.cache = tiers.cache;
+  config.chunks = tiers.chunks;
+  config.half = tiers.half;
   if (transport && config.cache) {
     peers.rank = config.rank;
     peers.node_of_rank = node.nodes.of_rank;

@@ -11,7 +11,10 @@
 // buffer comes from a pool. Fields whose sizes differ are held until the batch is complete, and put
 // together by the thread that completes it, which also mixes the batch (image/mix.h). With other nodes
 // (peer/exchange.h) the rank that needs a sample first reads it from the source and pushes it to
-// its owner; later readers fetch it from the owner. The consumer gets batches in the plan's order,
+// its owner; later readers fetch it from the owner. Where chunks of sub-batches are used again
+// (plan/chunks.h), one more thread reads this rank's part of the chunk in use and of the next one into
+// their halves of the RAM tier, and a batch that is handed out tells the node's ranks which chunk
+// this one is at. The consumer gets batches in the plan's order,
 // whatever order they were finished in.
 //
 // Bounds: at most `staging_bytes` of batches are in flight (never fewer than two batches; ragged
@@ -61,7 +64,11 @@ struct LoaderConfig {
   uint32_t first_epoch = 0;  // of the placement: no owner has its samples before it
   // With peers, what is read ahead of need: a thread for each list reads this rank's part of it.
   std::vector<std::vector<plan::SampleId>> ahead;
-  uint32_t local_rank = 0, local_world = 1;  // of the node, for `ahead`
+  uint32_t local_rank = 0, local_world = 1;  // of the node, for `ahead` and `chunks`
+  // Chunks of sub-batches that the cache keeps while they are in use, in halves of that shape; null:
+  // it does not.
+  std::shared_ptr<const plan::Chunks> chunks;
+  plan::HalfShape half;
   OnError on_error = OnError::raise;
   uint32_t fetchers = 2;  // threads that read
   uint32_t workers = 2;   // threads that transform; unused for raw batches

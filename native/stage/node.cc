@@ -1,11 +1,13 @@
 // Plans what this node keeps, and attaches to its cache. With several nodes, owners are chosen
-// first (plan/owners.h) and then each node's placement. The first rank of a node judges what kept
+// first (plan/owners.h) and then each node's placement. Chunks of sub-batches have a part of the RAM
+// tier (plan/chunks.h), and what is placed has the rest. The first rank of a node judges what kept
 // tiers hold: a probe of their samples against the source decides whether they are of today's
 // content.
 #include "stage/node.h"
 
 #include <algorithm>
 #include <bit>
+#include <map>
 
 #include "base/fnv.h"
 #include "base/log.h"
@@ -155,6 +157,57 @@ void find_copies(const plan::JobSpec& job, std::span<const uint64_t> sizes, cons
   into.ownership.first_access.assign(sizes.size(), plan::kNever);
 }
 
+// A node, as far as it says what is kept of chunks of sub-batches there.
+struct ChunkNode {
+  uint32_t first_rank = 0, ranks = 0;
+  std::vector<tier::TierSpec> tiers;
+};
+
+// The nodes of a job that has chunks; one that shares nothing with others is the only one.
+std::vector<ChunkNode> chunk_nodes(uint32_t first_rank, uint32_t ranks, const NodeSpec& node) {
+  if (node.nodes.capacity.empty()) return {{first_rank, ranks, node.tiers}};
+  std::vector<ChunkNode> nodes;
+  for (uint32_t n = 0; n < node.all_tiers.size(); ++n) {
+    const auto begin = node.nodes.of_rank.begin(), end = node.nodes.of_rank.end();
+    nodes.push_back({static_cast<uint32_t>(std::find(begin, end, n) - begin),
+                     static_cast<uint32_t>(std::count(begin, end, n)), node.all_tiers[n]});
+  }
+  return nodes;
+}
+
+// What each node takes of its first RAM tier for chunks, and has less for what it owns; nothing where
+// everything that is read can stay for the whole job anyway. Those of node number `here`.
+tier::Halves take_halves(const plan::JobSpec& job, std::span<const uint64_t> sizes,
+                         const plan::NodeAccess& access, uint32_t first_epoch, uint32_t here,
+                         std::span<const ChunkNode> chunked, plan::Nodes& nodes) {
+  uint64_t wanted = 0, room = 0;
+  for (uint64_t s = 0; s < sizes.size(); ++s) {
+    if (access.frequency[s] > 0 || chunked.size() > 1) wanted += sizes[s];
+  }
+  for (const ChunkNode& node : chunked) {
+    for (const tier::TierSpec& spec : node.tiers) room += spec.capacity;
+  }
+  if (wanted <= room) return {};
+  tier::Halves found;
+  std::map<std::pair<uint32_t, uint64_t>, plan::HalfShape> known;  // by ranks and capacity
+  for (uint32_t n = 0; n < chunked.size(); ++n) {
+    const ChunkNode& node = chunked[n];
+    const auto ram = std::ranges::find(node.tiers, tier::TierKind::ram, &tier::TierSpec::kind);
+    if (ram == node.tiers.end()) continue;
+    // Nodes alike have halves alike: their chunks differ little.
+    const auto [at, fresh] = known.try_emplace({node.ranks, ram->capacity});
+    if (fresh) {
+      at->second =
+          plan::Chunks(job, node.first_rank, node.ranks, sizes).shape(ram->capacity, first_epoch);
+    }
+    if (n < nodes.capacity.size()) nodes.capacity[n] -= 2 * at->second.bytes;
+    if (n == here || chunked.size() == 1) {
+      found = {static_cast<size_t>(ram - node.tiers.begin()), at->second};
+    }
+  }
+  return found;
+}
+
 uint64_t fingerprint_of(const plan::JobSpec& job, const source::Source& source,
                         const NodeSpec& node, Sharing sharing, uint32_t first_epoch) {
   Fnv hash(plan::fingerprint(job));
@@ -174,7 +227,7 @@ NodeTiers attach_node_cache(const plan::JobSpec& job, uint32_t rank, const sourc
                                       std::to_string(rank) +
                                       ": ranks of a node must be numbered consecutively");
   }
-  const std::vector<plan::TierShape> shapes = shapes_of(node.tiers);
+  std::vector<plan::TierShape> shapes = shapes_of(node.tiers);
   bool any =
       std::any_of(shapes.begin(), shapes.end(), [](auto shape) { return shape.capacity > 0; });
   // A node without tiers among others fetches what they keep.
@@ -186,6 +239,17 @@ NodeTiers attach_node_cache(const plan::JobSpec& job, uint32_t rank, const sourc
   const plan::JobSpec near = placed_job(job, first_epoch);
   plan::NodeAccess access = plan::node_access(near, first_rank, ranks, first_epoch);
   NodeTiers attached;
+  tier::Halves halves;
+  plan::Nodes nodes = node.nodes;
+  if (plan::has_chunks(near) && sharing == Sharing::push && !node.locality) {
+    const std::vector<ChunkNode> chunked = chunk_nodes(first_rank, ranks, node);
+    halves = take_halves(near, source.sizes(), access, first_epoch, node.node, chunked, nodes);
+  }
+  if (halves.shape.places > 0) {
+    attached.chunks = std::make_shared<const plan::Chunks>(job, first_rank, ranks, source.sizes());
+    attached.half = halves.shape;
+    shapes[halves.tier].capacity -= 2 * halves.shape.bytes;
+  }
   if (!node.nodes.capacity.empty()) {
     for (uint32_t r = 0; r < node.nodes.of_rank.size(); ++r) {
       if ((node.nodes.of_rank[r] == node.node) != (r >= first_rank && r < first_rank + ranks)) {
@@ -201,12 +265,13 @@ NodeTiers attach_node_cache(const plan::JobSpec& job, uint32_t rank, const sourc
       // What a record takes differs a little between kinds of tier; the owner must have room in any.
       std::vector<uint64_t> records(source.sizes().begin(), source.sizes().end());
       for (uint64_t& bytes : records) bytes += tier::record_overhead(tier::TierKind::file);
-      attached.ownership = plan::owners(near, records, node.nodes, first_epoch);
+      attached.ownership = plan::owners(near, records, nodes, first_epoch);
       access = plan::cluster_access(attached.ownership, node.node, std::move(access));
     }
     attached.plan = fingerprint_of(job, source, node, sharing, first_epoch);
   }
   tier::NodeCacheConfig config;
+  config.halves = halves;
   config.job = node.job;
   config.local_rank = node.local_rank;
   config.local_world = node.local_world;

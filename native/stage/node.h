@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "plan/chunks.h"
 #include "plan/copies.h"
 #include "plan/owners.h"
 #include "source/source.h"
@@ -33,6 +34,7 @@ struct NodeSpec {
   plan::Nodes nodes;                  // all that share what they keep; empty: this one is alone
   std::vector<std::vector<tier::TierSpec>> all_tiers;  // of every node, for Sharing::hdmlp
   bool any_member = false;  // processes that come and go: tier::NodeCacheConfig
+  bool locality = false;  // ranks take what they own, not what the plan deals them: plan/locality.h
 };
 
 // This node's part of the cache.
@@ -43,6 +45,9 @@ struct NodeTiers {
   plan::Copies copies;
   std::vector<std::vector<plan::SampleId>> fill;  // what each tier is filled with, in order
   uint64_t plan = 0;  // fingerprint of what all nodes keep: the same on all of them
+  // What is kept for each chunk of sub-batches, in halves of that shape; null: nothing is.
+  std::shared_ptr<const plan::Chunks> chunks;
+  plan::HalfShape half;
 };
 
 // Plans what this node keeps where (plan/placement.h, plan/cluster.h, plan/copies.h), for epochs from

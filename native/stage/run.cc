@@ -56,6 +56,8 @@ Loader::Run::Run(const LoaderConfig& config, std::shared_ptr<BufferPool> batch_p
       direct_(light_ && !config.cache && !config.peers),
       first_epoch_(start.epoch),
       part_batches_(batches_of_part(config)),
+      last_{config.job.epochs - 1,
+            std::max<uint64_t>(1, plan::batches_in(config.job, config.job.epochs - 1)) - 1},
       started_(fetchers() + workers()),
       cursor_(start) {
   const uint64_t local = std::max<uint64_t>(
@@ -73,6 +75,10 @@ Loader::Run::Run(const LoaderConfig& config, std::shared_ptr<BufferPool> batch_p
   }
   exhausted_ = cursor_.epoch >= config.job.epochs;
   if (!exhausted_) plan_ahead(part_of(cursor_));
+  {
+    const MutexLock lock(mutex_);
+    use_chunk_of(cursor_);
+  }
   try {
     config_.while_starting([this] { start_threads(); });
   } catch (...) {
@@ -94,6 +100,12 @@ void Loader::Run::start_threads() {
     threads_.emplace_back([this, &samples] {
       pthread_setname_np(pthread_self(), "nostall-own");
       guarded([this, &samples] { own_loop(samples, stop_.get_token()); });
+    });
+  }
+  if (config_.chunks) {
+    threads_.emplace_back([this] {
+      pthread_setname_np(pthread_self(), "nostall-chunk");
+      guarded([this] { chunk_loop(stop_.get_token()); });
     });
   }
   for (uint32_t i = 0; i < workers(); ++i) {
@@ -150,6 +162,7 @@ void Loader::Run::end_threads() noexcept {
   stop_.request_stop();
   fetchable_.notify_all();
   transformable_.notify_all();
+  next_chunk_.notify_all();
   threads_.clear();
 }
 
@@ -222,6 +235,11 @@ std::unique_ptr<Batch> Loader::Run::next(std::chrono::nanoseconds timeout) {
   std::unique_ptr<Batch> batch = std::move(front.batch);
   tasks_.pop_front();
   ++handed_out_;
+  Position following = batch->position;
+  if (++following.batch == plan::batches_in(config_.job, following.epoch)) {
+    following = {following.epoch + 1, 0};
+  }
+  use_chunk_of(following);
   batch->origins[size_t(Origin::source)].bytes += own_bytes_.exchange(0);
   for (const auto& task : tasks_) {
     if (!task->ready) break;
@@ -288,6 +306,38 @@ Loader::Run::Planned Loader::Run::planned() {
   return parts_.at(part).get();
 }
 
+uint64_t Loader::Run::chunk_of(Position position) const {
+  return config_.chunks ? config_.chunks->number(position.epoch, position.batch) : 0;
+}
+
+void Loader::Run::use_chunk_of(Position next) {
+  if (!config_.chunks) return;
+  const uint64_t chunk = chunk_of(next);
+  if (chunk == chunk_ && handed_out_ > 0) return;
+  chunk_ = chunk;
+  config_.cache->use_chunk(chunk);
+  chunks_.erase(chunks_.begin(), chunks_.lower_bound(chunk));
+  next_chunk_.notify_all();
+}
+
+// This one, and the next one ahead of need.
+std::shared_ptr<const plan::KeptChunk> Loader::Run::kept_chunk(uint64_t chunk) {
+  for (uint64_t c = chunk; c < chunk + 2; ++c) {
+    if (chunks_.contains(c)) continue;
+    if (c > chunk && (c > chunk_ + 1 || c > chunk_of(last_))) break;
+    chunks_.emplace(
+        c, std::async(std::launch::async | std::launch::deferred, [this, c] {
+             const auto elsewhere = [this](plan::SampleId sample) {
+               return config_.cache->tier_of(sample) != plan::kNoTier ||
+                      (config_.peers && config_.peers->ownership().owner[sample] != plan::kNoOwner);
+             };
+             return std::make_shared<const plan::KeptChunk>(
+                 config_.chunks->keep(c, config_.half, elsewhere));
+           }).share());
+  }
+  return chunks_.at(chunk).get();
+}
+
 // Under the mutex: makes the task of the batch under the cursor and moves the cursor past it.
 Task* Loader::Run::open_task() {
   if (exhausted_) return nullptr;
@@ -304,6 +354,10 @@ Task* Loader::Run::open_task() {
   task->items.resize(end - begin);
   task->left = task->items.size();
   task->ready = task->items.empty();
+  task->chunk = chunk_of(cursor_);
+  if (config_.chunks && config_.chunks->in_chunk(cursor_.batch)) {
+    task->kept = kept_chunk(task->chunk);
+  }
   task->batch = std::make_unique<Batch>();
   Batch& batch = *task->batch;
   batch.position = cursor_;
@@ -317,7 +371,10 @@ Task* Loader::Run::open_task() {
   const auto labels = config_.source->labels();
   for (size_t i = 0; i < batch.samples.size(); ++i) {
     const plan::SampleId sample = batch.samples[i];
-    task->items[i].sample = sample;
+    task->items[i].sample = task->items[i].entry = sample;
+    if (const auto place = task->kept ? task->kept->find(sample) : std::nullopt) {
+      task->items[i].entry = config_.cache->entry_of(task->chunk, *place);
+    }
     if (!batch.occurrences.empty()) task->items[i].occurrence = batch.occurrences[i];
     batch.labels.push_back(labels[sample]);
     if (!transformed()) {
@@ -352,9 +409,10 @@ Task* Loader::Run::open_task() {
   return opened;
 }
 
-uint64_t Loader::Run::transient_bytes(plan::SampleId sample) const {
+uint64_t Loader::Run::transient_bytes(const Task::Item& item) const {
+  const plan::SampleId sample = item.sample;
   // Raw batches are filled in place, and what is unpacked at once is not kept.
-  if (!transformed() || direct_) return 0;
+  if (!transformed() || direct_ || item.entry != sample) return 0;
   if (config_.cache && config_.cache->placed(sample) &&
       config_.cache->kind(sample) == tier::TierKind::ram &&
       config_.cache->state(sample) != tier::State::failed) {
@@ -365,6 +423,7 @@ uint64_t Loader::Run::transient_bytes(plan::SampleId sample) const {
 
 bool Loader::Run::may_take(const Task& task, uint64_t transient) const {
   const bool staged = task.sequence < handed_out_ + staged_;
+  if (task.chunk > chunk_ + 1) return false;  // a half for it is this rank's own to leave
   if (!transformed()) return staged;
   if (task.sequence == handed_out_) return true;  // never starve the batch that is waited for
   if (light_ && !staged) return false;            // as quickly unpacked as read
@@ -417,7 +476,7 @@ std::vector<Loader::Run::Fetch> Loader::Run::take_chunk(std::stop_token stop) {
         continue;
       }
       const plan::SampleId sample = fetching_->items[fetch_index_].sample;
-      const uint64_t transient = transient_bytes(sample);
+      const uint64_t transient = transient_bytes(fetching_->items[fetch_index_]);
       if (!may_take(*fetching_, transient)) break;
       transient_ += transient;
       fetching_->items[fetch_index_].charged = transient;
@@ -433,7 +492,7 @@ std::vector<Loader::Run::Fetch> Loader::Run::take_chunk(std::stop_token stop) {
     fetchable_.wait(lock, stop, [&]() NOSTALL_REQUIRES(mutex_) {
       if (!worth_waking(fetching_)) return false;
       if (fetching_) {
-        return may_take(*fetching_, transient_bytes(fetching_->items[fetch_index_].sample));
+        return may_take(*fetching_, transient_bytes(fetching_->items[fetch_index_]));
       }
       if (exhausted_) return false;
       return transformed() ? tasks_.size() <= kMaxAhead : opened_ < handed_out_ + max_staged_;

@@ -43,6 +43,7 @@ class Holding : public fields::Holder {
 struct Task {
   struct Item {
     plan::SampleId sample = 0;
+    uint64_t entry = 0;           // of the cache: the sample, or its place in a half
     uint32_t occurrence = 0;      // of the sample in its epoch
     std::shared_ptr<Buffer> raw;  // transient bytes; null when they lie in the RAM tier
     uint64_t charged = 0;         // bytes of the transient budget that it holds
@@ -50,6 +51,9 @@ struct Task {
     std::string read_why;  // its text
   };
   uint64_t sequence = 0;  // batches since the run began
+  uint64_t chunk = 0;     // its number; 0 without chunks
+  std::shared_ptr<const plan::KeptChunk>
+      kept;  // of it; null without, and beyond the last whole batch
   std::vector<Item> items;
   size_t left = 0;
   bool ready = false;
@@ -84,6 +88,7 @@ class Loader::Run {
     bool to_file_tier = false;
     bool patient = true;          // may wait for a push of another node
     bool patient_locally = true;  // and for a read of another rank of this node
+    int64_t waited_since = 0;     // for a half, while the consumer waits for the batch; 0: not yet
     bool shunned = false;         // its owner failed to deliver: not asked again
   };
   // What a fetch thread has of its own; `scratch` is for samples that it unpacks itself.
@@ -118,6 +123,28 @@ class Loader::Run {
   void fetch_loop(std::stop_token stop);
   void transform_loop(std::stop_token stop);
   void own_loop(std::span<const plan::SampleId> samples, std::stop_token stop);
+
+  // Of one of the threads that read ahead of need: what it has claimed and not read yet.
+  struct Filling {
+    std::unique_ptr<source::Reader> reader;
+    std::vector<source::ReadRequest> requests{};
+    std::vector<uint64_t> entries{};
+    std::vector<std::shared_ptr<Buffer>> buffers{};  // of samples of file tiers
+  };
+  // Claims an entry for its sample if it is empty; reads when enough are claimed.
+  void claim_ahead(plan::SampleId sample, uint64_t entry, Filling& filling);
+  void read_ahead(Filling& filling);
+  // Reads this rank's part of each chunk as soon as its half is free.
+  void chunk_loop(std::stop_token stop);
+  void fill_chunk(uint64_t chunk, const plan::KeptChunk& kept, Filling& filling,
+                  std::stop_token stop);
+  std::shared_ptr<const plan::KeptChunk> kept_chunk(uint64_t chunk) NOSTALL_REQUIRES(mutex_);
+  // That of a batch; for the one after the job's last, that of no batch.
+  uint64_t chunk_of(Position position) const;
+  // What the consumer's next batch makes this rank use.
+  void use_chunk_of(Position next) NOSTALL_REQUIRES(mutex_);
+  // Whether to go on waiting for other ranks that use what is in the half of this sample's chunk.
+  bool worth_waiting_for_half(Fetch& fetch);
 
   // Takes the next samples in plan order; empty when stopped.
   std::vector<Fetch> take_chunk(std::stop_token stop);
@@ -234,7 +261,7 @@ class Loader::Run {
   bool transformed() const { return config_.program != nullptr; }
   uint32_t fetchers() const { return std::max(1u, config_.fetchers); }
   uint32_t workers() const { return transformed() ? std::max(1u, config_.workers) : 0; }
-  uint64_t transient_bytes(plan::SampleId sample) const;
+  uint64_t transient_bytes(const Task::Item& item) const;
 
   const LoaderConfig& config_;
   const std::shared_ptr<BufferPool> batch_pool_, raw_pool_;
@@ -250,6 +277,7 @@ class Loader::Run {
   const bool direct_;           // and all come from the source: unpacked where they were read
   const uint32_t first_epoch_;  // of this run
   const uint64_t part_batches_;
+  const Position last_;      // of the job's batches
   uint64_t slab_bytes_ = 0;  // of a whole batch, about
   std::latch started_;       // of the threads that decode
   double cached_ = 0.0;      // seconds per byte of samples that are read from memory, at most
@@ -273,6 +301,11 @@ class Loader::Run {
   size_t fetch_index_ NOSTALL_GUARDED_BY(mutex_) = 0;
   uint64_t transient_ NOSTALL_GUARDED_BY(mutex_) = 0;  // bytes of raw buffers taken
   bool exhausted_ NOSTALL_GUARDED_BY(mutex_) = false;
+  uint64_t chunk_ NOSTALL_GUARDED_BY(mutex_) = 0;  // of the next batch to hand out
+  StopCondition next_chunk_;
+  std::map<uint64_t, std::shared_future<std::shared_ptr<const plan::KeptChunk>>> chunks_
+      NOSTALL_GUARDED_BY(mutex_);
+  std::atomic<bool> lapsed_{false};  // other ranks were waited for long enough, until they move
   // Made beforehand: a copy needs no memory.
   const Error no_memory_{ErrorKind::io,
                          "there is no memory for a batch: make batches, staging or tiers smaller",

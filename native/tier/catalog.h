@@ -1,9 +1,9 @@
 // tier/catalog.h - the shared memory of a node's cache, as all its ranks see it.
 //
-// Header, then one word per arena chunk, then one per chunk that counts its readers, then two words
-// per sample: its state, then, after those of
-// all samples, its checksum (base/sums.h). A state has its State in the low two bits; above them,
-// while the sample is filling, the claiming local rank, and one of a sample that failed for want of
+// Header, then where each place of the two halves lies, then one word per arena chunk, then one per
+// chunk that counts its readers, then one state per entry (a sample, or a place of a half), then one
+// checksum per sample (base/sums.h). A state has its State in the low two bits; above them, while
+// the sample is filling, the claiming local rank, and one of a sample that failed for want of
 // memory. Stamped with magic, version and layout size, so that builds that do not agree refuse each
 // other.
 #pragma once
@@ -26,6 +26,9 @@ enum class Membership : uint32_t { absent = 0, joined = 1, left = 2 };
 struct Member {
   std::atomic<Membership> membership;
   std::atomic<int32_t> pid;
+  // The numbers of chunks of sub-batches, and one more; 0: none yet. It uses `chunk` and the next one,
+  // and writes to the half of `reading`.
+  std::atomic<uint64_t> chunk, reading;
 };
 
 // One cache line each, since every publish touches one.
@@ -33,6 +36,14 @@ struct alignas(64) Bucket {
   std::atomic<uint32_t> sequence;  // futex word
   std::atomic<uint32_t> waiters;
 };
+
+// Where a place of a half lies in the arena, for the chunk that has the half.
+struct PlaceRange {
+  std::atomic<uint64_t> begin, size;
+};
+
+// What a word of CatalogHeader::halves holds beside twice the number of its chunk and one more.
+inline constexpr uint64_t kTurning = 1;  // a rank is giving it to that chunk's successor
 
 struct CatalogHeader {
   uint64_t magic;
@@ -50,13 +61,15 @@ struct CatalogHeader {
   std::array<std::atomic<uint32_t>, kMaxTiers> failed_writes;
   std::array<Member, kMaxMembers> members;
   std::array<Bucket, kBuckets> buckets;
+  std::array<std::atomic<uint64_t>, 2> halves;
+  Bucket turned;  // of those who wait for a half
   // "name=value" lines of the job's arguments, for the message to a rank that disagrees; padded
   // with zeros, cut if they are longer.
   std::array<char, kArgumentBytes> arguments;
 };
 
 inline constexpr uint64_t kCatalogMagic = 0x315441434c54534e;  // "NSTLCAT1"
-inline constexpr uint32_t kCatalogVersion = 7;
+inline constexpr uint32_t kCatalogVersion = 8;
 
 // Memory is taken from the system in pieces of this size, just before it is first touched: a 64th
 // of the arena, in whole MiB up to 32, so that ranks which look at a limit at the same time pass it

@@ -17,6 +17,10 @@
 // filled and no view counted, its pages are freed. A reader counts itself before it looks at the
 // state, and ease() looks at the count after it has changed the state: one of them sees the other.
 //
+// Halves: a word names the chunk that has the half. A rank says which chunks it uses before it looks
+// at the word; a rank that gives the half away marks the word, and then looks at what the others use:
+// one of them sees the other. The places of the next chunk are written down while the mark is there.
+//
 // Leaving: under the turn, every rank writes the manifests of kept tiers, so that ranks that die
 // later lose only later records. The last rank flushes the tier files first.
 #include "tier/node_cache.h"
@@ -185,15 +189,15 @@ class NodeCacheImpl final : public NodeCache {
   }
 
   std::span<std::byte> ram_slot(uint64_t sample) override {
-    const uint64_t begin = begin_of(sample), end = begin + sizes_[sample];
-    for (uint64_t c = begin / chunk_bytes_; c * chunk_bytes_ < end; ++c) {
+    const auto [begin, size] = range_of(sample);
+    for (uint64_t c = begin / chunk_bytes_; c * chunk_bytes_ < begin + size; ++c) {
       if (!have_chunk(c, tier_[sample])) {
         store(sample, kUnfilled);
         header_->unfilled.fetch_add(1);
         return {};
       }
     }
-    return {arena_.data() + begin, static_cast<size_t>(sizes_[sample])};
+    return {arena_.data() + begin, static_cast<size_t>(size)};
   }
 
   void file_write(uint64_t sample, std::span<const std::byte> bytes) override {
@@ -221,16 +225,17 @@ class NodeCacheImpl final : public NodeCache {
 
   void publish(uint64_t sample) noexcept override {
     auto& used = kind(sample) == TierKind::ram ? header_->ram_bytes : header_->file_bytes;
-    used.fetch_add(sizes_[sample] + record_overhead(kind(sample)), std::memory_order_relaxed);
+    used.fetch_add(range_of(sample).size + record_overhead(kind(sample)),
+                   std::memory_order_relaxed);
     set(sample, State::ready);
   }
   void abandon(uint64_t sample) noexcept override { set(sample, State::empty); }
 
   RamView ram_view(uint64_t sample) const noexcept override {
-    const uint64_t begin = begin_of(sample);
+    const auto [begin, size] = range_of(sample);
     std::atomic<uint32_t>& readers = readers_[first_chunk(begin)];
     readers.fetch_add(1);
-    RamView view({arena_.data() + begin, static_cast<size_t>(sizes_[sample])}, readers);
+    RamView view({arena_.data() + begin, static_cast<size_t>(size)}, readers);
     if (state_of(words_[sample].load()) != State::ready) return {};
     return view;
   }
@@ -265,14 +270,30 @@ class NodeCacheImpl final : public NodeCache {
   SampleSums& sums() noexcept override { return sums_; }
   void reject(uint64_t sample) noexcept override {
     try {
-      warn(tier_[sample], "sample " + std::to_string(sample) + " in the RAM tier" +
-                              " has changed since it was read (wrong CRC32C): check this "
-                              "machine's memory; it is read from the source instead");
+      warn(tier_[sample],
+           (sample < sizes_.size() ? "sample " + std::to_string(sample)
+                                   : std::string("a sample of sub-batches")) +
+               " in the RAM tier has changed since it was read (wrong CRC32C): check this "
+               "machine's memory; it is read from the source instead");
     } catch (const std::bad_alloc&) {
       // The sample is not served, told or not.
     }
     set(sample, State::failed);
   }
+
+  uint64_t entry_of(uint64_t chunk, uint64_t place) const noexcept override {
+    return sizes_.size() + (chunk % 2) * config_.halves.shape.places + place;
+  }
+  void use_chunk(uint64_t chunk) noexcept override {
+    header_->members[me_].chunk.store(chunk + 1);
+    wake(header_->turned);
+  }
+  void read_for_chunk(std::optional<uint64_t> chunk) noexcept override {
+    header_->members[me_].reading.store(chunk ? *chunk + 1 : 0);
+    if (!chunk) wake(header_->turned);
+  }
+  Half half_of(uint64_t chunk, const plan::KeptChunk& kept) override;
+  void wait_for_half(std::chrono::nanoseconds timeout) const override;
 
   void try_again() override;
   State wait(uint64_t sample, std::chrono::nanoseconds timeout, std::stop_token stop) override;
@@ -282,15 +303,28 @@ class NodeCacheImpl final : public NodeCache {
   uint64_t file_bytes() const noexcept override { return header_->file_bytes.load(); }
 
  private:
+  struct Range {
+    uint64_t begin = 0, size = 0;
+  };
   uint64_t catalog_bytes() const {
-    return sizeof(CatalogHeader) + 2 * (chunks() + sizes_.size()) * sizeof(uint32_t);
+    return sizeof(CatalogHeader) + places() * sizeof(PlaceRange) +
+           (2 * chunks() + entries() + sizes_.size()) * sizeof(uint32_t);
   }
+  uint64_t places() const { return 2 * config_.halves.shape.places; }
+  uint64_t entries() const { return sizes_.size() + places(); }
   uint64_t chunks() const {
     return std::max<uint64_t>(1, (arena_bytes_ + chunk_bytes_ - 1) / chunk_bytes_);
   }
-  // Of a sample of the RAM tier, in the arena.
-  uint64_t begin_of(uint64_t sample) const noexcept {
-    return arena_base_[tier_[sample]] + offset_[sample];
+  // Of a sample of the RAM tier, or a place of a half, in the arena. The memory of places is shared.
+  Range range_of(uint64_t entry) const noexcept {
+    if (entry < sizes_.size()) {
+      const uint64_t base = kind(entry) == TierKind::ram ? arena_base_[tier_[entry]] : 0;
+      return {base + offset_[entry], sizes_[entry]};
+    }
+    const PlaceRange& place = ranges_[entry - sizes_.size()];
+    const Range range{place.begin.load(), place.size.load()};
+    const bool fits = range.size <= arena_bytes_ && range.begin <= arena_bytes_ - range.size;
+    return fits ? range : Range{};
   }
   // A sample without bytes may lie at the very end.
   uint64_t first_chunk(uint64_t begin) const noexcept {
@@ -303,8 +337,8 @@ class NodeCacheImpl final : public NodeCache {
     words_[sample].store(word, std::memory_order_seq_cst);
     wake(sample);
   }
-  void wake(uint64_t sample) const noexcept {
-    Bucket& bucket = bucket_of(sample);
+  void wake(uint64_t sample) const noexcept { wake(bucket_of(sample)); }
+  static void wake(Bucket& bucket) noexcept {
     bucket.sequence.fetch_add(1, std::memory_order_seq_cst);
     if (bucket.waiters.load(std::memory_order_seq_cst) > 0) futex_wake_all(bucket.sequence);
   }
@@ -339,6 +373,7 @@ class NodeCacheImpl final : public NodeCache {
     if (!warned_[tier].exchange(true)) log(LogLevel::warning, message);
   }
 
+  bool is_used(uint64_t chunk) const noexcept;
   bool have_chunk(uint64_t chunk, size_t tier);
   std::optional<std::string> allocate_chunk(uint64_t chunk, bool modest);
   std::optional<std::string> refusal(uint64_t size, bool modest) const;
@@ -376,6 +411,7 @@ class NodeCacheImpl final : public NodeCache {
   std::vector<uint8_t> tier_;
   std::vector<uint64_t> offset_;
   std::vector<uint64_t> arena_base_;
+  uint64_t halves_base_ = 0;  // of the first half in the arena
   uint64_t arena_bytes_ = 0, chunk_bytes_ = 0;
   uint64_t plan_ = 0;  // of plan and placement
 
@@ -384,6 +420,7 @@ class NodeCacheImpl final : public NodeCache {
   Mapping catalog_, arena_;
   Descriptor kept_samples_, listing_;
   CatalogHeader* header_ = nullptr;
+  PlaceRange* ranges_ = nullptr;
   std::atomic<uint32_t>* chunk_words_ = nullptr;
   std::atomic<uint32_t>* readers_ = nullptr;
   std::atomic<uint32_t>* words_ = nullptr;
@@ -557,6 +594,20 @@ void NodeCacheImpl::set_placement(plan::Placement placement) {
     arena_base_.push_back(arena_bytes_);
     if (config_.tiers[t].kind == TierKind::ram) arena_bytes_ += placement.used[t];
   }
+  const Halves& halves = config_.halves;
+  if (places() > 0) {
+    const TierSpec* const tier =
+        halves.tier < config_.tiers.size() ? &config_.tiers[halves.tier] : nullptr;
+    if (!tier || tier->kind != TierKind::ram ||
+        halves.shape.bytes > (tier->capacity - placement.used[halves.tier]) / 2) {
+      unfit("two halves of " + std::to_string(halves.shape.bytes) + " bytes do not fit into tier " +
+            std::to_string(halves.tier));
+    }
+    plan_ = Fnv(plan_).number(halves.tier).number(halves.shape.bytes).number(places()).value();
+    halves_base_ = arena_bytes_;
+    arena_bytes_ += 2 * halves.shape.bytes;
+    placement.tier.resize(entries(), static_cast<uint8_t>(halves.tier));
+  }
   chunk_bytes_ = chunk_bytes(arena_bytes_);
   tier_ = std::move(placement.tier);
   offset_ = std::move(placement.offset);
@@ -626,10 +677,11 @@ void NodeCacheImpl::map_shared() {
   catalog_ =
       Mapping::map(reopen(catalog_file_.get()).take(), "the catalogue", catalog_bytes()).take();
   header_ = reinterpret_cast<CatalogHeader*>(catalog_.data());
-  chunk_words_ = reinterpret_cast<std::atomic<uint32_t>*>(catalog_.data() + sizeof(CatalogHeader));
+  ranges_ = reinterpret_cast<PlaceRange*>(catalog_.data() + sizeof(CatalogHeader));
+  chunk_words_ = reinterpret_cast<std::atomic<uint32_t>*>(ranges_ + places());
   readers_ = chunk_words_ + chunks();
   words_ = readers_ + chunks();
-  sums_ = SampleSums(words_ + sizes_.size(), sizes_.size());
+  sums_ = SampleSums(words_ + entries(), sizes_.size());
   if (arena_file_) {
     if (::fstat(arena_file_.get(), &status) != 0 ||
         static_cast<uint64_t>(status.st_size) < arena_bytes_) {
@@ -703,10 +755,12 @@ void NodeCacheImpl::enter_member() {
   if (lock_.try_lock(kAlive, LockMode::shared) != Locked::yes) fail();
   Member& me = header_->members[me_];
   me.pid.store(::getpid());
+  me.chunk.store(0);
+  me.reading.store(0);
   me.membership.store(Membership::joined);
   joined_ = true;
   // Claims of an earlier process of this rank are void.
-  for (uint64_t s = 0; s < sizes_.size(); ++s) {
+  for (uint64_t s = 0; s < entries(); ++s) {
     uint32_t mine = word_of(State::filling, me_);
     words_[s].compare_exchange_strong(mine, word_of(State::empty));
   }
@@ -932,10 +986,11 @@ void NodeCacheImpl::look_at_leaving() {
     }
   }
   if (fresh.empty()) return;
-  for (uint64_t s = 0; s < sizes_.size(); ++s) {
-    if (tier_[s] == plan::kNoTier || kind(s) != TierKind::ram || sizes_[s] == 0) continue;
-    const uint64_t begin = begin_of(s), first = begin / chunk_bytes_;
-    const uint64_t last = (begin + sizes_[s] - 1) / chunk_bytes_;
+  for (uint64_t s = 0; s < entries(); ++s) {
+    if (tier_[s] == plan::kNoTier || kind(s) != TierKind::ram) continue;
+    const auto [begin, size] = range_of(s);
+    if (size == 0) continue;
+    const uint64_t first = begin / chunk_bytes_, last = (begin + size - 1) / chunk_bytes_;
     auto at = std::lower_bound(fresh.begin(), fresh.end(), first,
                                [](const Leaving& l, uint64_t c) { return l.chunk < c; });
     if (at == fresh.end() || at->chunk > last) continue;
@@ -954,7 +1009,7 @@ void NodeCacheImpl::look_at_leaving() {
 bool NodeCacheImpl::is_filling(uint64_t sample) {
   uint32_t seen = word_of(State::ready);
   if (words_[sample].compare_exchange_strong(seen, kUnfilled)) {
-    header_->ram_bytes.fetch_sub(sizes_[sample], std::memory_order_relaxed);
+    header_->ram_bytes.fetch_sub(range_of(sample).size, std::memory_order_relaxed);
     return false;
   }
   if (state_of(seen) != State::filling) return false;
@@ -1004,7 +1059,7 @@ void NodeCacheImpl::try_again() {
     auto refused = static_cast<uint32_t>(Chunk::refused);
     chunk_words_[c].compare_exchange_strong(refused, static_cast<uint32_t>(Chunk::untouched));
   }
-  for (uint64_t s = 0; s < sizes_.size(); ++s) {
+  for (uint64_t s = 0; s < entries(); ++s) {
     uint32_t unfilled = kUnfilled;
     words_[s].compare_exchange_strong(unfilled, word_of(State::empty));
   }
@@ -1078,6 +1133,61 @@ std::optional<PeerFailure> NodeCacheImpl::dead_peer() const {
   return std::nullopt;
 }
 
+// ------------------------------------------------------------------------- chunks of sub-batches
+
+// Whether a rank uses the chunk, or may: one that has not said so yet begins with any.
+bool NodeCacheImpl::is_used(uint64_t chunk) const noexcept {
+  for (uint32_t r = 0; r < config_.local_world; ++r) {
+    const Member& member = header_->members[r];
+    const Membership membership = member.membership.load();
+    if (membership == Membership::left) continue;
+    const uint64_t first = member.chunk.load();
+    if (membership == Membership::absent || first == 0 || first == chunk + 1 || first == chunk ||
+        member.reading.load() == chunk + 1) {
+      return true;
+    }
+  }
+  return false;
+}
+
+Half NodeCacheImpl::half_of(uint64_t chunk, const plan::KeptChunk& kept) {
+  std::atomic<uint64_t>& half = header_->halves[chunk % 2];
+  const uint64_t wanted = (chunk + 1) * 2;
+  uint64_t seen = half.load();
+  if (seen == wanted) return Half::here;
+  if ((seen & kTurning) != 0) return Half::awaited;
+  const auto in_use = [&] { return seen != 0 && is_used(seen / 2 - 1); };
+  const Half refused = seen > wanted ? Half::gone : Half::awaited;
+  if (in_use()) return refused;
+  if (!half.compare_exchange_strong(seen, seen | kTurning)) return Half::awaited;
+  if (in_use()) {
+    half.store(seen);
+    wake(header_->turned);
+    return refused;
+  }
+  const uint64_t base = halves_base_ + (chunk % 2) * config_.halves.shape.bytes;
+  for (uint64_t i = 0; i < config_.halves.shape.places; ++i) {
+    const uint64_t entry = entry_of(chunk, i);
+    const uint64_t held = range_of(entry).size;
+    if (state_of(words_[entry].exchange(word_of(State::empty))) == State::ready) {
+      header_->ram_bytes.fetch_sub(held, std::memory_order_relaxed);
+    }
+    PlaceRange& range = ranges_[entry - sizes_.size()];
+    range.begin.store(i < kept.samples.size() ? base + kept.offsets[i] : 0);
+    range.size.store(i < kept.samples.size() ? sizes_[kept.samples[i]] : 0);
+  }
+  half.store(wanted);
+  wake(header_->turned);
+  return Half::here;
+}
+
+void NodeCacheImpl::wait_for_half(std::chrono::nanoseconds timeout) const {
+  Bucket& bucket = header_->turned;
+  bucket.waiters.fetch_add(1, std::memory_order_seq_cst);
+  futex_wait(bucket.sequence, bucket.sequence.load(std::memory_order_seq_cst), timeout);
+  bucket.waiters.fetch_sub(1, std::memory_order_seq_cst);
+}
+
 // ------------------------------------------------------------------------------- leaving
 
 void NodeCacheImpl::leave() noexcept {
@@ -1088,11 +1198,12 @@ void NodeCacheImpl::leave() noexcept {
     } catch (const std::exception&) {
       // What a tier keeps is written by those that leave after this one.
     }
-    for (uint64_t s = 0; s < sizes_.size(); ++s) {
+    for (uint64_t s = 0; s < entries(); ++s) {
       uint32_t mine = word_of(State::filling, me_);
       if (words_[s].compare_exchange_strong(mine, word_of(State::empty))) wake(s);
     }
     header_->members[me_].membership.store(Membership::left);
+    wake(header_->turned);
     lock_.unlock(kFirstMember + me_);
     handover_.stop();
     const bool last = turn && lock_.try_lock(kAlive, LockMode::exclusive) == Locked::yes;
@@ -1141,6 +1252,12 @@ void NodeCacheImpl::write_manifest(size_t t, bool last) {
 }
 
 }  // namespace
+
+uint64_t NodeCache::entry_of(uint64_t /*chunk*/, uint64_t place) const noexcept { return place; }
+void NodeCache::use_chunk(uint64_t /*chunk*/) noexcept {}
+void NodeCache::read_for_chunk(std::optional<uint64_t> /*chunk*/) noexcept {}
+Half NodeCache::half_of(uint64_t /*chunk*/, const plan::KeptChunk& /*kept*/) { return Half::gone; }
+void NodeCache::wait_for_half(std::chrono::nanoseconds /*timeout*/) const {}
 
 uint32_t record_overhead(TierKind kind) { return kind == TierKind::file ? kRecordHeader : 0; }
 

@@ -23,6 +23,10 @@
 // A sample that failed for want of memory is empty again after try_again(). A rank that cannot
 // share files with the others has no tiers.
 //
+// Chunks of sub-batches (plan/chunks.h) have two halves of the RAM tier in turn. Their places are
+// entries of the catalogue like samples: where a method below takes a sample, it takes the entry of a
+// place too. A half goes to the next chunk when no rank uses its chunk any more.
+//
 // Thread-safety: all methods but attach/close are thread-safe and lock-free unless said otherwise.
 #pragma once
 
@@ -42,6 +46,7 @@
 #include "base/file.h"
 #include "base/shareable.h"
 #include "base/sums.h"
+#include "plan/chunks.h"
 #include "plan/placement.h"
 #include "tier/record_reader.h"
 
@@ -73,6 +78,12 @@ struct TierSpec {
 // Bytes a record of this tier needs beside the sample's own: the plan's TierShape::overhead.
 uint32_t record_overhead(TierKind kind);
 
+// Of chunks of sub-batches: tier `tier` has two of this shape beside what is placed there.
+struct Halves {
+  size_t tier = 0;
+  plan::HalfShape shape{};
+};
+
 // The local_world of processes whose number is not known.
 inline constexpr uint32_t kAnyMembers = 1024;
 
@@ -93,6 +104,7 @@ struct NodeCacheConfig {
   // Takes out of what a kept tier holds what is not of the content that is there now. Asked by the
   // first rank of the node alone; empty: all of it is.
   std::function<void(const TierSpec& spec, Manifest& kept)> judge{};
+  Halves halves{};
 };
 
 // What a kept file tier of an earlier job holds of a data set of so many samples; nothing if there
@@ -115,6 +127,10 @@ struct TierRead {
 };
 
 enum class State : uint8_t { empty = 0, filling = 1, ready = 2, failed = 3 };
+
+// Whether a chunk has its half: it does; another chunk has it, which a rank still uses; or a later
+// chunk has it.
+enum class Half : uint8_t { here, awaited, gone };
 
 struct PeerFailure {
   uint32_t local_rank = 0;
@@ -198,6 +214,18 @@ class NodeCache {
   // Waits while the sample is `filling`, until the deadline or a stop; takes back the claim of a
   // dead rank (the sample is then `empty`). Returns the state seen last.
   virtual State wait(uint64_t sample, std::chrono::nanoseconds timeout, std::stop_token stop) = 0;
+
+  // Places of chunks: number i of the half of a chunk, as an entry.
+  virtual uint64_t entry_of(uint64_t chunk, uint64_t place) const noexcept;
+  // This rank uses `chunk` and the next one, and none before or after, from now on.
+  virtual void use_chunk(uint64_t chunk) noexcept;
+  // This rank may write to the half of a chunk that it does not use, until it says nothing.
+  virtual void read_for_chunk(std::optional<uint64_t> chunk) noexcept;
+  // Gives the half to the chunk, which must be in use by this rank or read for, as soon as no rank
+  // uses the one that has it. Its places are valid while it is here.
+  virtual Half half_of(uint64_t chunk, const plan::KeptChunk& kept);
+  // Waits until a half or what a rank uses may have changed.
+  virtual void wait_for_half(std::chrono::nanoseconds timeout) const;
 
   // A rank of this node that joined and then ended without leaving, if there is one. Cheap enough
   // for a few calls per second.

@@ -105,6 +105,134 @@ TEST_F(NodeCacheTest, WhatOneRankPutsTheOthersSee) {
   EXPECT_FALSE(b->claim(3));
 }
 
+// Two halves of two places behind the ten samples; ranks are at no chunk yet.
+NodeCacheConfig with_halves(NodeCacheConfig c) {
+  c.halves = {0, {250, 2}};
+  return c;
+}
+plan::KeptChunk chunk_of(std::vector<uint64_t> samples) {
+  plan::KeptChunk kept;
+  for (const uint64_t s : samples) {
+    kept.fill.push_back(static_cast<uint32_t>(kept.samples.size()));
+    kept.offsets.push_back(100 * kept.samples.size());
+    kept.samples.push_back(s);
+  }
+  return kept;
+}
+
+TEST_F(NodeCacheTest, AHalfGoesOnWhenTheLastRankHasLeftItsChunk) {
+  const auto a = attach(with_halves(config(0, 2))), b = attach(with_halves(config(1, 2)));
+  const plan::KeptChunk first = chunk_of({2, 3}), third = chunk_of({3, 7});
+  a->use_chunk(0);
+  b->use_chunk(0);
+  ASSERT_EQ(a->half_of(0, first), Half::here);
+  EXPECT_EQ(b->half_of(0, first), Half::here);
+  const uint64_t place = a->entry_of(0, 1);
+  ASSERT_TRUE(a->claim(place));
+  const auto slot = a->ram_slot(place);
+  ASSERT_EQ(slot.size(), kSize);
+  std::memset(slot.data(), 3, kSize);
+  a->publish(place);
+  EXPECT_EQ(b->state(place), State::ready);
+  EXPECT_EQ(b->ram_view(place).bytes()[kSize - 1], std::byte{3});
+  EXPECT_EQ(b->ram_bytes(), kSize);
+
+  // One rank goes on; what the other one uses stays.
+  a->use_chunk(1);
+  EXPECT_EQ(a->half_of(2, third), Half::awaited);
+  EXPECT_EQ(b->state(place), State::ready);
+  b->use_chunk(1);
+  EXPECT_EQ(a->half_of(2, third), Half::here);
+  EXPECT_EQ(a->ram_bytes(), 0);
+  EXPECT_EQ(b->state(a->entry_of(2, 1)), State::empty);
+  // The place of the third chunk, in the memory of the first one.
+  EXPECT_TRUE(b->claim(b->entry_of(2, 1)));
+  EXPECT_EQ(b->ram_slot(b->entry_of(2, 1)).size(), kSize);
+  b->abandon(b->entry_of(2, 1));
+  EXPECT_EQ(b->half_of(0, first), Half::gone);
+}
+
+TEST_F(NodeCacheTest, AHalfStaysWhileARankReadsForItsChunk) {
+  const auto a = attach(with_halves(config(0, 2))), b = attach(with_halves(config(1, 2)));
+  const plan::KeptChunk kept = chunk_of({1});
+  a->use_chunk(0);
+  a->read_for_chunk(0);
+  ASSERT_EQ(a->half_of(0, kept), Half::here);
+  a->use_chunk(5);
+  b->use_chunk(1);
+  EXPECT_EQ(b->half_of(2, kept), Half::awaited);
+  a->read_for_chunk(std::nullopt);
+  EXPECT_EQ(b->half_of(2, kept), Half::here);
+}
+
+TEST_F(NodeCacheTest, RanksThatHaveLeftUseNoChunkAndThoseToComeUseAny) {
+  const auto a = attach(with_halves(config(0, 2)));
+  const plan::KeptChunk kept = chunk_of({1});
+  a->use_chunk(0);
+  ASSERT_EQ(a->half_of(0, kept), Half::here);
+  a->use_chunk(1);
+  EXPECT_EQ(a->half_of(2, kept), Half::awaited);  // of the rank that is to come
+  auto b = attach(with_halves(config(1, 2)));
+  EXPECT_EQ(a->half_of(2, kept), Half::awaited);  // it has not said where it begins
+  b->use_chunk(0);
+  EXPECT_EQ(a->half_of(2, kept), Half::awaited);
+  b.reset();
+  EXPECT_EQ(a->half_of(2, kept), Half::here);
+  // Back to the begin: nobody uses what is there.
+  a->use_chunk(0);
+  EXPECT_EQ(a->half_of(0, kept), Half::here);
+}
+
+TEST_F(NodeCacheTest, HalvesStayWithinTheirTier) {
+  NodeCacheConfig c = with_halves(config(0, 1));
+  c.tiers[0].capacity = kSamples * kSize + 499;
+  try {
+    attach(c);
+    FAIL();
+  } catch (const Error& e) {
+    EXPECT_NE(std::string(e.what()).find("two halves of 250 bytes do not fit into tier 0"),
+              std::string::npos)
+        << e.what();
+  }
+  c.tiers[0].capacity = kSamples * kSize + 500;
+  EXPECT_NE(attach(c), nullptr);
+}
+
+// Each rank walks chunks as fast as it can, and finds in each half what was written for that chunk.
+TEST_F(NodeCacheTest, ManyRanksPassHalvesOn) {
+  constexpr uint32_t kRanks = 3;
+  constexpr uint64_t kChunks = 200;
+  const plan::KeptChunk kept = chunk_of({1, 2});
+  std::vector<std::unique_ptr<NodeCache>> ranks;
+  for (uint32_t r = 0; r < kRanks; ++r) ranks.push_back(attach(with_halves(config(r, kRanks))));
+  std::atomic<uint64_t> filled = 0, wrong = 0;
+  std::vector<std::jthread> threads;
+  for (auto& rank : ranks) {
+    threads.emplace_back([&, cache = rank.get()] {
+      for (uint64_t chunk = 0; chunk < kChunks; ++chunk) {
+        cache->use_chunk(chunk);
+        while (cache->half_of(chunk, kept) != Half::here) cache->wait_for_half(1ms);
+        for (uint64_t i = 0; i < 2; ++i) {
+          const uint64_t entry = cache->entry_of(chunk, i);
+          if (cache->claim(entry)) {
+            std::memset(cache->ram_slot(entry).data(), static_cast<int>(chunk % 251), kSize);
+            cache->publish(entry);
+            ++filled;
+          }
+          cache->wait(entry, 10s, {});
+          const RamView view = cache->ram_view(entry);
+          wrong += !view || view.bytes()[0] != static_cast<std::byte>(chunk % 251) ||
+                   view.bytes()[kSize - 1] != static_cast<std::byte>(chunk % 251);
+        }
+      }
+      cache->use_chunk(kChunks);
+    });
+  }
+  threads.clear();
+  EXPECT_EQ(filled, 2 * kChunks);
+  EXPECT_EQ(wrong, 0);
+}
+
 TEST_F(NodeCacheTest, FillingStopsWhereAnyLimitKeepsItsReserve) {
   const fs::path proc = root_ / "proc";
   fs::create_directories(proc / "self");
