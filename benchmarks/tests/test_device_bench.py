@@ -60,3 +60,6 @@ def test_what_a_ready_batch_costs(tmp_path: Path, capsys: pytest.CaptureFixture[
     (row,) = json.loads((tmp_path / "found.json").read_text())["rows"]
     for cost in (row["next"], row["gil"]):
         assert 0 < cost["median"] <= cost["p95"]
+        # What is inside the device is part of it, and not all.
+        assert 0 < cost["device"] < cost["median"]
+        assert 0 < cost["own"]["median"] <= cost["own"]["p95"] < cost["p95"]

@@ -40,7 +40,7 @@ def _command(source: str, to: Path) -> list[str]:
 def built() -> Path:
     """The library, which test processes build once between them for these sources and this torch."""
     stamp = hashlib.sha256(f"{torch.__version__} {sysconfig.get_platform()}".encode())
-    for name in (*SOURCES, "runtime.h", "../build_simdev.py"):
+    for name in (*SOURCES, "runtime.h", "gil.h", "../build_simdev.py"):
         stamp.update((HERE / name).read_bytes())
     library = BUILD / f"libsimdev-{stamp.hexdigest()[:16]}.so"
     BUILD.mkdir(parents=True, exist_ok=True)

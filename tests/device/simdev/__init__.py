@@ -46,8 +46,10 @@ def _load() -> ctypes.CDLL:
 
 
 _library = _load()
-_with_gil = ctypes.PyDLL(_library._name).simdev_with_gil  # called with the GIL
+_python = ctypes.PyDLL(_library._name)  # called with the GIL
+_with_gil, _inside = _python.simdev_with_gil, _python.simdev_inside
 _with_gil.argtypes, _with_gil.restype = [ctypes.c_ulong], ctypes.c_int64
+_inside.argtypes, _inside.restype = [ctypes.c_ulong, ctypes.c_int], ctypes.c_int64
 
 
 class Device(ModuleType):
@@ -193,6 +195,18 @@ def watch_gil() -> None:
 def with_gil(thread: threading.Thread) -> float:
     """Seconds of processor time for which a living thread has had the GIL."""
     nanoseconds: int = _with_gil(thread.ident)
+    return nanoseconds / 1e9
+
+
+def inside(thread: threading.Thread) -> float:
+    """Seconds for which a thread was in functions of the device since `watch_gil`."""
+    nanoseconds: int = _inside(thread.ident, 0)
+    return nanoseconds / 1e9
+
+
+def inside_with_gil(thread: threading.Thread) -> float:
+    """The part of `with_gil` that was in functions of the device."""
+    nanoseconds: int = _inside(thread.ident, 1)
     return nanoseconds / 1e9
 
 

@@ -31,6 +31,7 @@
 #include <string>
 #include <unordered_map>
 
+#include "gil.h"
 #include "runtime.h"
 
 namespace {
@@ -91,21 +92,31 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
     return reinterpret_cast<void*>(static_cast<intptr_t>(number_of(s)));
   }
   void destroyEvent(void* event, DeviceIndex) const noexcept override {
+    const simdev::Inside inside;
     delete static_cast<simdev::Event*>(event);
   }
   void record(void** event, const Stream& s, DeviceIndex, c10::EventFlag) const override {
+    const simdev::Inside inside;
     if (*event == nullptr) *event = new simdev::Event;
     simdev::record(event_of(*event), number_of(s));
   }
   void block(void* event, const Stream& s) const override {
+    const simdev::Inside inside;
     if (event) simdev::block(event_of(event), number_of(s));
   }
-  bool queryEvent(void* event) const override { return !event || simdev::query(event_of(event)); }
+  bool queryEvent(void* event) const override {
+    const simdev::Inside inside;
+    return !event || simdev::query(event_of(event));
+  }
   DeviceIndex deviceCount() const noexcept override { return simdev::kDevices; }
   c10::DeviceCapability getDeviceCapability(Device) const override { return {}; }
-  bool queryStream(const Stream& s) const override { return simdev::query(number_of(s)); }
+  bool queryStream(const Stream& s) const override {
+    const simdev::Inside inside;
+    return simdev::query(number_of(s));
+  }
   void synchronizeStream(const Stream& s) const override { simdev::synchronize(number_of(s)); }
   void synchronizeEvent(void* event) const override {
+    const simdev::Inside inside;
     if (event) simdev::synchronize(event_of(event));
   }
   void synchronizeDevice(DeviceIndex i) const override {
@@ -131,6 +142,7 @@ struct Block {
 class DeviceMemory final : public c10::DeviceAllocator {
  public:
   DataPtr allocate(size_t bytes) override {
+    const simdev::Inside inside;
     const int device = current_device, stream = current_stream[device];
     if (bytes == 0) return {nullptr, nullptr, &forget, Device(kSim, current_device)};
     bytes = (bytes + 511) / 512 * 512;
@@ -171,6 +183,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
     for (int i = 0; i < simdev::kDevices; ++i) flush(i);
   }
   void recordStream(const DataPtr& p, Stream s) override {
+    const simdev::Inside inside;
     if (!p.get_context() || p.get_deleter() != &release) return;
     auto* block = static_cast<Block*>(p.get_context());
     const std::lock_guard lock(mutex_);
@@ -240,6 +253,7 @@ DeviceMemory& device_memory() {
   return *made;
 }
 void DeviceMemory::release(void* context) {
+  const simdev::Inside inside;
   if (simdev::is_forked()) return;
   device_memory().give_back(static_cast<Block*>(context));
 }
@@ -472,6 +486,7 @@ void on_device(const Tensor& from, const Tensor& to) {
 }
 
 Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
+  const simdev::Inside inside;
   if (to.numel() == 0) return to;
   const Tensor source = from.sizes() == to.sizes() ? from : from.expand(to.sizes());
   if (is_sim(source) && is_sim(to)) {
@@ -490,6 +505,7 @@ Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
 }
 
 at::Scalar local_scalar_dense(const Tensor& self) {
+  const simdev::Inside inside;
   const int stream = stream_for(self);
   simdev::push(stream, "item", {range_of(self, false)}, 0, [] {});
   simdev::synchronize(stream);
@@ -709,6 +725,7 @@ struct Call {
 };
 
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+  const simdev::Inside inside;
   const at::AutoDispatchBelowADInplaceOrView below;
   const size_t count = op.schema().arguments().size();
   Call call{op, {stack->end() - static_cast<ptrdiff_t>(count), stack->end()}};

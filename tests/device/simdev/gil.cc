@@ -4,6 +4,10 @@
 //
 // To watch these calls, other addresses are written into the tables of imported functions of every
 // library that is loaded.
+//
+// And how long each thread is in functions of the device, which stand where a driver's would.
+#include "gil.h"
+
 #include <dlfcn.h>
 #include <link.h>
 #include <pthread.h>
@@ -24,7 +28,12 @@ struct Thread {
   pthread_t id;
   std::atomic<int64_t> without{0};  // nanoseconds of processor time
   std::atomic<int64_t> since{-1};   // the GIL was given up, or -1
+  // In functions of the device: nanoseconds, and those of processor time with the GIL.
+  std::atomic<int64_t> inside{0}, inside_with_gil{0};
 };
+
+std::atomic<bool> watching{false};
+thread_local int depth = 0;  // of functions of the device
 
 std::mutex mutex;
 std::vector<Thread*>& threads() {
@@ -48,6 +57,13 @@ Thread& mine() {
     return thread;
   }();
   return *made;
+}
+
+Thread* find(pthread_t id) {
+  const std::lock_guard lock(mutex);
+  const auto found = std::find_if(threads().begin(), threads().end(),
+                                  [&](const Thread* thread) { return thread->id == id; });
+  return found == threads().end() ? nullptr : *found;
 }
 
 void given_up() { mine().since = used(CLOCK_THREAD_CPUTIME_ID); }
@@ -172,6 +188,25 @@ int watch_library(dl_phdr_info* library, size_t, void*) {
 
 }  // namespace
 
+namespace simdev {
+
+Inside::Inside() {
+  if (depth++ > 0 || !watching) return;
+  const Thread& thread = mine();
+  if (thread.since < 0) processor_ = used(CLOCK_THREAD_CPUTIME_ID);
+  began_ = used(CLOCK_MONOTONIC);
+}
+
+Inside::~Inside() {
+  --depth;
+  if (began_ < 0) return;
+  Thread& thread = mine();
+  thread.inside += used(CLOCK_MONOTONIC) - began_;
+  if (processor_ >= 0) thread.inside_with_gil += used(CLOCK_THREAD_CPUTIME_ID) - processor_;
+}
+
+}  // namespace simdev
+
 extern "C" {
 
 // Libraries that are loaded later are not watched.
@@ -180,17 +215,23 @@ void simdev_watch_gil() {
     *function.original = ::dlsym(RTLD_DEFAULT, function.name);
   }
   ::dl_iterate_phdr(watch_library, nullptr);
+  watching = true;
 }
 
 // Nanoseconds of processor time for which a living thread has had the GIL, which the caller has now.
 int64_t simdev_with_gil(pthread_t id) {
   clockid_t clock;
   if (::pthread_getcpuclockid(id, &clock) != 0) return 0;
-  const std::lock_guard lock(mutex);
-  const auto found = std::find_if(threads().begin(), threads().end(),
-                                  [&](const Thread* thread) { return thread->id == id; });
-  if (found == threads().end()) return used(clock);
-  const int64_t since = (*found)->since;
-  return (since < 0 ? used(clock) : since) - (*found)->without;
+  const Thread* found = find(id);
+  if (!found) return used(clock);
+  const int64_t since = found->since;
+  return (since < 0 ? used(clock) : since) - found->without;
+}
+
+// Nanoseconds that a thread was in functions of the device; if `gil`, of processor time with the GIL.
+int64_t simdev_inside(pthread_t id, int gil) {
+  const Thread* found = find(id);
+  if (!found) return 0;
+  return gil != 0 ? found->inside_with_gil : found->inside;
 }
 }

@@ -371,6 +371,18 @@ void wake() {
   state().changed.notify_all();
 }
 
+void begin(Stream& stream, const Task& task) {
+  stream.time = std::max(stream.time, task.enqueued) + task.seconds;
+  if (task.waits_for) stream.time = std::max(stream.time, task.waits_for->time);
+}
+
+void end(const Stream& stream, const Task& task) {
+  if (!task.reaches) return;
+  task.reaches->time = stream.time;
+  task.reaches->seconds = state().virtual_time ? stream.time : now();
+  task.reaches->done = true;
+}
+
 void serve(Stream* stream) {
   State& s = state();
   std::unique_lock lock(s.mutex);
@@ -378,8 +390,7 @@ void serve(Stream* stream) {
     stream->wake.wait(lock, [&] { return can_go_on(*stream); });
     Task task = std::move(stream->tasks.front());
     stream->tasks.pop_front();
-    stream->time = std::max(stream->time, task.enqueued) + task.seconds;
-    if (task.waits_for) stream->time = std::max(stream->time, task.waits_for->time);
+    begin(*stream, task);
     if (task.act) {
       stream->busy = true;
       const double began = now();
@@ -405,12 +416,8 @@ void serve(Stream* stream) {
       }
       if (!failure.empty()) s.reports.push_back(task.name + " failed: " + failure);
     }
-    // Under one lock with `busy`: a stream whose last event was waited for is idle.
-    if (task.reaches) {
-      task.reaches->time = stream->time;
-      task.reaches->seconds = s.virtual_time ? stream->time : now();
-      task.reaches->done = true;
-    }
+    end(*stream,
+        task);  // under one lock with `busy`: a stream whose last event was waited for is idle
     wake();
   }
 }
@@ -428,6 +435,14 @@ Stream& stream_of(int number) {
 
 void enqueue(Stream& stream, Task task) {
   task.enqueued = state().host_time;
+  const bool waits = task.waits_for && !task.waits_for->done;
+  if (!task.act && !waits && stream.tasks.empty() && !stream.busy && !stream.held) {
+    // An event of a stream that has nothing to do, or its wait for one that is done: as on a GPU, no
+    // thread of the host wakes up for it.
+    begin(stream, task);
+    end(stream, task);
+    return;
+  }
   stream.tasks.push_back(std::move(task));
   if (!stream.busy && can_go_on(stream)) stream.wake.notify_one();
 }

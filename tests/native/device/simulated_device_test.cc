@@ -67,6 +67,26 @@ TEST(SimulatedDevice, StreamsOfSeveralThreadsKeepTheirOrder) {
   EXPECT_STREQ(simdev_reports(), "");
 }
 
+TEST(SimulatedDevice, EventsAndWaitsOfAnIdleStreamTakeNoTask) {
+  const int stream = new_stream(0), other = new_stream(0);
+  Event event;
+  record(event, stream);
+  EXPECT_TRUE(query(event));
+  block(event, other);
+  EXPECT_TRUE(query(other));
+  simdev_hold(stream, 1);
+  record(event, stream);
+  EXPECT_FALSE(query(event));
+  block(event, other);
+  EXPECT_FALSE(query(other));
+  Event after;
+  record(after, other);
+  EXPECT_FALSE(query(after));
+  simdev_hold(stream, 0);
+  synchronize(after);
+  EXPECT_TRUE(query(event));
+}
+
 TEST(SimulatedDevice, WaitsOfOneThreadSeeWhatAnotherReleases) {
   const int stream = new_stream(0);
   auto* pinned = static_cast<char*>(take_pinned(kBytes));
