@@ -352,6 +352,16 @@ void bind_stage(nb::module_& m) {
            "and "
            "the shapes where more than the first dimension differs.")
       .def_prop_ro(
+          "place",
+          [](const PyBatch& b) {
+            const auto& buffer = b.batch->buffer;
+            const auto address = reinterpret_cast<uintptr_t>(buffer ? buffer->data() : nullptr);
+            return std::make_tuple(address, b.batch->samples.size());
+          },
+          "The address of the arrays of the program, and the samples in them: the same pair, the "
+          "same "
+          "places.")
+      .def_prop_ro(
           "mixture", [](const PyBatch& b) { return bindings::tuple_of(b.batch->mixture); },
           "What the batch got: none, mixup or cutmix; how much of each sample is its own; the box "
           "(x, "

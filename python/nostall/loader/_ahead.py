@@ -15,16 +15,16 @@ import queue
 import threading
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from nostall import _native
 from nostall.errors import UsageError
 from nostall.loader._usual_steps import Decode, Normalize, ToTensor
 
 if TYPE_CHECKING:
-    from nostall import _native
     from nostall.loader._mixing import Mixed
     from nostall.loader._steps import Transform
 
@@ -35,7 +35,8 @@ _ALIGNED = 64
 _COPYING = 2  # batches whose copies may be under way while the next one is sent
 
 
-class Finish(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Finish:
     """What a device does to images that reach it as uint8 (n, height, width, 3).
 
     Each value becomes value * scale + offset in float32, rounded after each of the two operations as
@@ -78,8 +79,19 @@ class Hand(Protocol):
     def array(self, array: NDArray[Any]) -> Any:
         """One array of the batch, which may lie in its memory."""
 
-    def images(self, array: NDArray[Any], finish: Finish | None, mixed: Mixed | None) -> Any:
-        """Images of the batch, and what is left to do to them: nothing on the host."""
+    def output(self, batch: _native.Batch, number: int) -> Any:
+        """An output of its program that is one array."""
+
+    def outputs(self, batch: _native.Batch, names: Sequence[tuple[int, str]]) -> dict[str, Any]:
+        """Several of them, by their names."""
+
+    def labels(self, batch: _native.Batch) -> Any:
+        """Its labels, as whole numbers."""
+
+    def images(
+        self, batch: _native.Batch, number: int, finish: Finish | None, mixed: Mixed | None
+    ) -> Any:
+        """An output that is images, and what is left to do to them: nothing on the host."""
 
     def both(self, array: NDArray[Any], shift: int) -> tuple[Any, Any]:
         """An array, and what lies `shift` places before each of its rows, around the end."""
@@ -88,14 +100,32 @@ class Hand(Protocol):
         """What a callable made: arrays and tensors in dicts, lists and tuples."""
 
 
-class Here:
+class OfArrays:
+    """A hand that makes everything of arrays, each time anew."""
+
+    array: Callable[[NDArray[Any]], Any]
+
+    def output(self, batch: _native.Batch, number: int) -> Any:
+        return self.array(batch.output(number))
+
+    def outputs(self, batch: _native.Batch, names: Sequence[tuple[int, str]]) -> dict[str, Any]:
+        array, output = self.array, batch.output
+        return {name: array(output(number)) for number, name in names}
+
+    def labels(self, batch: _native.Batch) -> Any:
+        return self.array(batch.labels)
+
+
+class Here(OfArrays):
     """Nothing is done but to make the kind of array that batches have."""
 
     def __init__(self, array: Callable[[NDArray[Any]], Any]) -> None:
         self.array = array
 
-    def images(self, array: NDArray[Any], finish: Finish | None, mixed: Mixed | None) -> Any:
-        return self.array(array)
+    def images(
+        self, batch: _native.Batch, number: int, finish: Finish | None, mixed: Mixed | None
+    ) -> Any:
+        return self.array(batch.output(number))
 
     def both(self, array: NDArray[Any], shift: int) -> tuple[Any, Any]:
         return self.array(array), self.array(np.roll(array, shift, axis=0))
@@ -174,15 +204,15 @@ def aligned(size: int) -> NDArray[np.uint8]:
 
 @dataclass(slots=True)
 class Made:
-    """A batch that the host has finished; `value` makes of it what the user is handed."""
+    """A batch that the host has finished; `hand_out` makes of it what the user is handed."""
 
     batch: _native.Batch
-    substituted: list[Any]
-    value: Callable[[Hand], Any]
+    substituted: Sequence[Any]
+    hand_out: Callable[[_native.Batch, Hand], Any]
 
     def release(self) -> None:
         """Gives the memory back, once nothing else refers to it."""
-        del self.value  # its arrays lie there
+        del self.hand_out  # its arrays lie there
         self.batch.release()
 
 
@@ -236,11 +266,11 @@ class Ahead:
             raise UsageError(
                 f"this loader belongs to process {self._process}; a forked child must make its own"
             )
-        with self._place.waiting():
-            try:
-                made, value, sending = self._ready.popleft()
-            except IndexError:
+        if _native.trace_on():
+            with self._place.waiting():
                 made, value, sending = self._next()
+        else:
+            made, value, sending = self._next()
         self._taken += sending.bytes
         sending.hand_over()
         if self._held_up:  # last, because a thread that wakes up requests the GIL
@@ -248,8 +278,10 @@ class Ahead:
         return made, value
 
     def _next(self) -> tuple[Made, Any, Sending]:
-        """Waits for a batch."""
-        self._wanted = True
+        try:
+            return self._ready.popleft()
+        except IndexError:
+            self._wanted = True
         if self._held_up:
             self._room.put(None)
         while not self._ready and self._error is None:
@@ -304,25 +336,22 @@ class Ahead:
             self._copying.popleft()[0].release()
 
     def _give_back(self, most: int) -> None:
-        """Waits until at most so many copies are under way; gives back what is free."""
+        """Waits until at most so many copies are under way, and gives the memory of others back."""
         while len(self._copying) > most:
             batch, sending = self._copying.popleft()
             sending.is_copied(True)
             batch.release()
-        with contextlib.suppress(Stopped):
-            self._waited()
 
     def _wait_for_room(self, size: int) -> None:
         """`size` is what the next batch may take."""
-
-        def is_full() -> bool:
-            ahead = self._sent - self._taken
-            return bool(self._ready) and ahead + size > self.limit and not self._stop
-
-        if not is_full():
+        if self._has_room(size):
             return
         self._give_back(0)  # none waits for the consumer
-        self._wait_until(lambda: not is_full())
+        self._wait_until(lambda: self._has_room(size))
+
+    def _has_room(self, size: int) -> bool:
+        ahead = self._sent - self._taken
+        return ahead + size <= self.limit or not self._ready or self._stop
 
     def _wait_until(self, condition: Callable[[], bool]) -> None:
         """Until the consumer has made it true."""
@@ -336,7 +365,7 @@ class Ahead:
         while True:
             sending = self._place.begin()
             try:
-                value = made.value(sending)
+                value = made.hand_out(made.batch, sending)
                 sending.sent()
             except Exception as error:
                 with contextlib.suppress(Exception):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nostall.errors import UsageError
-from nostall.loader._ahead import Finish, aligned
+from nostall.loader._ahead import Finish, OfArrays, aligned
 from nostall.loader._mixing import Mixed
+
+if TYPE_CHECKING:
+    from nostall import _native
 
 _over_all: Any = jax.make_array_from_process_local_data
 
@@ -68,7 +71,7 @@ class Device:
         return {}
 
 
-class Sending:
+class Sending(OfArrays):
     """One batch: the arrays that it becomes."""
 
     def __init__(self, to: Any) -> None:
@@ -89,9 +92,11 @@ class Sending:
                 f"drop_last=True, or another batch_size ({error})"
             ) from error
 
-    def images(self, array: NDArray[Any], finish: Finish | None, mixed: Mixed | None) -> jax.Array:
+    def images(
+        self, batch: _native.Batch, number: int, finish: Finish | None, mixed: Mixed | None
+    ) -> jax.Array:
         assert mixed is None
-        images = self.array(array)
+        images: jax.Array = self.output(batch, number)
         if finish is None:
             return images
         # One operation after the other: compiled as one they would round once.

@@ -489,7 +489,7 @@ class DataLoader:
             one, value = ahead.take()
         else:
             one = next(here)
-            value = one.value(self._recipe.here)
+            value = one.hand_out(one.batch, self._recipe.here)
         self._recorder.batch(one.batch, began, one.substituted)
         self._position = position
         return value

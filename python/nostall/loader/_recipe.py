@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
 import logging
@@ -348,17 +347,17 @@ class Recipe:
 
         following = loader.next if waited is None else awaited
         pending = self.stage.start() if self.stage else None
-        unpacked = self._records if self.is_native else None
+        hand_out = self._native_hand_out()
         fetched = 0
         try:
             for _ in range(count):
-                if unpacked is not None:
+                if hand_out is not None:
                     batch = following()
-                    yield Made(batch, [], functools.partial(unpacked.hand_out, batch))
+                    yield Made(batch, (), hand_out)
                     continue
                 if pending is None:
                     batch = following()
-                    yield Made(batch, [], self._finished(batch, None, {}))
+                    yield Made(batch, (), self._finished(batch, None, {}))
                     continue
                 while fetched < count and pending.wants_more():
                     batch = following()
@@ -371,9 +370,20 @@ class Recipe:
             if pending is not None and is_current():
                 pending.drop()
 
+    def _native_hand_out(self) -> Callable[[_native.Batch, Hand], Any] | None:
+        """What hands batches out of which nothing is to be computed here; None for others."""
+        if not self.is_native:
+            return None
+        if self._records is not None:
+            return self._records.hand_out
+        finish = self._finish
+        if self._mix is not None or self._dataset._label_type.kind == "f":
+            return None
+        return lambda batch, to: (to.images(batch, 0, finish, None), to.labels(batch))
+
     def _finished(
         self, batch: _native.Batch, made: Any, places: dict[int, int]
-    ) -> Callable[[Hand], Any]:
+    ) -> Callable[[_native.Batch, Hand], Any]:
         """What hands a batch out, of which `made` is what callables made.
 
         The host's own work is done here, once: a device that is full gets the same batch again.
@@ -382,7 +392,7 @@ class Recipe:
         if self.stage is None and not native:
             made = self._collated(batch)
         if self._records is not None or self._dataset.item_maker is not None:  # with their labels
-            return lambda to: to.tree(made)
+            return lambda _, to: to.tree(made)
         labels = batch.labels
         for place, replacement in places.items():
             labels[place] = self._dataset.native.labels[replacement]
@@ -390,8 +400,8 @@ class Recipe:
         if native:
             finish = self._finish
             mixed = None if self._mix is None or finish is None else self._mix.mixed(batch)
-            return lambda to: (to.images(batch.output(0), finish, mixed), labelled(to))
-        return lambda to: (to.tree(made), labelled(to))
+            return lambda batch, to: (to.images(batch, 0, finish, mixed), labelled(to))
+        return lambda _, to: (to.tree(made), labelled(to))
 
     def _collated(self, batch: _native.Batch) -> Any:
         """What collate= makes of a batch without callables; its raw bytes where there is none."""

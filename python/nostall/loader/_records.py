@@ -346,21 +346,24 @@ class Records:
         values[self._labels] = self._mix.labelled(lam, targets, labels, self._here)
 
     @functools.cached_property
+    def _dense(self) -> list[bool]:
+        """Of each field, whether a batch has it as one array."""
+        return [form == "dense" for _, _, _, form in self.program.outputs]
+
+    @functools.cached_property
     def _arrays(self) -> list[tuple[int, str]] | None:
         """All outputs, if each is an array that is handed out as it is.
 
         Most batches are a few of them, and what is done for each batch counts.
         """
         plain = self._mix is None and not self._finishes
-        dense = all(form == "dense" for _, _, _, form in self.program.outputs)
-        return list(enumerate(self._kinds)) if plain and dense else None
+        return list(enumerate(self._kinds)) if plain and all(self._dense) else None
 
     def hand_out(self, batch: _native.Batch, to: Hand) -> Any:
         """The batch as a mapping by name, or as a tuple in the order of the schema."""
         values: dict[str, Any]
         if self._arrays is not None:
-            array, output = to.array, batch.output
-            values = {name: array(output(number)) for number, name in self._arrays}
+            values = to.outputs(batch, self._arrays)
             return values if self._form == "dict" else tuple(values.values())
         mix = self._mix
         mixed = None if mix is None else mix.mixed(batch)
@@ -372,7 +375,9 @@ class Records:
                 values[name] = mix.labelled(lam, targets, labels, to)
             elif (finish := self._finishes.get(name)) is not None:
                 of_name = mixed if name in self._mixed else None
-                values[name] = to.images(batch.output(number), finish, of_name)
+                values[name] = to.images(batch, number, finish, of_name)
+            elif self._dense[number]:
+                values[name] = to.output(batch, number)
             else:
                 values[name] = kind.hand_out(batch, number, to.array)
         return values if self._form == "dict" else tuple(values.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from nostall import _native
 from nostall.observe._stats import (
@@ -80,7 +80,7 @@ class Recorder:
         return running
 
     def batch(
-        self, batch: _native.Batch, began: float, substituted: list[tuple[int, int, str]]
+        self, batch: _native.Batch, began: float, substituted: Sequence[tuple[int, int, str]]
     ) -> None:
         """The consumer, which asked for it at `began`, has got a batch."""
         now = time.perf_counter()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
-from collections.abc import Mapping, MutableMapping
+import weakref
+from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from nostall import _native
 from nostall.base._device_clock import end_step, waiting, waits_of
 from nostall.base._streams import on_stream
 from nostall.errors import UsageError
@@ -19,6 +22,8 @@ from nostall.loader._ahead import Finish, aligned
 from nostall.loader._mixing import Mixed
 
 _log = logging.getLogger("nostall")
+
+_LABELS = -1  # beside numbers of outputs
 
 
 def place(name: Any) -> Device | None:
@@ -57,9 +62,14 @@ class Device:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.Stream(device=device)
+        self.events: list[torch.Event] = []  # that no batch needs any more
         self._pins = True
         self._kept: list[torch.Tensor] = []
-        self._finishes: dict[Finish, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._numbers: dict[Finish, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._finishers: dict[tuple[Finish, torch.Size], _Finisher] = {}
+        # Batches' page-locked memory by its address, as long as the array over it lives.
+        self._slabs: dict[int, tuple[weakref.ref[Any], torch.Tensor]] = {}
+        self._views: dict[tuple[int, int], dict[int, _View]] = {}
 
     def memory(self, size: int) -> NDArray[np.uint8]:
         if self._pins:
@@ -69,11 +79,41 @@ class Device:
                     pinned = torch.empty(
                         max(1, size), dtype=torch.uint8, pin_memory=True, device="cpu"
                     )
-                memory: NDArray[np.uint8] = pinned.numpy()
-                return memory
+                return self._slab(pinned)
             except RuntimeError as error:
                 self._give_up_pinning(error)
         return aligned(size)
+
+    def _slab(self, pinned: torch.Tensor) -> NDArray[np.uint8]:
+        memory: NDArray[np.uint8] = pinned.numpy()
+        address, slabs, views = pinned.data_ptr(), self._slabs, self._views
+
+        def forget(_: Any) -> None:
+            slabs.pop(address, None)
+            for place in [place for place in list(views) if place[0] == address]:
+                views.pop(place, None)
+
+        slabs[address] = weakref.ref(memory, forget), pinned
+        return memory
+
+    def views(self, batch: _native.Batch) -> dict[int, _View]:
+        """What lies in a batch's memory, by the number of its output; found again with this memory."""
+        place = batch.place
+        if (views := self._views.get(place)) is not None:
+            return views
+        return self._views.setdefault(place, {}) if place[0] in self._slabs else {}
+
+    def view(self, batch: _native.Batch, number: int, finish: Finish | None) -> _View:
+        """An output or the labels, over the slab where it is page-locked: no batch is held by it."""
+        array = batch.labels if number == _LABELS else batch.output(number)
+        host = torch.from_numpy(array)
+        if (slab := self._slabs.get(batch.place[0])) is None:
+            host = self.pinned(host)
+        else:
+            whole = slab[1]
+            begin = host.data_ptr() - whole.data_ptr()
+            host = whole[begin : begin + host.nbytes].view(host.dtype).view(host.shape)
+        return host, None if finish is None else self.finisher(finish, host.shape)
 
     def pinned(self, host: torch.Tensor) -> torch.Tensor:
         """The tensor in page-locked memory, where there is some."""
@@ -102,12 +142,18 @@ class Device:
     def begin(self) -> Sending:
         return Sending(self)
 
+    def event(self) -> torch.Event:
+        try:
+            return self.events.pop()
+        except IndexError:
+            return torch.Event(device=self.device)
+
     def is_full(self, error: BaseException) -> bool:
         return isinstance(error, torch.OutOfMemoryError)
 
     def current(self) -> torch.Stream:
         """The stream of the device on which the calling thread computes."""
-        return torch.accelerator.current_stream(self.device)
+        return torch.accelerator.current_stream(self.device.index)
 
     def waiting(self) -> AbstractContextManager[None]:
         return waiting(torch, self.device, "input")
@@ -120,15 +166,46 @@ class Device:
 
     def numbers(self, finish: Finish) -> tuple[torch.Tensor, torch.Tensor]:
         """Scale and offset on the device."""
-        if finish not in self._finishes:
+        if finish not in self._numbers:
             shape = (3, 1, 1) if finish.layout == "chw" else (3,)
             host = self.pinned(
                 torch.tensor([finish.scale, finish.offset], device="cpu").view(2, *shape)
             )
             self._kept.append(host)  # until it has been copied, and for no less
             scale, offset = host.to(self.device, non_blocking=True)
-            self._finishes[finish] = scale, offset
-        return self._finishes[finish]
+            self._numbers[finish] = scale, offset
+        return self._numbers[finish]
+
+    def finisher(self, finish: Finish, shape: torch.Size) -> _Finisher:
+        """What finishes images like these, in the thread that has entered the device."""
+        if (found := self._finishers.get((finish, shape))) is None:
+            found = self._finishers[finish, shape] = _Finisher(self, finish, shape)
+        return found
+
+
+class _Finisher:
+    """Finishes images of one shape.
+
+    Attributes:
+        raw: what they are copied to. They are used before the next copy: one stream does both.
+    """
+
+    def __init__(self, to: Device, finish: Finish, shape: torch.Size) -> None:
+        self._scale, self._offset = to.numbers(finish)
+        self.raw = torch.empty(shape, dtype=torch.uint8, device=to.device)
+        self._seen = self.raw.permute(0, 3, 1, 2) if finish.layout == "chw" else self.raw
+        self._empty = functools.partial(
+            torch.empty, self._seen.shape, dtype=torch.float32, device=to.device
+        )
+        self._dtype = None if finish.dtype == "float32" else getattr(torch, finish.dtype)
+
+    def finished(self) -> torch.Tensor:
+        # Two operations: one that fuses them would round once.
+        images = torch.mul(self._seen, self._scale, out=self._empty()).add_(self._offset)
+        return images if self._dtype is None else images.to(self._dtype)
+
+
+_View = tuple[torch.Tensor, _Finisher | None]  # a tensor of the host, and what finishes it
 
 
 class Sending:
@@ -141,27 +218,41 @@ class Sending:
         self._to = to
         self._host: list[torch.Tensor] = []
         self._tensors: list[torch.Tensor] = []
-        self._copied = torch.Event(device=to.device)
+        self._views: dict[int, _View] | None = None  # of the batch
+        self._copied = to.event()
+        self._uses = [0, 1]  # of the event: the consumer's, and that for the host's memory
         self.bytes = 0
 
     def array(self, array: NDArray[Any]) -> torch.Tensor:
-        return self._keep(self._copy(torch.from_numpy(array)))
+        return self._keep(self._copy(self._to.pinned(torch.from_numpy(array))))
+
+    def outputs(
+        self, batch: _native.Batch, names: Sequence[tuple[int, str]]
+    ) -> dict[str, torch.Tensor]:
+        return {name: self.output(batch, number) for number, name in names}
+
+    def output(self, batch: _native.Batch, number: int) -> torch.Tensor:
+        return self._keep(self._copy(self._view(batch, number)[0]))
+
+    def labels(self, batch: _native.Batch) -> torch.Tensor:
+        return self.output(batch, _LABELS)
 
     def images(
-        self, array: NDArray[Any], finish: Finish | None, mixed: Mixed | None
+        self, batch: _native.Batch, number: int, finish: Finish | None, mixed: Mixed | None
     ) -> torch.Tensor:
-        if finish is None:
-            return self.array(array)
-        scale, offset = self._to.numbers(finish)
-        images = self._copy(torch.from_numpy(array))
-        if finish.layout == "chw":
-            images = images.permute(0, 3, 1, 2)
-        finished = torch.empty(images.shape, dtype=torch.float32, device=images.device)
-        # Two operations: one that fuses them would round once.
-        torch.mul(images, scale, out=finished).add_(offset)
-        if finish.dtype != "float32":
-            finished = finished.to(getattr(torch, finish.dtype))
+        host, finisher = self._view(batch, number, finish)
+        if finish is None or finisher is None:
+            return self._keep(self._copy(host))
+        self._copy(host, finisher.raw)
+        finished = finisher.finished()
         return self._keep(finished if mixed is None else _mix(finished, mixed, finish.layout))
+
+    def _view(self, batch: _native.Batch, number: int, finish: Finish | None = None) -> _View:
+        if self._views is None:
+            self._views = self._to.views(batch)
+        if (view := self._views.get(number)) is None:
+            view = self._views[number] = self._to.view(batch, number, finish)
+        return view
 
     def both(self, array: NDArray[Any], shift: int) -> tuple[torch.Tensor, torch.Tensor]:
         own = self.array(array)
@@ -169,7 +260,7 @@ class Sending:
 
     def tree(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return self._keep(self._copy(value))
+            return self._keep(self._copy(self._to.pinned(value)))
         if isinstance(value, np.ndarray):
             return self.array(value) if value.dtype.kind in "biufc" else value
         if isinstance(value, Mapping):
@@ -193,10 +284,11 @@ class Sending:
         except TypeError:
             return there
 
-    def _copy(self, host: torch.Tensor) -> torch.Tensor:
-        host = self._to.pinned(host)
+    def _copy(self, host: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
         self._host.append(host)
-        return host.to(self._to.device, non_blocking=True)
+        if into is None:
+            return host.to(self._to.device, non_blocking=True)
+        return into.copy_(host, non_blocking=True)
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
         self._tensors.append(tensor)
@@ -212,15 +304,24 @@ class Sending:
         elif not self._copied.query():
             return False
         self._host.clear()
+        self._end_use()
         return True
+
+    def _end_use(self) -> None:
+        if self._uses.pop() == 0:  # the last one; the other may be another thread's
+            self._to.events.append(self._copied)
 
     def hand_over(self) -> None:
         current = self._to.current()
-        with waiting(torch, self._to.device, "copy"):
+        if _native.trace_on():
+            with waiting(torch, self._to.device, "copy"):
+                self.wait_on(current)
+        else:
             self.wait_on(current)
         for tensor in self._tensors:
             use_on(tensor, current)
         self._tensors.clear()
+        self._end_use()
 
     def wait_on(self, stream: torch.Stream) -> None:
         stream.wait_event(self._copied)

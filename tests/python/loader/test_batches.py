@@ -309,7 +309,7 @@ def test_a_consumer_wakes_only_a_thread_that_waits() -> None:
             while not ahead._wanted:
                 time.sleep(0.001)
                 waited()
-            yield Made(mock.Mock(), [], lambda hand, number=number: number)
+            yield Made(mock.Mock(), (), lambda batch, hand, number=number: number)
 
     place = mock.MagicMock()
     place.begin.return_value.bytes = 1

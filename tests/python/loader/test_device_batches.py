@@ -12,7 +12,7 @@ import time
 from collections import UserDict, defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -170,9 +170,9 @@ def watched() -> Iterator[list[tuple[Any, ...]]]:
     seen = []
     copy = _device.Sending._copy
 
-    def one(self: Any, host: torch.Tensor) -> torch.Tensor:
+    def one(self: Any, host: torch.Tensor, *into: Any) -> torch.Tensor:
         seen.append((host.dtype, tuple(host.shape), host.is_pinned()))
-        return copy(self, host)
+        return copy(self, host, *into)
 
     with mock.patch.object(_device.Sending, "_copy", one):
         yield seen
@@ -182,7 +182,7 @@ def case_a_quarter_of_the_bytes_travels() -> None:
     with watched() as seen:
         batches(device="simdev")
     assert {kind for kind, _, _ in seen} == {torch.uint8, torch.int64}
-    # All of it lies in page-locked memory from the first.
+    # All of it lies in page-locked memory.
     assert all(pinned for _, _, pinned in seen)
     with loader(device="simdev") as source:
         settings = source.settings()
@@ -409,7 +409,7 @@ def case_nothing_is_copied_or_taken_once_all_memory_is_there() -> None:
     on the host and take no memory there, and all together take the device's of a few batches."""
     from nostall.torch import _device
 
-    counted = {"memory": 0, "pin_memory": 0}
+    counted = {"memory": 0, "pin_memory": 0, "view": 0}
 
     def counting(owner: Any, name: str) -> Any:
         original = getattr(owner, name)
@@ -425,18 +425,47 @@ def case_nothing_is_copied_or_taken_once_all_memory_is_there() -> None:
 
     slab = 4 * 3 * SIZE[0] * SIZE[1]
     more = {"drop_last": True, "staging": 4 * slab, "device_ahead": 1}
-    pinned = counting(_device.Device, "memory"), counting(torch.Tensor, "pin_memory")
     before = allocated()
-    with pinned[0], pinned[1], loader(device="simdev", **more) as source:
+    with (
+        counting(_device.Device, "memory"),
+        counting(torch.Tensor, "pin_memory"),
+        counting(_device.Device, "view"),
+        loader(device="simdev", **more) as source,
+    ):
         found = []
         for epoch in source.epochs():
             for images, labels in epoch:
                 torch.accelerator.synchronize()
                 del images, labels
-            found.append(dict(counted))
+            found.append((counted["memory"], counted["pin_memory"]))
     # Of page-locked copies there is one: what images are multiplied by.
     assert counted["pin_memory"] == 1 and found[1:] == found[:1] * 2, found
+    # Tensors over images and labels of each slab, and not of each of 27 batches.
+    assert counted["view"] <= 2 * counted["memory"] < 27, counted
     assert allocated() - before <= 4 * 3 + 1  # as above, in whatever order copies and uses end
+
+
+def case_page_locked_memory_that_is_given_back_is_free() -> None:
+    """Tensors over it are forgotten, also where another slab may come to lie there."""
+    from nostall.torch import _device
+
+    place = _device.place("simdev")
+    assert place is not None
+    size = 3 << 20  # that nothing keeps
+    memory = place.memory(size)
+    address = memory.ctypes.data
+    batch: Any = SimpleNamespace(
+        place=(address, 2), output=lambda number: memory[8:24].view(np.int64)
+    )
+    views = place.views(batch)
+    views[0] = place.view(batch, 0, None)
+    assert views[0][0].is_pinned() and views[0][0].data_ptr() == address + 8
+    assert place.views(batch) is views
+    del memory
+    assert place.views(batch) is not views
+    views.clear()
+    memory = place.memory(size)
+    assert memory.ctypes.data == address
 
 
 def case_the_next_batch_costs_no_wait_for_its_copy() -> None:
