@@ -42,7 +42,7 @@ def test_all_strategies_read_what_they_should(small: None, tmp_path: Path) -> No
     # A wrong record makes the run fail: every strategy checks what it delivered.
     rows = rows_of(
         tmp_path, "--storage", "disk", "--ranks", "2", "--sizes", "110-190 KB",
-        "--plot", str(tmp_path / "a.png"), "--stagger", "1", "8", "2",
+        "--plot", str(tmp_path / "a.png"), "--stagger", "1", "8", "2", "--roots", "2",
     )  # fmt: skip
     limit = "fio" if fio.installed() else "raw"
     for order in ("strided", "shuffled"):
@@ -65,6 +65,36 @@ def test_all_strategies_read_what_they_should(small: None, tmp_path: Path) -> No
     # The first guess of rank 1 is wrong, for records differ in size.
     assert walked["runs"][0]["missed"] + walked["runs"][0]["redundant"] > 0
     assert (tmp_path / "a.png").stat().st_size > 10_000
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("roots", [1, 2])
+def test_roots_alone_read_for_their_node(small: None, tmp_path: Path, roots: int) -> None:
+    rows = rows_of(
+        tmp_path, "--storage", "disk", "--ranks", "4", "--sizes", "110-190 KB", "--orders", "strided",
+        "--strategies", "dio", "prov", "coal", "stag", "--stagger", "1", "--roots", str(roots),
+    )  # fmt: skip
+    assert {row["roots"] for row in rows} == {roots}
+    for row in rows[1:]:
+        # What one rank alone reads more is what it walks through (dio).
+        read = [rank["read_bytes"] for rank in row["runs"][0]["ranks"]]
+        few = row["needed"] / 100
+        assert max(read[1], read[3]) < few and (read[2] > few) == (roots == 2), row["strategy"]
+        assert sum(read) >= row["needed"]
+        for rank in row["runs"][0]["ranks"]:
+            assert ("reads" in rank["extra"]) == (row["strategy"] in ("coal", "stag-1"))
+            assert (rank["extra"].get("reads", 0) > 0) <= (rank["read_bytes"] > 0)
+
+
+def test_nodes_without_a_reader_or_with_unequal_parts_are_refused(
+    small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["bench", "lmdb", "--dir", str(tmp_path), "--storage", "disk", "--repeats", "1"]
+    assert main([*words, "--roots", "0"]) == 2
+    assert "--roots must be at least 1" in capsys.readouterr().err
+    words += ["--ranks", "4", "--sizes", "110-190 KB", "--orders", "strided"]
+    assert main([*words, "--strategies", "prov", "--roots", "3"]) == 2
+    assert "4 ranks of a node have no 3 roots alike" in capsys.readouterr().err
 
 
 @pytest.mark.multi

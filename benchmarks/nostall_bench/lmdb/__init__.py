@@ -4,10 +4,11 @@ and by nostall's, with cold caches and real processes.
     lmdb            liblmdb's cursor in every rank, moved over the records of the others
     lmm             one rank of a node reads for all of them, by shared memory
     lmm-dm          every rank touches the pages that it guesses; the cursor goes from rank to rank
-    dio             one rank finds the places, every rank reads its own with O_DIRECT
-    prov            places known beforehand (from nostall's index)
-    coal            several iterations in one read, by shared memory
-    stag-N          the same, at most N ranks (--stagger) at once, neighbours in order
+    dio             one rank finds the places; the roots of a node (--roots) read for all of its
+                    ranks with O_DIRECT, into memory that they share
+    prov            the same, places known beforehand (from nostall's index)
+    coal            the same, several iterations in one read
+    stag-N          the same, at most N roots (--stagger) at once, neighbours in order
     nostall         nostall.DataLoader without tiers, as where the data set exceeds all memory
     nostall-ram     nostall.DataLoader with a RAM tier for the data set
     py-lmdb         a get for each key, with the kernel's read-ahead; py-lmdb-no-ra without
@@ -77,8 +78,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--records", type=int, help="read in one run")
     parser.add_argument("--window", default="64MiB", help="memory that a node may read ahead into")
     parser.add_argument(
-        "--stagger", type=int, nargs="+", default=[2], help="ranks that read at once (stag)"
+        "--stagger", type=int, nargs="+", default=[2], help="roots that read at once (stag)"
     )
+    parser.add_argument(
+        "--roots", type=int, default=1,
+        help="ranks of a node that read for it (dio, prov, coal, stag); all of them if there are fewer",
+    )  # fmt: skip
     parser.add_argument("--depth", type=int, default=16, help="reads in flight of fio, a rank")
     add_storage(parser)
     parser.add_argument("--repeats", type=int, default=5)
@@ -99,6 +104,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(
             "the strategy torch is one of trainings: add --train strong or --train weak"
         )
+    if arguments.roots < 1:
+        raise UsageError("--roots must be at least 1: nobody would read")
     console = harness.console(200)
     home = Path(arguments.dir).absolute()
     home.mkdir(parents=True, exist_ok=True)
@@ -185,17 +192,18 @@ class _Work:
             window=parse_size(arguments.window),
             stagger=0,
             depth=arguments.depth,
+            roots=arguments.roots,
             train=bool(self.scaling),
             workers=arguments.workers,
         )
 
-    def strategies(self, arguments: argparse.Namespace, ranks: int) -> list[str]:
-        """Those chosen that can do it."""
+    def strategies(self, arguments: argparse.Namespace, roots: int) -> list[str]:
+        """Those chosen that can do it, with so many roots on all nodes together."""
         every = TRAINED if self.scaling else ALL
         chosen = []
         for name in arguments.strategies or every:
             if name == "stag":
-                chosen += [f"stag-{n}" for n in sorted({min(n, ranks) for n in arguments.stagger})]
+                chosen += [f"stag-{n}" for n in sorted({min(n, roots) for n in arguments.stagger})]
             elif name in every and (self.order == "strided" or name not in WALKING):
                 chosen.append(name)
         return chosen
@@ -207,8 +215,9 @@ def _measure(
     """A row for each strategy; the repeats go round all of them, so that drift hits all alike."""
     task = work.task(arguments, storage, ranks)
     needed = int(task.length[task.order].sum())
+    roots = min(arguments.roots, ranks // task.nodes)
     limit = "" if work.scaling else "fio" if fio.installed() else "raw"
-    ways = [*([limit] if limit else []), *work.strategies(arguments, ranks)]
+    ways = [*([limit] if limit else []), *work.strategies(arguments, task.nodes * roots)]
     if not ways:
         raise UsageError(f"no training reads {work.order} records by any of the --strategies")
     runs: dict[str, list[dict[str, Any]]] = {s: [] for s in ways}
@@ -238,6 +247,7 @@ def _measure(
             "storage": work.kind,
             "nodes": len(storage.folders),
             "ranks": ranks,
+            "roots": roots,
             "order": f"{work.order}, {work.scaling} scaling" if work.scaling else work.order,
             "strategy": strategy,
             "batch": task.order.shape[1],

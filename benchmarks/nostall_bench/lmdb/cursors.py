@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from nostall.errors import UsageError
 from nostall_bench.lmdb.data import key, liblmdb
 from nostall_bench.lmdb.pool import Rank, Task
-from nostall_bench.lmdb.share import PAGE, Places, Share, checked
+from nostall_bench.lmdb.share import PAGE, NodeRoom, Share, checked, read_each
 
 
 def _open(share: Share) -> Any:
@@ -59,7 +59,7 @@ def lmm(me: Rank, task: Task) -> None:
     share = Share(me, task)
     width = share.size * share.per_node
     room = me.room(share.node, width * share.slot)
-    local = me.rank % share.per_node
+    local = share.local
     others = width * (task.nodes - 1)
     if local:
         me.begin()
@@ -189,11 +189,11 @@ def _pages(task: Task, records: NDArray[np.int64]) -> tuple[NDArray[np.int64], N
 
 
 def dio(me: Rank, task: Task) -> None:
-    """LMDBIO-LMM-DIO: one rank walks through the database for all and tells where the records lie;
-    every rank then reads its own by plain reads past the page cache."""
+    """LMDBIO-LMM-DIO: one rank walks through the database for all and tells where the records lie; the
+    roots of each node then read them by plain reads past the page cache."""
     share = Share(me, task)
-    room = me.room(0, 16 * task.order.size).view(np.uint64).reshape(2, -1)
-    places = Places(share)
+    node = NodeRoom.of_records(me, share, task)
+    told = me.room(task.nodes, 16 * task.order.size).view(np.uint64).reshape(2, -1)
     first = int(task.order[0, 0])
     environment = _open(share) if me.rank == 0 else None
     me.begin()
@@ -204,19 +204,14 @@ def dio(me: Rank, task: Task) -> None:
             cursor.set_key(key(first))
             for i in range(task.order.size):
                 value = np.frombuffer(cursor.value(), np.uint8)
-                room[0, i] = value.__array_interface__["data"][0] - base
-                room[1, i] = value.size
+                told[0, i] = value.__array_interface__["data"][0] - base
+                told[1, i] = value.size
                 cursor.next()
             del value
             cursor.close()
         me.lap("seek")
     me.wait()
-    for records in share.records:
-        at = places.each(share, room[0, records - first], room[1, records - first])
-        checked(share, task, records, at)
-        me.lap("read")
-        me.step(records, share.batch, at)
-    me.end()
+    read_each(me, task, share, node, told[:, : task.order.size], first)
     if environment is not None:
         environment.close()
 

@@ -1,4 +1,7 @@
-"""The strategies that know where records are: PROV, COAL, STAG [Pumma 2020, sec. 5.2.2 to 5.2.4]."""
+"""The strategies that know where records are: PROV, COAL, STAG [Pumma 2020, sec. 5.2.2 to 5.2.4].
+
+As in [Pumma 2020] the roots of a node read for all of its ranks, into memory that they share.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nostall_bench.lmdb.pool import Rank, Task
-from nostall_bench.lmdb.share import PAGE, Places, Share, checked
+from nostall_bench.lmdb.share import PAGE, NodeRoom, Share, read_each
 
 _GAP = 64 << 10  # unwanted bytes that coalescing reads through
 _LARGEST = 4 << 20  # bytes of one coalesced read
 
 
 def prov(me: Rank, task: Task) -> None:
-    """LMDBIO-LMM-DIO-PROV (5.2.2): places are known, every rank reads its own."""
+    """LMDBIO-LMM-DIO-PROV (5.2.2): places are known, each root reads its part of the node's."""
     share = Share(me, task)
-    places = Places(share)
+    node = NodeRoom.of_records(me, share, task)
     me.begin()
-    for records in share.records:
-        at = places.each(share, task.offset[records], task.length[records])
-        checked(share, task, records, at)
-        me.lap("read")
-        me.step(records, share.batch, at)
-    me.end()
+    read_each(me, task, share, node, np.stack((task.offset, task.length)))
 
 
 class _Group:
@@ -74,33 +72,31 @@ def _groups(share: Share, task: Task) -> Iterator[tuple[int, _Group]]:
 def _coalesced(me: Rank, task: Task, stagger: int) -> None:
     share = Share(me, task)
     groups = list(_groups(share, task))
-    room = me.room(share.node, max(g.bytes for _, g in groups))
-    places = Places(share)
-    local = me.rank % share.per_node
-    mine = [g.part(local, share.per_node) for _, g in groups]
-    column = slice(local * share.size, (local + 1) * share.size)
+    node = NodeRoom(me, share, task, max(g.bytes for _, g in groups))
+    roots = node.roots * task.nodes
+    reads = 0
+    column = slice(share.local * share.size, (share.local + 1) * share.size)
     me.begin()
-    for (begin, group), part in zip(groups, mine, strict=True):
-        if stagger and me.rank >= stagger:
-            # The token of the rank of the same label in the group before.
-            me.tokens[me.rank].acquire()
-            me.lap("skew")
-        places.ranges(group.begin[part], group.length[part], group.place[part], room)
-        me.lap("read")
-        if stagger and me.rank + stagger < me.ranks:
-            me.tokens[me.rank + stagger].release()
+    for begin, group in groups:
+        if node.root is not None:
+            if stagger and node.root >= stagger:
+                # The token of the root of the same label in the group before.
+                me.tokens[node.root].acquire()
+                me.lap("skew")
+            part = group.part(node.part, node.roots)
+            node.read_ranges(group.begin[part], group.length[part], group.place[part])
+            reads += len(group.begin[part])
+            me.lap("read")
+            if stagger and node.root + stagger < roots:
+                me.tokens[node.root + stagger].release()
         me.wait()
         for i in range(len(group.where)):
-            records, at = share.records[begin + i], group.where[i, column]
-            for place, start, size in zip(share.slots, at, task.length[records], strict=True):
-                share.batch[place : place + int(size)] = room[start : start + int(size)]
-            checked(share, task, records, share.slots)
+            records = share.records[begin + i]
+            node.take(records, group.where[i, column])
             me.lap("read")
             me.step(records, share.batch, share.slots)
     me.end()
-    me.counters.extra["reads"] = sum(
-        len(g.begin[p]) for (_, g), p in zip(groups, mine, strict=True)
-    )
+    me.counters.extra["reads"] = reads
 
 
 def coal(me: Rank, task: Task) -> None:
@@ -109,5 +105,5 @@ def coal(me: Rank, task: Task) -> None:
 
 
 def stag(me: Rank, task: Task) -> None:
-    """LMDBIO-LMM-DIO-PROV-COAL-STAG [Pumma 2020, sec. 5.2.4]: at most `stagger` ranks read at once."""
+    """LMDBIO-LMM-DIO-PROV-COAL-STAG [Pumma 2020, sec. 5.2.4]: at most `stagger` roots read at once."""
     _coalesced(me, task, task.stagger)

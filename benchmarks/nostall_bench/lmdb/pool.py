@@ -42,6 +42,7 @@ class Task:
     window: int  # bytes that coalescing and staging may use
     stagger: int
     depth: int
+    roots: int = 1  # processes of a node that read for it (dio, prov, coal, stag)
     train: bool = False  # each iteration ends with a step of a training
     workers: int = 0  # processes of torch's DataLoader, a rank
 

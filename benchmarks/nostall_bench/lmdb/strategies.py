@@ -81,7 +81,6 @@ def _load(me: Rank, task: Task, tiers: list[str]) -> None:
     iterations = len(task.order)
     share = Share(me, task)
     # Rank r of the loader's order has every R-th sample: the same global batches, dealt out anew.
-    local = me.rank % share.per_node
     reading = nostall.ReadOptions(direct="auto" if tiers else "always")
     loader = nostall.DataLoader(
         nostall.LMDB(share.path, index=task.index_file, reading=reading),
@@ -92,7 +91,7 @@ def _load(me: Rank, task: Task, tiers: list[str]) -> None:
         staging=max(task.window // share.per_node, 2 * share.slot * share.size),
         rank=me.rank,
         world_size=me.ranks,
-        local_rank=local,
+        local_rank=share.local,
         local_world_size=share.per_node,
         job=f"bench-lmdb-{os.getppid()}-{share.node}",
         peers="off",
@@ -121,7 +120,7 @@ def raw(me: Rank, task: Task) -> None:
     known = Places(share, task.depth, "io_uring")
     me.begin()
     for records in share.records:
-        known.each(share, task.offset[records], task.length[records])
+        known.each(share.batch, share.slots, task.offset[records], task.length[records])
     me.lap("read")
     me.wait()
     me.end()
