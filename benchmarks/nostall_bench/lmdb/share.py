@@ -81,8 +81,9 @@ class NodeRoom:
     def slots(self, offset: Places64) -> NDArray[np.int64]:
         """Where the records of this rank, which begin there in the file, lie in their slots."""
         share = self._share
-        each = (share.local * share.size + np.arange(share.size)) * share.slot
-        return each + (offset % PAGE).astype(np.int64)
+        numbers = share.local * share.size + np.arange(share.size)
+        begins: NDArray[np.int64] = numbers * share.slot + (offset % PAGE).astype(np.int64)
+        return begins
 
     def take(self, records: NDArray[np.int64], at: NDArray[np.int64]) -> None:
         """Copies this rank's records of an iteration to its own memory, and checks them."""
