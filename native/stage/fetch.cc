@@ -58,8 +58,10 @@ void Loader::Run::fetch_loop(std::stop_token stop) {
       config_.source->make_reader(config_.reader, config_.depth);
   tier::RecordReader records(config_.depth, ring_refused_);
   Fetcher fetcher{*reader, records, scratch};
+  std::vector<Fetch> chunk;
+  chunk.reserve(2 * size_t{config_.depth});
   for (;;) {
-    std::vector<Fetch> chunk = take_chunk(stop);
+    take_chunk(chunk, stop);
     if (chunk.empty()) return;
     if (direct_) {
       fetch_light(chunk, fetcher, stop);

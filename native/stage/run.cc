@@ -366,6 +366,9 @@ Task* Loader::Run::open_task() {
                 all.begin() + static_cast<ptrdiff_t>(end));
   };
   of_batch(part->samples, batch.samples);
+  // Those of the batch behind it, which is opened when these are read.
+  const std::span<const plan::SampleId> behind = std::span(part->samples).subspan(end);
+  prefetch(behind.first(std::min<size_t>(behind.size(), end - begin)));
   if (!part->occurrences.empty()) of_batch(part->occurrences, batch.occurrences);
   batch.labels.reserve(batch.samples.size());
   const auto labels = config_.source->labels();
@@ -457,9 +460,17 @@ bool Loader::Run::worth_waking(const Task* task) const {
   return next + std::min(kWakeBatches, staged_ / 2) <= handed_out_ + staged_;
 }
 
-std::vector<Loader::Run::Fetch> Loader::Run::take_chunk(std::stop_token stop) {
-  std::vector<Fetch> chunk;
-  chunk.reserve(2 * size_t{config_.depth});
+void Loader::Run::prefetch(std::span<const plan::SampleId> samples) const noexcept {
+  const auto labels = config_.source->labels();
+  for (const plan::SampleId sample : samples) {
+    __builtin_prefetch(&sizes_[sample]);
+    __builtin_prefetch(&labels[sample]);
+    if (direct_) __builtin_prefetch(&sums_.word(sample));
+  }
+}
+
+void Loader::Run::take_chunk(std::vector<Fetch>& chunk, std::stop_token stop) {
+  chunk.clear();
   uint64_t bytes = 0;
   MutexLock lock(mutex_);
   while (!stop.stop_requested()) {
@@ -487,7 +498,7 @@ std::vector<Loader::Run::Fetch> Loader::Run::take_chunk(std::stop_token stop) {
       // Once its last sample is taken the task may be finished, handed out and gone at any time.
       if (fetch_index_ == fetching_->items.size()) fetching_ = nullptr;
     }
-    if (!chunk.empty()) return chunk;
+    if (!chunk.empty()) return;
     if (worth_handing_over(true)) ready_.notify_one();
     fetchable_.wait(lock, stop, [&]() NOSTALL_REQUIRES(mutex_) {
       if (!worth_waking(fetching_)) return false;
@@ -498,7 +509,6 @@ std::vector<Loader::Run::Fetch> Loader::Run::take_chunk(std::stop_token stop) {
       return transformed() ? tasks_.size() <= kMaxAhead : opened_ < handed_out_ + max_staged_;
     });
   }
-  return chunk;
 }
 
 }  // namespace nostall::stage

@@ -146,8 +146,10 @@ class Loader::Run {
   // Whether to go on waiting for other ranks that use what is in the half of this sample's chunk.
   bool worth_waiting_for_half(Fetch& fetch);
 
-  // Takes the next samples in plan order; empty when stopped.
-  std::vector<Fetch> take_chunk(std::stop_token stop);
+  // Replaces `chunk` by the next samples in plan order; by none when stopped.
+  void take_chunk(std::vector<Fetch>& chunk, std::stop_token stop);
+  // Brings what is looked up for samples nearer: orders are random, and each look-up is a miss.
+  void prefetch(std::span<const plan::SampleId> samples) const noexcept;
   void set_most_staged() NOSTALL_REQUIRES(mutex_);
   // Whether samples come from memory, and are unpacked where they were read.
   bool is_quick() const;
