@@ -1,5 +1,5 @@
-// The gradient engine, on the transport of a node or, over several, on a network that Python gives,
-// or on one that is Python's altogether.
+// The gradient engine, on the collectives of one node, of several nodes by a network from Python, or
+// on collectives that are Python's altogether.
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/string.h>
@@ -154,9 +154,9 @@ class PythonNetwork : public sync::Network {
 
 // Ranks that share no memory, as a cluster's processes that some other library connects: a
 // connection with allreduce(address, count, type), all_and(bytes) and all_min(int).
-class PythonTransport : public sync::Transport {
+class PythonCollectives : public sync::Collectives {
  public:
-  explicit PythonTransport(nb::object object) : python_(std::move(object)) {}
+  explicit PythonCollectives(nb::object object) : python_(std::move(object)) {}
   uint32_t rank() const override { return python_.rank; }
   uint32_t ranks() const override { return python_.ranks; }
   void* allocate(uint64_t) override { return nullptr; }
@@ -266,67 +266,9 @@ std::map<std::string, int64_t> stats_of(const BoundEngine& engine) {
           {"involuntary_switches", int64_t(s.involuntary_switches)}};
 }
 
-}  // namespace
-
-void bind_sync(nb::module_& m) {
-  bind_options(m);
+void bind_gradients(nb::class_<BoundEngine>& engine) {
   const auto release = nb::call_guard<nb::gil_scoped_release>();
-  nb::class_<BoundEngine>(m, "GradientEngine", "Reduces gradients over all ranks (native/sync).")
-      .def(
-          "__init__",
-          [](BoundEngine* self, const Specs& tensors, const sync::GradientOptions& config,
-             const std::string& job, uint32_t rank, uint32_t ranks, nb::object network,
-             bool fixed_order) {
-            const auto specs = specs_of(tensors);
-            sync::NodeTransportConfig node;
-            node.job = job;
-            node.rank = rank;
-            node.ranks = ranks;
-            node.fixed_order = fixed_order;
-            node.timeout = config.timeout;
-            std::unique_ptr<sync::Network> between;
-            std::unique_ptr<sync::Transport> transport;
-            if (nb::hasattr(network, "allreduce")) {
-              transport = std::make_unique<PythonTransport>(network);
-            } else if (!network.is_none()) {
-              between = std::make_unique<PythonNetwork>(network);
-            }
-            const nb::gil_scoped_release unlocked;
-            if (!transport) {
-              transport = between ? sync::make_two_level_transport(node, std::move(between))
-                                  : sync::make_node_transport(node);
-            }
-            new (self) BoundEngine(config, std::move(transport), specs);
-          },
-          nb::arg("tensors"), nb::arg("options"), nb::arg("job"), nb::arg("rank"), nb::arg("ranks"),
-          nb::arg("network").none(), nb::arg("fixed_order"),
-          "`rank` of `ranks`: within the node, where there is a network between nodes.")
-      .def(
-          "set_plan",
-          [](BoundEngine& self, const Groups& groups) {
-            sync::ReductionPlan plan;
-            plan.groups = groups;
-            self.set_plan(std::move(plan));
-          },
-          nb::arg("groups"), release)
-      .def(
-          "broadcast",
-          [](BoundEngine& self, const nb::bytes& data, uint32_t root) {
-            const auto in = bytes_of(data);
-            const auto out = bindings::without_gil([&] { return self.broadcast(in, root); });
-            return to_bytes(out);
-          },
-          nb::arg("data"), nb::arg("root"))
-      .def(
-          "all_gather",
-          [](BoundEngine& self, const nb::bytes& data) {
-            const auto in = bytes_of(data);
-            const auto all = bindings::without_gil([&] { return self.all_gather(in); });
-            nb::list out;
-            for (const auto& b : all) out.append(to_bytes(b));
-            return out;
-          },
-          nb::arg("data"))
+  engine
       .def(
           "submit",
           [](BoundEngine& self, uint32_t tensor, uintptr_t address, bool present) {
@@ -360,17 +302,11 @@ void bind_sync(nb::module_& m) {
       .def(
           "contributors",
           [](const BoundEngine& self) { return bindings::array_of(self.contributors()); },
-          nb::rv_policy::automatic)
-      .def("stats", &stats_of)
-      .def(
-          "oversleeps",
-          [](const BoundEngine& self) {
-            const auto bins = self.stats().oversleeps;
-            return bindings::array_of(std::vector<uint64_t>(bins.begin(), bins.end()));
-          },
-          nb::rv_policy::automatic,
-          "How often the thread woke late: entry i counts [2^i, 2^(i+1)) microseconds.");
+          nb::rv_policy::automatic);
+}
 
+void bind_plans(nb::module_& m) {
+  const auto release = nb::call_guard<nb::gil_scoped_release>();
   m.def(
       "plan_reductions",
       [](const std::vector<std::tuple<std::vector<uint32_t>, int64_t, int64_t>>& graph,
@@ -391,4 +327,80 @@ void bind_sync(nb::module_& m) {
         return sync::fuse(order, specs_of(tensors), threshold).groups;
       },
       nb::arg("order"), nb::arg("tensors"), nb::arg("threshold"), release);
+}
+
+}  // namespace
+
+void bind_sync(nb::module_& m) {
+  bind_options(m);
+  const auto release = nb::call_guard<nb::gil_scoped_release>();
+  nb::class_<BoundEngine> engine(m, "GradientEngine",
+                                 "Reduces gradients over all ranks (native/sync).");
+  engine
+      .def(
+          "__init__",
+          [](BoundEngine* self, const Specs& tensors, const sync::GradientOptions& config,
+             const std::string& job, uint32_t rank, uint32_t ranks, nb::object network,
+             bool fixed_order) {
+            const auto specs = specs_of(tensors);
+            sync::NodeCollectivesConfig node;
+            node.job = job;
+            node.rank = rank;
+            node.ranks = ranks;
+            node.fixed_order = fixed_order;
+            node.timeout = config.timeout;
+            std::unique_ptr<sync::Network> between;
+            std::unique_ptr<sync::Collectives> collectives;
+            if (nb::hasattr(network, "allreduce")) {
+              collectives = std::make_unique<PythonCollectives>(network);
+            } else if (!network.is_none()) {
+              between = std::make_unique<PythonNetwork>(network);
+            }
+            const nb::gil_scoped_release unlocked;
+            if (!collectives) {
+              collectives = between ? sync::make_two_level_collectives(node, std::move(between))
+                                    : sync::make_node_collectives(node);
+            }
+            new (self) BoundEngine(config, std::move(collectives), specs);
+          },
+          nb::arg("tensors"), nb::arg("options"), nb::arg("job"), nb::arg("rank"), nb::arg("ranks"),
+          nb::arg("network").none(), nb::arg("fixed_order"),
+          "`rank` of `ranks`: within the node, where there is a network between nodes.")
+      .def(
+          "set_plan",
+          [](BoundEngine& self, const Groups& groups) {
+            sync::ReductionPlan plan;
+            plan.groups = groups;
+            self.set_plan(std::move(plan));
+          },
+          nb::arg("groups"), release)
+      .def(
+          "broadcast",
+          [](BoundEngine& self, const nb::bytes& data, uint32_t root) {
+            const auto in = bytes_of(data);
+            const auto out = bindings::without_gil([&] { return self.broadcast(in, root); });
+            return to_bytes(out);
+          },
+          nb::arg("data"), nb::arg("root"))
+      .def(
+          "all_gather",
+          [](BoundEngine& self, const nb::bytes& data) {
+            const auto in = bytes_of(data);
+            const auto all = bindings::without_gil([&] { return self.all_gather(in); });
+            nb::list out;
+            for (const auto& b : all) out.append(to_bytes(b));
+            return out;
+          },
+          nb::arg("data"))
+      .def("stats", &stats_of)
+      .def(
+          "oversleeps",
+          [](const BoundEngine& self) {
+            const auto bins = self.stats().oversleeps;
+            return bindings::array_of(std::vector<uint64_t>(bins.begin(), bins.end()));
+          },
+          nb::rv_policy::automatic,
+          "How often the thread woke late: entry i counts [2^i, 2^(i+1)) microseconds.");
+  bind_gradients(engine);
+  bind_plans(m);
 }

@@ -14,7 +14,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const uint64_t length = size - 2 - after;
   const MemoryStorage storage({std::string(reinterpret_cast<const char*>(data), size)});
   const auto reader = storage.make_reader(ReaderKind::pread, 1);
-  Window window(*reader, storage, 0);
+  FileWindow window(*reader, storage, 0);
   const auto found = find_members(window, offset, length, static_cast<MembersKind>(data[0] % 3));
   if (!found) return 0;
   for (const Member& m : found.value()) {

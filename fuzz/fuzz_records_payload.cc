@@ -15,7 +15,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const uint64_t length = size - 2 - after;
   const MemoryStorage storage({std::string(reinterpret_cast<const char*>(data), size)});
   const auto reader = storage.make_reader(ReaderKind::pread, 1);
-  Window window(*reader, storage, 0);
+  FileWindow window(*reader, storage, 0);
   const auto found = data[0] % 4 == 0   ? find_datum(window, offset, length)
                      : data[0] % 4 == 1 ? find_pickled(window, offset, length)
                      : data[0] % 4 == 2 ? find_example(window, offset, length, "image", "")

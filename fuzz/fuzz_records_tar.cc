@@ -18,7 +18,7 @@ void require(bool holds) {
 bool scan_and_check(const std::string& bytes) {
   const MemoryStorage storage({bytes});
   const auto reader = storage.make_reader(ReaderKind::pread, 1);
-  Window window(*reader, storage, 0);
+  FileWindow window(*reader, storage, 0);
   const auto members = scan_tar(window, ".cls");
   if (!members) return false;
   uint64_t end = 0;

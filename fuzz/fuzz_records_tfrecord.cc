@@ -19,7 +19,7 @@ void require(bool holds) {
 bool scan_and_check(const std::string& bytes) {
   const MemoryStorage storage({bytes});
   const auto reader = storage.make_reader(ReaderKind::pread, 1);
-  Window window(*reader, storage, 0);
+  FileWindow window(*reader, storage, 0);
   const auto strict = scan_tfrecord(window, true), quick = scan_tfrecord(window, false);
   if (!quick) {
     require(!strict);

@@ -98,7 +98,7 @@ class LeaderMessages final : public collective::Messages {
   }
 
   // Hands on what was received; false if nothing was.
-  bool look(collective::NodeAllreduce& exchange) {
+  bool look(collective::NodeAllreduce& allreduce) {
     start();
     std::vector<Received> received;
     check(receives_.collect(received));
@@ -106,7 +106,7 @@ class LeaderMessages final : public collective::Messages {
       lookout_.look();
       return false;
     }
-    for (const Received& message : received) exchange.received(message.cookie, message.bytes);
+    for (const Received& message : received) allreduce.received(message.cookie, message.bytes);
     lookout_.restart();
     return true;
   }
@@ -178,22 +178,23 @@ class ArrivalLeaders final : public collective::Leaders {
     shape.count = message.count;
     shape.element = message.reducer->element_bytes();
     shape.chunks = message.parts;
-    exchange_.emplace(shape, messages_, sums, result_, [this](uint32_t c) { finished_[c] = true; });
+    allreduce_.emplace(shape, messages_, sums, result_,
+                       [this](uint32_t c) { finished_[c] = true; });
     state_.node->check();  // on one that has ended nothing is started
-    exchange_->listen();
-    while (messages_.look(*exchange_)) {
+    allreduce_->listen();
+    while (messages_.look(*allreduce_)) {
     }
-    exchange_->announce();
+    allreduce_->announce();
     return sums;
   }
   void start(uint32_t part) override {
     messages_.restart();
-    exchange_->ready(part);
-    messages_.look(*exchange_);
+    allreduce_->ready(part);
+    messages_.look(*allreduce_);
   }
   void finish(uint32_t part) override {
     messages_.restart();
-    while (!finished_[part]) messages_.look(*exchange_);
+    while (!finished_[part]) messages_.look(*allreduce_);
     if (result_ == message_.out) return;
     const Extent extent = message_.part(part);
     const uint64_t at = message_.offset(extent.begin);
@@ -201,14 +202,14 @@ class ArrivalLeaders final : public collective::Leaders {
   }
   void end() override {
     messages_.restart();
-    while (!exchange_->done()) messages_.look(*exchange_);
+    while (!allreduce_->done()) messages_.look(*allreduce_);
     messages_.flush();
   }
 
  private:
   CommunicatorState& state_;
   LeaderMessages messages_;
-  std::optional<collective::NodeAllreduce> exchange_;
+  std::optional<collective::NodeAllreduce> allreduce_;
   TwoLevelMessage message_;
   std::byte* result_ = nullptr;
   std::vector<bool> finished_;
@@ -217,7 +218,7 @@ class ArrivalLeaders final : public collective::Leaders {
 bool is_by_arrival() noexcept {
   static const bool chosen = [] {
     const char* between = std::getenv("NOSTALL_MPI_BETWEEN");
-    return between != nullptr && std::string_view(between) == "exchange";
+    return between != nullptr && std::string_view(between) == "arrival";
   }();
   return chosen;
 }

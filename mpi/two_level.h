@@ -1,7 +1,7 @@
 // mpi/two_level.h - allreduce over several nodes: collective/two_level.h, with the local leaders
 // connected by the MPI on CommunicatorState::leaders.
 //
-// They use the MPI's own nonblocking allreduce, or, with NOSTALL_MPI_BETWEEN=exchange on all ranks,
+// They use the MPI's own nonblocking allreduce, or, with NOSTALL_MPI_BETWEEN=arrival on all ranks,
 // collective/node_allreduce.h over the MPI's point-to-point messages, by order of arrival. The
 // latter needs a second buffer of the message's size on the leaders, two with MPI_IN_PLACE.
 #pragma once

@@ -7,23 +7,23 @@ namespace nostall::collective {
 
 std::byte* Arena::allocate(uint64_t bytes) {
   constexpr uint64_t kPage = 4096;
-  if (bytes > segment_.arena_bytes()) return nullptr;
+  if (bytes > shared_.arena_bytes()) return nullptr;
   const uint64_t size = std::max(kPage, (bytes + kPage - 1) / kPage * kPage);
   uint64_t offset = 0;
   for (const auto& [begin, end] : used_) {
     if (begin - offset >= size) break;
     offset = end;
   }
-  if (segment_.arena_bytes() - offset < size) return nullptr;
-  segment_.allocate_arena(offset, size);
+  if (shared_.arena_bytes() - offset < size) return nullptr;
+  shared_.allocate_arena(offset, size);
   used_[offset] = offset + size;
-  return segment_.arena(rank_) + offset;
+  return shared_.arena(rank_) + offset;
 }
 
 bool Arena::release(const std::byte* data) noexcept {
-  const auto found = used_.find(static_cast<uint64_t>(data - segment_.arena(rank_)));
+  const auto found = used_.find(static_cast<uint64_t>(data - shared_.arena(rank_)));
   if (found == used_.end()) return false;
-  segment_.release_arena(found->first, found->second - found->first);
+  shared_.release_arena(found->first, found->second - found->first);
   used_.erase(found);
   return true;
 }

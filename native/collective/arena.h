@@ -8,13 +8,13 @@
 #include <cstdint>
 #include <map>
 
-#include "collective/segment.h"
+#include "collective/shared_memory.h"
 
 namespace nostall::collective {
 
 class Arena {
  public:
-  explicit Arena(Segment& segment, uint32_t rank) : segment_(segment), rank_(rank) {}
+  explicit Arena(SharedMemory& memory, uint32_t rank) : shared_(memory), rank_(rank) {}
 
   // nullptr if the arena has no such gap; throws Error(io) when the node has no memory for it.
   std::byte* allocate(uint64_t bytes);
@@ -22,7 +22,7 @@ class Arena {
   bool release(const std::byte* data) noexcept;
 
  private:
-  Segment& segment_;
+  SharedMemory& shared_;
   const uint32_t rank_;
   std::map<uint64_t, uint64_t> used_;  // offset: end
 };

@@ -238,7 +238,7 @@ class Link {
   }
 
   Steps& steps_;
-  Segment& shared_;
+  SharedMemory& shared_;
   const Message& message_;
   const ChainShape& shape_;
   const uint64_t step_;

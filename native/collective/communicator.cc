@@ -14,7 +14,7 @@
 namespace nostall::collective {
 namespace {
 
-SegmentConfig checked(const CommunicatorConfig& config) {
+SharedMemoryConfig checked(const CommunicatorConfig& config) {
   if (config.ranks == 0 || config.ranks >= kMaxRanks || config.rank >= config.ranks) {
     throw Error(ErrorKind::usage, "rank " + std::to_string(config.rank) + " of " +
                                       std::to_string(config.ranks) +
@@ -90,12 +90,12 @@ Algorithm in_rank_order(Algorithm algorithm) {
 
 struct Communicator::Impl {
   explicit Impl(const CommunicatorConfig& config)
-      : segment(checked(config),
-                config.join_timeout.count() > 0 ? config.join_timeout : config.timeout),
-        steps(segment, config.rank, config.ranks, config.timeout, config.progress),
-        arena(segment, config.rank),
+      : memory(checked(config),
+               config.join_timeout.count() > 0 ? config.join_timeout : config.timeout),
+        steps(memory, config.rank, config.ranks, config.timeout, config.progress),
+        arena(memory, config.rank),
         selection(config.selection, config.ranks),
-        phase(segment, config.rank, config.ranks) {}
+        phase(memory, config.rank, config.ranks) {}
 
   // One call's turn. If it ends by an exception after this rank has arrived, the others cannot
   // finish it: the communicator ends at once, not by their timeout.
@@ -123,7 +123,7 @@ struct Communicator::Impl {
   };
 
   Mutex& checked_mutex() NOSTALL_RETURNS_MUTEX(mutex) {
-    if (segment.is_forked_child()) {
+    if (memory.is_forked_child()) {
       throw Error(ErrorKind::usage,
                   "this process was forked from rank " + std::to_string(steps.rank()) +
                       ", which owns the communicator; make a new one in the child");
@@ -163,14 +163,14 @@ struct Communicator::Impl {
   }
   bool release(const void* data) noexcept {
     // A child has none of this memory, and maybe a mutex that its parent's thread held.
-    if (segment.is_forked_child()) return false;
+    if (memory.is_forked_child()) return false;
     const MutexLock lock(arena_mutex);
     return arena.release(static_cast<const std::byte*>(data));
   }
 
   Mutex mutex;        // of calls
   Mutex arena_mutex;  // memory can be freed during a call
-  Segment segment;
+  SharedMemory memory;
   Steps steps;  // in calls, and from any thread: end_for_all(), check(), ended_here()
   Arena arena NOSTALL_GUARDED_BY(arena_mutex);
   const Selection selection;
@@ -244,8 +244,8 @@ void Communicator::Impl::allreduce(const Message& message, Algorithm algorithm, 
 
 void Communicator::Impl::cooperative_allreduce(const Message& message, bool by_rank) {
   if (message.bytes() <= kPostedBytes) return posted_allreduce(steps, message);
-  const bool shared = segment.arena_offset(message.in, message.bytes()) &&
-                      segment.arena_offset(message.out, message.bytes());
+  const bool shared = memory.arena_offset(message.in, message.bytes()) &&
+                      memory.arena_offset(message.out, message.bytes());
   const Arrival arrival = arrive(steps, shared);
   if (arrival.in_place && allreduce_in_place(message, shared, arrival)) return;
   chain_after(steps, message, {.by_rank = by_rank}, arrival);
@@ -371,13 +371,13 @@ void Communicator::on_late(std::chrono::nanoseconds after,
 
 // A forked child has none of the memory in which to say or see it.
 bool Communicator::end(const Error& why) noexcept {
-  return !impl_->segment.is_forked_child() && impl_->steps.end_for_all(why);
+  return !impl_->memory.is_forked_child() && impl_->steps.end_for_all(why);
 }
 
-void Communicator::leave() noexcept { impl_->segment.leave(); }
+void Communicator::leave() noexcept { impl_->memory.leave(); }
 
 void Communicator::check() const {
-  if (!impl_->segment.is_forked_child()) impl_->steps.check();
+  if (!impl_->memory.is_forked_child()) impl_->steps.check();
 }
 
 bool Communicator::ended_here() const noexcept { return impl_->steps.ended_here(); }

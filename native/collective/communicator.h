@@ -10,8 +10,8 @@
 // exceed 2^31.
 //
 // Arrival: no rank waits for data that is not needed yet. With `cooperative`, ranks that have
-// arrived combine their data in segments; after the last arrival nothing is left but one pass over
-// its data. If the buffers of the first rank to arrive come from allocate(), those of all are
+// arrived combine their data in segments; after the last arrival only one pass over the last rank's
+// data is left. If the buffers of the first rank to arrive come from allocate(), those of all are
 // reduced where they are, all ranks sharing the work; a rank that has others copies them there and
 // back. If its arena has no room for the copy, the call goes as with ordinary buffers on all ranks.
 //

@@ -18,7 +18,7 @@ namespace {
 // waits for all and folds in rank order.
 void lead(Steps& steps, const Message& message, uint64_t step, uint64_t at, uint64_t n,
           bool by_arrival) {
-  Segment& shared = steps.shared();
+  SharedMemory& shared = steps.shared();
   const uint64_t bytes = n * message.element();
   std::byte* sum = shared.result(step);
   if (!by_arrival) {
@@ -56,7 +56,7 @@ void lead(Steps& steps, const Message& message, uint64_t step, uint64_t at, uint
 
 uint32_t first_to_arrive(Steps& steps) {
   const Arrival arrival = arrive(steps, false);
-  Segment& shared = steps.shared();
+  SharedMemory& shared = steps.shared();
   Word& leader = shared.header().result[arrival.step % 2].value;
   const uint64_t base = arrival.step << 16;
   if (arrival.place == 0) {
@@ -71,7 +71,7 @@ uint32_t first_to_arrive(Steps& steps) {
 }
 
 void run(Steps& steps, const Message& message, uint32_t leader, bool by_arrival, int64_t root) {
-  Segment& shared = steps.shared();
+  SharedMemory& shared = steps.shared();
   const uint64_t element = message.element();
   if (element > kStageBytes) {
     throw Error(ErrorKind::usage, "elements of " + std::to_string(element) +

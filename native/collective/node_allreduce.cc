@@ -324,9 +324,9 @@ void NodeAllreduce::received(uint64_t cookie, uint64_t bytes) {
     case announcement:
       return arrived(from);
     case contribution:
-      if (late_[shape_.rank]) return;  // my share went to others
+      if (late_[shape_.rank]) return;  // the shares of this rank went to others
       if (bytes == 0 && share_of(c, shape_.rank).count > 0)
-        return;  // the sender knows that before me
+        return;  // the sender had noticed that first
       add(chunk.own, chunk.contributions[from], share_of(c, shape_.rank).count, from);
       return own_complete(c);
     case extra:

@@ -92,7 +92,7 @@ class Pairs {
   }
 
   Steps& steps_;
-  Segment& shared_;
+  SharedMemory& shared_;
   uint64_t step_ = 0;
 };
 

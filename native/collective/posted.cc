@@ -31,7 +31,7 @@ uint64_t elements_in(uint64_t bytes, uint64_t element) {
 
 void fold_to(std::byte* out, Steps& steps, uint64_t step, uint64_t count, const Reducer& reducer) {
   const uint64_t bytes = count * reducer.element_bytes();
-  Segment& shared = steps.shared();
+  SharedMemory& shared = steps.shared();
   if (steps.ranks() == 1) {
     copy(out, shared.stage(0, step, bytes), bytes, false);
     return;

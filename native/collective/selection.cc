@@ -102,8 +102,8 @@ std::string selection_text(std::string_view named) {
 // The word: the call from which a finding counts, that finding, the one before.
 bool Phase::arrive(int64_t now) noexcept {
   ++call_;
-  segment_.line(rank_).arrived[call_ % 2].store(now, std::memory_order_relaxed);
-  const uint64_t word = segment_.header().phase.load(std::memory_order_seq_cst);
+  shared_.line(rank_).arrived[call_ % 2].store(now, std::memory_order_relaxed);
+  const uint64_t word = shared_.header().phase.load(std::memory_order_seq_cst);
   return (call_ >= word >> 2 ? word >> 1 & 1 : word & 1) != 0;
 }
 
@@ -111,18 +111,18 @@ void Phase::leave(int64_t now) noexcept {
   if (rank_ != 0) return;
   int64_t first = std::numeric_limits<int64_t>::max(), last = 0;
   for (uint32_t r = 0; r < ranks_; ++r) {
-    const int64_t at = segment_.line(r).arrived[call_ % 2].load(std::memory_order_relaxed);
+    const int64_t at = shared_.line(r).arrived[call_ % 2].load(std::memory_order_relaxed);
     first = std::min(first, at);
     last = std::max(last, at);
   }
   // Apart: the first waited for longer than the work takes.
   balance_ = std::clamp(balance_ + (last - first > now - last ? 1 : -1), -kCertain, kCertain);
-  const uint64_t word = segment_.header().phase.load(std::memory_order_seq_cst);
+  const uint64_t word = shared_.header().phase.load(std::memory_order_seq_cst);
   const uint64_t was = word >> 1 & 1, is = balance_ == kCertain    ? 1
                                            : balance_ == -kCertain ? 0
                                                                    : was;
   if (is == was || call_ < word >> 2) return;
-  segment_.header().phase.store((call_ + 2) << 2 | is << 1 | was, std::memory_order_seq_cst);
+  shared_.header().phase.store((call_ + 2) << 2 | is << 1 | was, std::memory_order_seq_cst);
 }
 
 }  // namespace nostall::collective

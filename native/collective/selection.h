@@ -15,7 +15,7 @@
 #include <string_view>
 #include <vector>
 
-#include "collective/segment.h"
+#include "collective/shared_memory.h"
 #include "collective/types.h"
 
 namespace nostall::collective {
@@ -50,8 +50,8 @@ std::string selection_text(std::string_view named);
 // Whether arrivals are imbalanced, as seen by all of them at the same call.
 class Phase {
  public:
-  Phase(Segment& segment, uint32_t rank, uint32_t ranks)
-      : segment_(segment), rank_(rank), ranks_(ranks) {}
+  Phase(SharedMemory& memory, uint32_t rank, uint32_t ranks)
+      : shared_(memory), rank_(rank), ranks_(ranks) {}
 
   // At this rank's arrival at the next call.
   bool arrive(int64_t now) noexcept;
@@ -62,7 +62,7 @@ class Phase {
   // So many more calls of one kind than of the other change the finding.
   static constexpr int kCertain = 8;
 
-  Segment& segment_;
+  SharedMemory& shared_;
   const uint32_t rank_, ranks_;
   uint64_t call_ = 0;
   int balance_ = 0;

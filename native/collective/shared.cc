@@ -32,7 +32,7 @@ uint64_t bump(Word& word, uint64_t step) {
 // The last rank to count wakes the ranks that wait for all.
 void bump_and_wait(Steps& steps, Word& word, uint64_t step, uint64_t all, bool counts) {
   const uint64_t target = step << kCountBits24 | all;
-  Segment& shared = steps.shared();
+  SharedMemory& shared = steps.shared();
   if (counts && bump(word, step) == all) {
     if (shared.header().sleepers.load(std::memory_order_seq_cst) > 0) {
       steps.wake(shared.key(word), target);
@@ -51,7 +51,7 @@ constexpr uint64_t kNotShared = ~uint64_t{0};
 }  // namespace
 
 bool shared_allreduce(Steps& steps, const Message& message, const Arrival& arrival) {
-  Segment& shared = steps.shared();
+  SharedMemory& shared = steps.shared();
   Header& h = shared.header();
   const uint64_t step = arrival.step;
   const uint32_t ranks = steps.ranks();

@@ -28,9 +28,9 @@ uint32_t usable_cores() noexcept {
 
 }  // namespace
 
-Steps::Steps(Segment& segment, uint32_t rank, uint32_t ranks, std::chrono::nanoseconds timeout,
+Steps::Steps(SharedMemory& memory, uint32_t rank, uint32_t ranks, std::chrono::nanoseconds timeout,
              std::function<void()> progress)
-    : segment_(segment),
+    : shared_(memory),
       rank_(rank),
       ranks_(ranks),
       timeout_(timeout),
@@ -62,29 +62,29 @@ uint64_t Steps::begin_step() {
     if (r == rank_) continue;
     wait(
         [&] {
-          return segment_.finished(r).load(std::memory_order_seq_cst) >= before ||
-                 segment_.post(r, 0).flag.load(std::memory_order_acquire) > before ||
-                 segment_.post(r, 1).flag.load(std::memory_order_acquire) > before;
+          return shared_.finished(r).load(std::memory_order_seq_cst) >= before ||
+                 shared_.post(r, 0).flag.load(std::memory_order_acquire) > before ||
+                 shared_.post(r, 1).flag.load(std::memory_order_acquire) > before;
         },
-        {{segment_.key(segment_.finished(r)), before},
-         {segment_.key(segment_.post(r, before + 1).flag), before + 1}});
+        {{shared_.key(shared_.finished(r)), before},
+         {shared_.key(shared_.post(r, before + 1).flag), before + 1}});
   }
   safe_ = before;
   return step;
 }
 
 void Steps::post(uint64_t step) {
-  Post& mine = segment_.post(rank_, step);
+  Post& mine = shared_.post(rank_, step);
   mine.signature.store(signature_, std::memory_order_relaxed);
-  segment_.line(rank_).core.store(static_cast<uint32_t>(::sched_getcpu()) + 1,
-                                  std::memory_order_relaxed);
+  shared_.line(rank_).core.store(static_cast<uint32_t>(::sched_getcpu()) + 1,
+                                 std::memory_order_relaxed);
   publish(mine.flag, step);
-  if (segment_.header().sleepers.load(std::memory_order_seq_cst) > 0) wake(kAnyPosted, step);
+  if (shared_.header().sleepers.load(std::memory_order_seq_cst) > 0) wake(kAnyPosted, step);
 }
 
 bool Steps::all_posted(uint64_t step) noexcept {
   for (uint32_t r = 0; r < ranks_; ++r) {
-    if (segment_.post(r, step).flag.load(std::memory_order_seq_cst) != step) return false;
+    if (shared_.post(r, step).flag.load(std::memory_order_seq_cst) != step) return false;
   }
   return true;
 }
@@ -92,13 +92,13 @@ bool Steps::all_posted(uint64_t step) noexcept {
 // The last rank to post sees all posts at its first look, and wakes the ranks that sleep for them.
 void Steps::wait_for_posts(uint64_t step) {
   if (all_posted(step)) {
-    if (segment_.header().sleepers.load(std::memory_order_seq_cst) > 0) wake(kAllPosted, step);
+    if (shared_.header().sleepers.load(std::memory_order_seq_cst) > 0) wake(kAllPosted, step);
   } else {
     uint32_t next = 0;
     wait(
         [&] {
           while (next < ranks_ &&
-                 segment_.post(next, step).flag.load(std::memory_order_seq_cst) == step) {
+                 shared_.post(next, step).flag.load(std::memory_order_seq_cst) == step) {
             ++next;
           }
           return next == ranks_;
@@ -110,16 +110,16 @@ void Steps::wait_for_posts(uint64_t step) {
 }
 
 void Steps::wait_for_post(uint64_t step, uint32_t rank) {
-  Word& flag = segment_.post(rank, step).flag;
-  wait([&] { return flag.load(std::memory_order_seq_cst) == step; }, {{segment_.key(flag), step}});
+  Word& flag = shared_.post(rank, step).flag;
+  wait([&] { return flag.load(std::memory_order_seq_cst) == step; }, {{shared_.key(flag), step}});
   check_signature(step, rank);
 }
 
-void Steps::finish_early(uint64_t step) { publish(segment_.finished(rank_), step); }
+void Steps::finish_early(uint64_t step) { publish(shared_.finished(rank_), step); }
 
 void Steps::wake(uint64_t key, uint64_t value) noexcept {
   for (uint32_t r = 0; r < ranks_; ++r) {
-    RankLine& line = segment_.line(r);
+    RankLine& line = shared_.line(r);
     if (r == rank_ || line.asleep.load(std::memory_order_seq_cst) == 0) continue;
     for (size_t i = 0; i < line.want_key.size(); ++i) {
       if (line.want_key[i].load(std::memory_order_relaxed) != key ||
@@ -135,17 +135,17 @@ void Steps::wake(uint64_t key, uint64_t value) noexcept {
 
 bool Steps::shares_core() noexcept {
   const auto here = static_cast<uint32_t>(::sched_getcpu()) + 1;
-  segment_.line(rank_).core.store(here, std::memory_order_relaxed);
+  shared_.line(rank_).core.store(here, std::memory_order_relaxed);
   if (oversubscribed_) return false;
   for (uint32_t r = 0; r < ranks_; ++r) {
-    if (r != rank_ && segment_.line(r).core.load(std::memory_order_relaxed) == here) return true;
+    if (r != rank_ && shared_.line(r).core.load(std::memory_order_relaxed) == here) return true;
   }
   return false;
 }
 
 void Steps::doze() noexcept {
   ++stats_.sleeps;
-  futex_wait(segment_.line(rank_).asleep, 1, progress_ ? nap_ : kSlice);
+  futex_wait(shared_.line(rank_).asleep, 1, progress_ ? nap_ : kSlice);
 }
 
 void Steps::adapt_to_wait() noexcept {
@@ -160,7 +160,7 @@ void Steps::adapt_to_wait() noexcept {
 
 void Steps::check_arrived(uint64_t step) {
   for (uint32_t r = 0; r < ranks_; ++r) {
-    if (segment_.post(r, step).flag.load(std::memory_order_seq_cst) == step) {
+    if (shared_.post(r, step).flag.load(std::memory_order_seq_cst) == step) {
       check_signature(step, r);
     }
   }
@@ -171,7 +171,7 @@ void Steps::look_around() {
     progress_();
     nap_ = std::min(2 * nap_, kLongestNap);
   }
-  Header& h = segment_.header();
+  Header& h = shared_.header();
   if (h.broken.load(std::memory_order_seq_cst) != 0) throw_broken();
   if (is_scheduled()) return;
   const int64_t now = now_ns();
@@ -179,13 +179,13 @@ void Steps::look_around() {
   looked_ = now;
   for (uint32_t r = 0; r < ranks_; ++r) {
     if (r == rank_) continue;
-    const bool dead = segment_.is_dead(r);
-    const bool gone = !dead && segment_.line(r).left.load() != 0 &&
-                      segment_.finished(r).load() < step_ &&
-                      segment_.post(r, step_).flag.load() != step_;
+    const bool dead = shared_.is_dead(r);
+    const bool gone = !dead && shared_.line(r).left.load() != 0 &&
+                      shared_.finished(r).load() < step_ &&
+                      shared_.post(r, step_).flag.load() != step_;
     if (dead || gone) {
       fail(Error(ErrorKind::peer, "rank " + std::to_string(r) + " (process " +
-                                      std::to_string(segment_.line(r).pid.load()) + ") " +
+                                      std::to_string(shared_.line(r).pid.load()) + ") " +
                                       (dead ? "died" : "left") + " before it finished " + where() +
                                       ": restart the job, or make a new communicator without it"));
     }
@@ -196,7 +196,7 @@ void Steps::look_around() {
   std::vector<uint32_t> absent;
   std::string missing;
   for (uint32_t r = 0; r < ranks_; ++r) {
-    if (segment_.post(r, step_).flag.load() < step_) {
+    if (shared_.post(r, step_).flag.load() < step_) {
       absent.push_back(r);
       missing += (missing.empty() ? "" : ", ") + std::to_string(r);
     }
@@ -220,7 +220,7 @@ std::string Steps::where() const {
 }
 
 void Steps::check_signature(uint64_t step, uint32_t rank) {
-  const uint64_t theirs = segment_.post(rank, step).signature.load(std::memory_order_relaxed);
+  const uint64_t theirs = shared_.post(rank, step).signature.load(std::memory_order_relaxed);
   if (theirs == signature_) return;
   fail(Error(ErrorKind::usage, "the ranks do not call the same: rank " + std::to_string(rank_) +
                                    " calls " + describe_signature(signature_) + ", rank " +
@@ -235,12 +235,12 @@ void Steps::fail(const Error& error) {
 }
 
 bool Steps::end_for_all(const Error& error) noexcept {
-  if (!segment_.publish_error(error)) return false;
+  if (!shared_.publish_error(error)) return false;
   ended_here_.store(true, std::memory_order_release);
   for (uint32_t r = 0; r < ranks_; ++r) {
     uint32_t asleep = 1;
-    if (segment_.line(r).asleep.compare_exchange_strong(asleep, 0)) {
-      futex_wake_all(segment_.line(r).asleep);
+    if (shared_.line(r).asleep.compare_exchange_strong(asleep, 0)) {
+      futex_wake_all(shared_.line(r).asleep);
     }
   }
   return true;
@@ -252,14 +252,14 @@ void Steps::end_by_own_error() noexcept {
 }
 
 void Steps::throw_broken() const {
-  const Header& h = segment_.header();
+  const Header& h = shared_.header();
   const int64_t begin = now_ns();
   while (h.broken.load(std::memory_order_acquire) != 2 && now_ns() - begin < kLookNs)
     ::sched_yield();
   if (h.broken.load(std::memory_order_acquire) != 2) {
     throw Error(ErrorKind::peer, "this communicator is broken: a rank died while it said why");
   }
-  throw segment_.end("this communicator is broken: ");
+  throw shared_.end("this communicator is broken: ");
 }
 
 }  // namespace nostall::collective

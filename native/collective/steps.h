@@ -1,13 +1,14 @@
 // collective/steps.h - what all algorithms stand on: steps, posts, and waiting.
 //
-// A step is one round in which every rank of the communicator takes part. Before a rank writes the
-// shared memory of step t it knows that all have finished step t - 2, which used the same memory
+// A step is one round in which every rank of the communicator takes part. A rank writes the shared
+// memory of step t only when all ranks have finished step t - 2, which used the same memory
 // (begin_step). Calls in which ranks leave early must say when they are finished (finish_early).
 //
 // Waiting: a short spin, whose length follows its success, then a futex. A publisher of a word
 // looks for sleepers, and wakes those that sleep for that word and value. Both sides use
-// sequentially consistent operations: either the publisher sees the sleeper or the sleeper sees the
-// value. A sleeper looks around every 50 ms for the deadline, a broken communicator and dead ranks.
+// sequentially consistent operations: either the publisher reads the sleeper's mark or the sleeper
+// reads the value. A sleeper checks every 50 ms for the deadline, a broken communicator and dead
+// ranks.
 // Thread-safety: one thread at a time; ranks are threads or processes.
 #pragma once
 
@@ -26,7 +27,7 @@
 
 #include "base/clock.h"
 #include "base/error.h"
-#include "collective/segment.h"
+#include "collective/shared_memory.h"
 
 namespace nostall::collective {
 
@@ -47,10 +48,10 @@ struct StepStats {
 
 class Steps {
  public:
-  Steps(Segment& segment, uint32_t rank, uint32_t ranks, std::chrono::nanoseconds timeout,
+  Steps(SharedMemory& memory, uint32_t rank, uint32_t ranks, std::chrono::nanoseconds timeout,
         std::function<void()> progress = {});
 
-  Segment& shared() noexcept { return segment_; }
+  SharedMemory& shared() noexcept { return shared_; }
   uint32_t rank() const noexcept { return rank_; }
   uint32_t ranks() const noexcept { return ranks_; }
   bool oversubscribed() const noexcept { return oversubscribed_; }
@@ -62,7 +63,7 @@ class Steps {
   void enter(const char* operation, uint64_t signature);
   // Throws if the communicator has ended.
   void check() const {
-    if (segment_.header().broken.load(std::memory_order_relaxed) != 0) throw_broken();
+    if (shared_.header().broken.load(std::memory_order_relaxed) != 0) throw_broken();
   }
   // The next step, when its memory is free.
   uint64_t begin_step();
@@ -82,8 +83,8 @@ class Steps {
 
   void publish(Word& word, uint64_t value) {
     word.store(value, std::memory_order_seq_cst);
-    if (segment_.header().sleepers.load(std::memory_order_seq_cst) > 0)
-      wake(segment_.key(word), value);
+    if (shared_.header().sleepers.load(std::memory_order_seq_cst) > 0)
+      wake(shared_.key(word), value);
   }
   void wake(uint64_t key, uint64_t value) noexcept;
 
@@ -152,7 +153,7 @@ class Steps {
 
   template <typename Ready>
   bool sleep_once(Ready& ready, std::initializer_list<Want> wants) {
-    RankLine& me = segment_.line(rank_);
+    RankLine& me = shared_.line(rank_);
     size_t i = 0;
     for (const Want& want : wants) {
       me.want_key[i].store(want.key, std::memory_order_relaxed);
@@ -160,14 +161,14 @@ class Steps {
     }
     for (; i < me.want_key.size(); ++i) me.want_target[i].store(kNever, std::memory_order_relaxed);
     me.asleep.store(1, std::memory_order_seq_cst);
-    segment_.header().sleepers.fetch_add(1, std::memory_order_seq_cst);
+    shared_.header().sleepers.fetch_add(1, std::memory_order_seq_cst);
     bool is_ready = ready();
-    if (!is_ready && segment_.header().broken.load(std::memory_order_seq_cst) == 0) {
+    if (!is_ready && shared_.header().broken.load(std::memory_order_seq_cst) == 0) {
       doze();
       is_ready = ready();
     }
     me.asleep.store(0, std::memory_order_seq_cst);
-    segment_.header().sleepers.fetch_sub(1, std::memory_order_seq_cst);
+    shared_.header().sleepers.fetch_sub(1, std::memory_order_seq_cst);
     return is_ready;
   }
 
@@ -196,7 +197,7 @@ class Steps {
   static constexpr int64_t kLongYield = 200'000;
   static constexpr uint64_t kNever = ~uint64_t{0};
 
-  Segment& segment_;
+  SharedMemory& shared_;
   const uint32_t rank_, ranks_;
   std::chrono::nanoseconds timeout_;
   const std::function<void()> progress_;

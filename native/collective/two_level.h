@@ -8,13 +8,13 @@
 //   leaders              0 1 2 3
 //   node, broadcast            0 1 2 3
 //
-// How leaders reach each other is their own matter: an MPI's allreduce, collective::NodeAllreduce
-// over messages, torch's Gloo, or a test's.
+// The allreduce between leaders is an interface (Leaders). An MPI's allreduce implements it,
+// collective::NodeAllreduce over messages, torch's Gloo, and a test's.
 //
 // Order of sums: first within each node, by arrival or, with Order::fixed, in the order of local
-// ranks; then over nodes in the leaders' own order. It differs from an allreduce over all ranks at
-// once, and the last bits of floats may too. The result is the same on all ranks where the leaders'
-// is.
+// ranks; then over nodes in the leaders' own order. So the last bits of floats may
+// differ from those of an allreduce over all ranks at once. The result is the same on all ranks if the
+// leaders' results are the same.
 //
 // Errors: what a leader throws ends its node's communicator, so that the other ranks of the node,
 // which wait for the leader, throw its text.

@@ -12,10 +12,10 @@
 #include "base/crew.h"
 #include "base/mutex.h"
 #include "base/sums.h"
+#include "records/file_window.h"
 #include "records/records.h"
 #include "records/tar.h"
 #include "records/tfrecord.h"
-#include "records/window.h"
 
 namespace nostall::records {
 namespace {
@@ -24,16 +24,16 @@ constexpr std::chrono::milliseconds kReportEvery{100};
 // Records that a thread takes at a time, so that its reads follow each other.
 constexpr uint64_t kPayloadsAtOnce = 64;
 constexpr size_t kPayloadAhead = 16 << 10;
-// What is looked at of a record before and after its image, at most, to tell the image's checksum
+// Most bytes of a record that are read before and after its image, to compute the image's checksum
 // from the record's.
 constexpr size_t kMostBeside = 4096;
 
-std::vector<std::byte> head_of(Window& window, uint64_t offset, uint64_t length) {
+std::vector<std::byte> head_of(FileWindow& window, uint64_t offset, uint64_t length) {
   const auto bytes = window.get(offset, std::min<uint64_t>(length, kMostBeside));
   return {bytes.begin(), bytes.end()};
 }
 
-uint32_t sum_of(Window& window, uint32_t crc, std::span<const std::byte> head, uint64_t offset,
+uint32_t sum_of(FileWindow& window, uint32_t crc, std::span<const std::byte> head, uint64_t offset,
                 uint64_t length, const Payload& payload) {
   const uint64_t before = payload.offset - offset, end = payload.offset + payload.length;
   const uint64_t after = offset + length - end;
@@ -104,7 +104,7 @@ TarMembers scan_tars(const Storage& storage, const std::string& keep_content, un
   each_in_parallel(
       storage, all.size(), threads,
       [&](RangeReader& reader, uint64_t i) {
-        Window window(reader, storage, static_cast<uint32_t>(i));
+        FileWindow window(reader, storage, static_cast<uint32_t>(i));
         all[i] = scan_tar(window, keep_content).take();
       },
       progress);
@@ -127,7 +127,7 @@ TfRecordPlaces scan_tfrecords(const Storage& storage, bool check, unsigned threa
   each_in_parallel(
       storage, all.size(), threads,
       [&](RangeReader& reader, uint64_t i) {
-        Window window(reader, storage, static_cast<uint32_t>(i));
+        FileWindow window(reader, storage, static_cast<uint32_t>(i));
         all[i] = scan_tfrecord(window, check).take();
       },
       progress);
@@ -149,7 +149,7 @@ std::vector<Payload> find_payloads(const Storage& storage, std::span<const uint3
                                    std::span<const uint32_t> crc) {
   const uint64_t n = length.size();
   std::vector<Payload> payloads(n);
-  const auto find = [&](Window& window, uint64_t i) {
+  const auto find = [&](FileWindow& window, uint64_t i) {
     switch (kind) {
       case PayloadKind::datum:
         return find_datum(window, offset[i], length[i]);
@@ -164,7 +164,7 @@ std::vector<Payload> find_payloads(const Storage& storage, std::span<const uint3
   each_in_parallel(
       storage, chunks, threads,
       [&](RangeReader& reader, uint64_t chunk) {
-        std::optional<Window> window;
+        std::optional<FileWindow> window;
         const uint64_t end = std::min(n, (chunk + 1) * kPayloadsAtOnce);
         for (uint64_t i = chunk * kPayloadsAtOnce; i < end; ++i) {
           const uint32_t f = file.empty() ? 0 : file[i];
@@ -251,7 +251,7 @@ MembersFound find_all_members(const Storage& storage, std::span<const uint32_t> 
   each_in_parallel(
       storage, chunks, threads,
       [&](RangeReader& reader, uint64_t chunk) {
-        std::optional<Window> window;
+        std::optional<FileWindow> window;
         const uint64_t end = std::min(n, (chunk + 1) * kPayloadsAtOnce);
         for (uint64_t i = chunk * kPayloadsAtOnce; i < end; ++i) {
           if (!window || window->file() != file_of(i)) {

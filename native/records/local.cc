@@ -145,7 +145,7 @@ int read_now(const LocalFiles& files, const RangeRead& range, bool direct, Align
       return 0;
     }
     // What is left need not be aligned: the end of the file, or a file system that refuses this
-    // one. A plain read tells.
+    // read. A plain read decides which.
   }
   const int fd = files.buffered(range.file);
   if (range.head.empty()) return take(fd, range.into, range.offset, range.into.size());
@@ -182,7 +182,7 @@ LocalFiles::LocalFiles(const std::vector<std::string>& paths, Direct direct) : p
       throw Error(ErrorKind::io, path + " is not a regular file: give the path of the file itself");
     }
     // The flag was for pipes, which block in open. With it, io_uring lets a read fail instead of
-    // wait on file systems (of networks, mostly) that cannot tell beforehand whether it would.
+    // wait on file systems (mostly of networks) that do not know beforehand whether it would.
     if (::fcntl(fd, F_SETFL, O_RDONLY) != 0) throw io_error("cannot prepare", path, errno);
     // Ranges are asked for in full and ahead of need: the kernel's guesses only add bytes.
     static_cast<void>(::posix_fadvise(fd, 0, 0, POSIX_FADV_RANDOM));

@@ -19,7 +19,7 @@ class LocalFiles : public Storage {
   std::optional<int64_t> touched(uint32_t file) const override;
 
   int buffered(uint32_t file) const noexcept { return opened_[file].buffered.get(); }
-  // -1 where the file system has no direct I/O, or the caller wants none.
+  // -1 where the file system has no direct I/O, or the caller asked for none.
   int direct(uint32_t file) const noexcept { return opened_[file].direct.get(); }
   // Offsets, lengths and addresses of direct reads are multiples of this.
   uint32_t alignment(uint32_t file) const noexcept { return opened_[file].alignment; }

@@ -73,7 +73,7 @@ class UringRanges : public RangeReader {
   struct Slot {
     RangeRead* range = nullptr;
     bool direct = false;
-    bool in_place = false;  // direct, and already as the device wants it
+    bool in_place = false;  // direct, and aligned for the device already
     AlignedRange aligned;
     AlignedBuffer bounce, large;
     std::span<std::byte> landed;

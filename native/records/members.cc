@@ -15,13 +15,13 @@ constexpr size_t kMostName = 4096;
 constexpr unsigned kMostNesting = 32;
 using Members = std::vector<Member>;
 
-Error wrong(const Window& window, uint64_t offset, const std::string& what) {
+Error wrong(const FileWindow& window, uint64_t offset, const std::string& what) {
   if (window.error()) return *window.error();
   return Error(ErrorKind::corruption, "the record at offset " + std::to_string(offset) + " of " +
                                           window.path() + " " + what);
 }
 
-std::optional<std::string> text_at(Window& window, uint64_t at, uint64_t length) {
+std::optional<std::string> text_at(FileWindow& window, uint64_t at, uint64_t length) {
   if (length == 0) return std::string();
   if (length > kMostName) return {};
   const auto bytes = window.get(at, static_cast<size_t>(length));
@@ -30,7 +30,7 @@ std::optional<std::string> text_at(Window& window, uint64_t at, uint64_t length)
 }
 
 // How many varints the bytes are; nothing if they end within one.
-std::optional<uint32_t> count_varints(Window& window, uint64_t at, uint64_t length) {
+std::optional<uint32_t> count_varints(FileWindow& window, uint64_t at, uint64_t length) {
   constexpr uint64_t kAtOnce = 16 << 10;
   uint64_t count = 0;
   bool ended = true;
@@ -49,7 +49,7 @@ std::optional<uint32_t> count_varints(Window& window, uint64_t at, uint64_t leng
 
 // ---- tf.train.Example: a map of features, each a list of byte strings, floats or integers.
 
-bool take_list(Window& window, const Message::Field& list, Member& member) {
+bool take_list(FileWindow& window, const Message::Field& list, Member& member) {
   Message values(window, list.begin, list.begin + list.length);
   member.offset = list.begin;
   member.length = 0;
@@ -80,7 +80,7 @@ bool take_list(Window& window, const Message::Field& list, Member& member) {
   return values.ok();
 }
 
-bool take_feature(Window& window, const Message::Field& entry, Members& members) {
+bool take_feature(FileWindow& window, const Message::Field& entry, Members& members) {
   Message pair(window, entry.begin, entry.begin + entry.length);
   Member member;
   std::optional<Message::Field> feature;
@@ -105,7 +105,7 @@ bool take_feature(Window& window, const Message::Field& entry, Members& members)
   return true;
 }
 
-Result<Members> of_example(Window& window, uint64_t offset, uint64_t length) {
+Result<Members> of_example(FileWindow& window, uint64_t offset, uint64_t length) {
   Members members;
   Message example(window, offset, offset + length);
   bool good = true;
@@ -139,7 +139,7 @@ struct Directory {
   unsigned entries = 0;
 };
 
-std::optional<Directory> find_directory(Window& window, uint64_t offset, uint64_t length) {
+std::optional<Directory> find_directory(FileWindow& window, uint64_t offset, uint64_t length) {
   constexpr uint64_t kEnd = 22, kMostComment = 65535;
   const uint64_t tail = std::min(length, kEnd + kMostComment);
   const auto bytes = window.get(offset + length - tail, static_cast<size_t>(tail));
@@ -154,7 +154,7 @@ std::optional<Directory> find_directory(Window& window, uint64_t offset, uint64_
   return {};
 }
 
-Result<Members> of_npz(Window& window, uint64_t offset, uint64_t length) {
+Result<Members> of_npz(FileWindow& window, uint64_t offset, uint64_t length) {
   constexpr size_t kEntry = 46, kLocal = 30;
   const auto directory = length == 0 ? std::nullopt : find_directory(window, offset, length);
   if (!directory) return wrong(window, offset, "is no .npz file");
@@ -198,7 +198,8 @@ Result<Members> of_npz(Window& window, uint64_t offset, uint64_t length) {
 
 class Msgpack {
  public:
-  Msgpack(Window& window, uint64_t begin, uint64_t end) : window_(window), at_(begin), end_(end) {}
+  Msgpack(FileWindow& window, uint64_t begin, uint64_t end)
+      : window_(window), at_(begin), end_(end) {}
 
   bool walk(Members& members) {
     Token top;
@@ -382,7 +383,7 @@ class Msgpack {
     return true;
   }
 
-  Window& window_;
+  FileWindow& window_;
   uint64_t at_, end_;
 };
 
@@ -394,7 +395,7 @@ std::string_view name_of(MemberType type) noexcept {
   return kNames[static_cast<size_t>(type)];
 }
 
-Result<std::vector<Member>> find_members(Window& window, uint64_t offset, uint64_t length,
+Result<std::vector<Member>> find_members(FileWindow& window, uint64_t offset, uint64_t length,
                                          MembersKind kind) {
   if (offset > window.file_size() || length > window.file_size() - offset) {
     return wrong(window, offset, "is not inside the file");

@@ -11,7 +11,7 @@
 #include <string_view>
 #include <vector>
 
-#include "records/window.h"
+#include "records/file_window.h"
 
 namespace nostall::records {
 
@@ -43,7 +43,7 @@ struct Member {
 // The members of the record in its own order; a name may come again, and the last one counts.
 // Features of several byte strings, and numbers that are not packed, are unread. Fields of maps in
 // maps are named by dots. Members of a MessagePack list are named by their numbers.
-Result<std::vector<Member>> find_members(Window& window, uint64_t offset, uint64_t length,
+Result<std::vector<Member>> find_members(FileWindow& window, uint64_t offset, uint64_t length,
                                          MembersKind kind);
 
 }  // namespace nostall::records

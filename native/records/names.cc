@@ -10,9 +10,9 @@
 
 #include "base/clock.h"
 #include "base/mutex.h"
+#include "records/file_window.h"
 #include "records/lmdb.h"
 #include "records/tar.h"
-#include "records/window.h"
 
 namespace nostall::records {
 namespace {
@@ -73,7 +73,7 @@ NameOf tar_names(std::shared_ptr<const Storage> storage) {
   return names_by([storage = std::move(storage)](
                       const KeptTable&, uint32_t file) -> std::optional<std::vector<Named>> {
     const auto reader = storage->make_reader(source::ReaderKind::pread, 1);
-    Window window(*reader, *storage, file);
+    FileWindow window(*reader, *storage, file);
     auto members = scan_tar(window);
     if (!members || !storage->changed(file).empty()) return {};
     std::vector<Named> names;

@@ -15,18 +15,19 @@ namespace {
 
 constexpr uint64_t kMostSide = 1 << 20;  // of unencoded pixels: three of them multiply in 64 bits
 
-bool inside(const Window& window, uint64_t offset, uint64_t length) {
+bool inside(const FileWindow& window, uint64_t offset, uint64_t length) {
   return offset <= window.file_size() && length <= window.file_size() - offset;
 }
 
-Error wrong(const Window& window, uint64_t offset, const std::string& what) {
+Error wrong(const FileWindow& window, uint64_t offset, const std::string& what) {
   if (window.error()) return *window.error();
   return Error(ErrorKind::corruption, "the record at offset " + std::to_string(offset) + " of " +
                                           window.path() + " " + what);
 }
 
 // Feature: bytes_list = 1, float_list = 2, int64_list = 3, each with repeated values of number 1.
-bool first_value(Window& window, const Message::Field& feature, Payload* image, int64_t* label) {
+bool first_value(FileWindow& window, const Message::Field& feature, Payload* image,
+                 int64_t* label) {
   Message lists(window, feature.begin, feature.begin + feature.length);
   while (const auto list = lists.next()) {
     if (list->wire != 2) continue;
@@ -56,7 +57,7 @@ bool first_value(Window& window, const Message::Field& feature, Payload* image, 
 
 }  // namespace
 
-Result<Payload> find_datum(Window& window, uint64_t offset, uint64_t length) {
+Result<Payload> find_datum(FileWindow& window, uint64_t offset, uint64_t length) {
   if (!inside(window, offset, length)) return wrong(window, offset, "is not inside the file");
   Payload p;
   bool data = false, encoded = false;
@@ -95,7 +96,7 @@ Result<Payload> find_datum(Window& window, uint64_t offset, uint64_t length) {
   return p;
 }
 
-Result<Payload> find_example(Window& window, uint64_t offset, uint64_t length,
+Result<Payload> find_example(FileWindow& window, uint64_t offset, uint64_t length,
                              const std::string& image, const std::string& label) {
   if (!inside(window, offset, length)) return wrong(window, offset, "is not inside the file");
   Payload p;
@@ -137,82 +138,100 @@ Result<Payload> find_example(Window& window, uint64_t offset, uint64_t length,
   return p;
 }
 
-// The opcodes that a pair of bytes and an integer is made of; anything else is refused, so nothing
-// that a pickle could do is done.
-Result<Payload> find_pickled(Window& window, uint64_t offset, uint64_t length) {
-  if (!inside(window, offset, length)) return wrong(window, offset, "is not inside the file");
-  const uint64_t end = offset + length;
-  uint64_t at = offset;
-  std::optional<Payload> bytes;
-  std::optional<int64_t> integer;
-  const auto little = [&](size_t size) -> std::optional<uint64_t> {
-    if (size > end - at) return {};
-    const auto b = window.get(at, size);
+namespace {
+
+// A pickle of a pair of bytes and an integer. It follows the opcodes that such a pickle is made of;
+// all others are refused, so nothing that a pickle could do is done.
+class Pickle {
+ public:
+  Pickle(FileWindow& window, uint64_t offset, uint64_t length)
+      : window_(window), offset_(offset), at_(offset), end_(offset + length) {}
+
+  Result<Payload> find() {
+    while (at_ < end_) {
+      const auto opcode = little(1);
+      if (!opcode) return damaged();
+      const char c = static_cast<char>(*opcode);
+      const size_t size_bytes = c == 'C' ? 1 : c == 'B' ? 4 : c == '\x8e' ? 8 : 0;
+      if (c == '.' && bytes_) {
+        bytes_->label = integer_.value_or(0);
+        return *bytes_;
+      }
+      if (c == '.') break;
+      if (auto error = size_bytes > 0 ? take_bytes(size_bytes) : take(c)) return *error;
+    }
+    if (bytes_) return damaged();
+    return Error(ErrorKind::usage, where() + " has no bytes in it");
+  }
+
+ private:
+  std::string where() const {
+    return "the pickle at offset " + std::to_string(offset_) + " of " + window_.path();
+  }
+  Error damaged() const { return wrong(window_, offset_, "is no sound pickle"); }
+  Error refused(const std::string& why) const {
+    return Error(ErrorKind::usage, where() + " is not (bytes, int): " + why +
+                                       "; read it as values=\"raw\" and take it apart in a "
+                                       "callable transform");
+  }
+
+  std::optional<uint64_t> little(size_t size) {
+    if (size > end_ - at_) return {};
+    const auto b = window_.get(at_, size);
     if (b.empty()) return {};
-    at += size;
+    at_ += size;
     uint64_t value = 0;
     for (size_t i = 0; i < size; ++i) value |= uint64_t{uint8_t(b[i])} << (8 * i);
     return value;
-  };
-  const auto damaged = [&] { return wrong(window, offset, "is no sound pickle"); };
-  const auto refused = [&](const std::string& why) {
-    return Error(ErrorKind::usage,
-                 "the pickle at offset " + std::to_string(offset) + " of " + window.path() +
-                     " is not (bytes, int): " + why +
-                     "; read it as values=\"raw\" and take it apart in a callable transform");
-  };
-  while (at < end) {
-    const auto opcode = little(1);
-    if (!opcode) return damaged();
-    const char c = static_cast<char>(*opcode);
-    const size_t size_bytes = c == 'C' ? 1 : c == 'B' ? 4 : c == '\x8e' ? 8 : 0;
-    if (size_bytes > 0) {  // bytes
-      const auto size = little(size_bytes);
-      if (!size || *size > end - at) return damaged();
-      if (bytes) return refused("there are several bytes objects in it");
-      bytes.emplace();
-      bytes->offset = at;
-      bytes->length = *size;
-      at += *size;
-      continue;
-    }
-    std::optional<uint64_t> value = 0;
-    std::optional<int64_t> number;
+  }
+
+  std::optional<Error> take_bytes(size_t size_bytes) {
+    const auto size = little(size_bytes);
+    if (!size || *size > end_ - at_) return damaged();
+    if (bytes_) return refused("there are several bytes objects in it");
+    bytes_.emplace();
+    bytes_->offset = at_;
+    bytes_->length = *size;
+    at_ += *size;
+    return {};
+  }
+
+  std::optional<Error> take_integer(std::optional<int64_t> number) {
+    if (!number) return damaged();
+    if (integer_) return refused("there are several integers in it");
+    integer_ = number;
+    return {};
+  }
+
+  // An integer of `size` bytes, at most 8, the highest one with the sign.
+  std::optional<int64_t> signed_little(uint64_t size) {
+    if (size == 0) return 0;
+    const auto value = little(size);
+    if (!value) return {};
+    const uint64_t sign = size < 8 && *value >> (8 * size - 1) ? ~uint64_t{0} << (8 * size) : 0;
+    return static_cast<int64_t>(*value | sign);
+  }
+
+  // Any opcode but bytes and the end.
+  std::optional<Error> take(char c) {
     switch (c) {
       case '\x80':  // protocol
-        value = little(1);
-        break;
-      case '\x95':  // frame
-        value = little(8);
-        break;
-      case 'q':  // memo by number
-        value = little(1);
-        break;
+      case 'q':     // memo by number
+        return little(1) ? std::optional<Error>() : damaged();
       case 'r':
-        value = little(4);
-        break;
+        return little(4) ? std::optional<Error>() : damaged();
+      case '\x95':  // frame
+        return little(8) ? std::optional<Error>() : damaged();
       case 'K':
-        value = little(1);
-        if (value) number = static_cast<int64_t>(*value);
-        break;
+        return take_integer(little(1));
       case 'M':
-        value = little(2);
-        if (value) number = static_cast<int64_t>(*value);
-        break;
+        return take_integer(little(2));
       case 'J':
-        value = little(4);
-        if (value) number = static_cast<int32_t>(*value);
-        break;
+        return take_integer(signed_little(4));
       case '\x8a': {  // a long of up to 8 bytes
         const auto size = little(1);
         if (!size || *size > 8) return damaged();
-        value = *size == 0 ? std::optional<uint64_t>(0) : little(*size);
-        if (value) {
-          uint64_t v = *value;
-          if (*size > 0 && *size < 8 && v >> (8 * *size - 1)) v |= ~uint64_t{0} << (8 * *size);
-          number = static_cast<int64_t>(v);
-        }
-        break;
+        return take_integer(signed_little(*size));
       }
       case '(':     // mark
       case ')':     // empty tuple
@@ -224,23 +243,26 @@ Result<Payload> find_pickled(Window& window, uint64_t offset, uint64_t length) {
       case 'e':
       case 'a':
       case '\x94':  // memo
-        break;
-      case '.':
-        if (!bytes) break;
-        bytes->label = integer.value_or(0);
-        return *bytes;
+        return {};
       default:
         return refused("opcode " + std::to_string(static_cast<unsigned char>(c)) +
                        " is not followed, for unpickling can run code");
     }
-    if (!value) return damaged();
-    if (number && integer) return refused("there are several integers in it");
-    if (number) integer = number;
-    if (c == '.') break;
   }
-  if (bytes) return damaged();
-  return Error(ErrorKind::usage, "the pickle at offset " + std::to_string(offset) + " of " +
-                                     window.path() + " has no bytes in it");
+
+  FileWindow& window_;
+  const uint64_t offset_;
+  uint64_t at_;
+  const uint64_t end_;
+  std::optional<Payload> bytes_;
+  std::optional<int64_t> integer_;
+};
+
+}  // namespace
+
+Result<Payload> find_pickled(FileWindow& window, uint64_t offset, uint64_t length) {
+  if (!inside(window, offset, length)) return wrong(window, offset, "is not inside the file");
+  return Pickle(window, offset, length).find();
 }
 
 }  // namespace nostall::records

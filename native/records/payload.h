@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <string>
 
-#include "records/window.h"
+#include "records/file_window.h"
 
 namespace nostall::records {
 
@@ -21,12 +21,12 @@ struct Payload {
 };
 
 // Caffe's Datum.
-Result<Payload> find_datum(Window& window, uint64_t offset, uint64_t length);
+Result<Payload> find_datum(FileWindow& window, uint64_t offset, uint64_t length);
 // tf.train.Example: the first bytes of feature `image`, the first integer of feature `label` (not
 // asked for when empty).
-Result<Payload> find_example(Window& window, uint64_t offset, uint64_t length,
+Result<Payload> find_example(FileWindow& window, uint64_t offset, uint64_t length,
                              const std::string& image, const std::string& label);
 // A pickled pair or list (bytes, int), or bytes alone.
-Result<Payload> find_pickled(Window& window, uint64_t offset, uint64_t length);
+Result<Payload> find_pickled(FileWindow& window, uint64_t offset, uint64_t length);
 
 }  // namespace nostall::records

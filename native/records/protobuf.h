@@ -1,19 +1,20 @@
 // records/protobuf.h - private to the room: protocol buffers walked field by field in a file.
 //
-// Total over untrusted bytes. Thread-safety: as of Window.
+// Total over untrusted bytes. Thread-safety: as of FileWindow.
 #pragma once
 
 #include <cstdint>
 #include <optional>
 
-#include "records/window.h"
+#include "records/file_window.h"
 
 namespace nostall::records {
 
 // A protocol buffer message inside the file; reads its fields forward.
 class Message {
  public:
-  Message(Window& window, uint64_t begin, uint64_t end) : window_(window), at_(begin), end_(end) {}
+  Message(FileWindow& window, uint64_t begin, uint64_t end)
+      : window_(window), at_(begin), end_(end) {}
 
   struct Field {
     uint32_t number = 0;
@@ -73,7 +74,7 @@ class Message {
     at_ = end_;
     return {};
   }
-  Window& window_;
+  FileWindow& window_;
   uint64_t at_, end_;
   bool ok_ = true;
 };

@@ -2,7 +2,7 @@
 //
 // A Storage is a fixed list of files (a data set's shards, a database, objects behind a network); a
 // RangeReader brings ranges of them, and belongs to one thread. Record stores (records.h) and the
-// scanners of formats stand on these two alone, so they work wherever ranges can be read.
+// scanners of formats use only these two, so they work wherever ranges can be read.
 // Thread-safety: Storage is immutable after construction.
 #pragma once
 

@@ -375,7 +375,7 @@ std::string RecordSource::changed(uint32_t file, RangeReader& reader) const {
     if (known.size() == kMostRemembered) break;
     if (table_.file_of(s) == file && sums().of(s) != 0) known.push_back({s, sums().of(s)});
   }
-  if (known.empty()) return change;  // nothing tells that it is the same
+  if (known.empty()) return change;  // there is no checksum to compare
   for (const Remembered& r : known) {
     std::vector<std::byte> bytes(table_.length[r.sample]);
     RangeRead range;

@@ -2,7 +2,7 @@
 //
 // A RecordTable says where every sample lies. It is made by a scanner (lmdb.h, tar.h, tfrecord.h)
 // or by the caller, and kept in a stored form (docs/formats/records.md): the provenance index of
-// [Pumma 2020, sec. 5.2.2], with places instead of rules to compute them. parse_records is total:
+// [Pumma 2020, sec. 5.2.2], which stores places and does not compute them. parse_records is total:
 // any bytes give a table or an Error of kind corruption.
 // A RecordSource reads the samples of a table from a Storage: what is wanted at the same time and
 // lies close together is read in one operation.

@@ -129,7 +129,7 @@ bool parse_pax(std::string_view text, Extended& out) {
 
 }  // namespace
 
-Result<std::vector<TarMember>> scan_tar(Window& window, std::string_view keep_content) {
+Result<std::vector<TarMember>> scan_tar(FileWindow& window, std::string_view keep_content) {
   std::vector<TarMember> members;
   Extended next, global;
   uint64_t at = 0;

@@ -9,7 +9,7 @@
 #include <string_view>
 #include <vector>
 
-#include "records/window.h"
+#include "records/file_window.h"
 
 namespace nostall::records {
 
@@ -20,6 +20,6 @@ struct TarMember {
 };
 
 // Regular files in the order of the archive. `keep_content`: a suffix like ".cls"; empty: none.
-Result<std::vector<TarMember>> scan_tar(Window& window, std::string_view keep_content = {});
+Result<std::vector<TarMember>> scan_tar(FileWindow& window, std::string_view keep_content = {});
 
 }  // namespace nostall::records

@@ -27,7 +27,7 @@ uint32_t unmasked(uint32_t word) {
 
 }  // namespace
 
-Result<TfRecords> scan_tfrecord(Window& window, bool check) {
+Result<TfRecords> scan_tfrecord(FileWindow& window, bool check) {
   TfRecords records;
   uint64_t at = 0;
   const auto damaged = [&](const std::string& what) -> Error {

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "records/window.h"
+#include "records/file_window.h"
 
 namespace nostall::records {
 
@@ -16,6 +16,6 @@ struct TfRecords {
 };
 
 // `check`: read every record and compare its CRC; lengths are always checked.
-Result<TfRecords> scan_tfrecord(Window& window, bool check);
+Result<TfRecords> scan_tfrecord(FileWindow& window, bool check);
 
 }  // namespace nostall::records

@@ -23,7 +23,7 @@ namespace nostall::source {
 // One value of bytes for each sample, of equal or of different sizes.
 struct Column {
   std::vector<std::byte> values;
-  uint64_t width = 0;            // of every value; 0: `ends` tells
+  uint64_t width = 0;            // of every value; 0: see `ends`
   std::vector<uint64_t> ends;    // n + 1 of them: value i is [ends[i], ends[i + 1])
   std::vector<uint8_t> present;  // n of them, 0 where the sample has none; empty: all have one
 };

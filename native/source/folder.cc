@@ -1,6 +1,6 @@
 // Samples that are files, and the adaptive reader. It starts with plain reads, one at a time. When
-// a read takes longer than a copy from memory would (choice.h), it goes over to io_uring; from then
-// on one batch in kProbeEvery is read plainly, to notice when the files have come into memory.
+// a read takes longer than a copy from memory would (reader_choice.h), it goes over to io_uring. From
+// then on one batch in kProbeEvery is read plainly, to notice when the files are in memory.
 #include "source/folder.h"
 
 #include <fcntl.h>
@@ -12,7 +12,7 @@
 #include "base/clock.h"
 #include "base/fnv.h"
 #include "base/heap.h"
-#include "source/choice.h"
+#include "source/reader_choice.h"
 
 namespace nostall::source {
 namespace {
@@ -34,7 +34,7 @@ class AdaptiveReader : public Reader {
       uring_->read(requests);
       return;
     }
-    // The first reads of a batch tell whether the rest should go side by side.
+    // How long the first reads of a batch take decides whether the rest go side by side.
     const size_t trial = uring_ ? std::min<size_t>(2, requests.size()) : requests.size();
     measured_read(requests.first(trial));
     const auto rest = requests.subspan(trial);

@@ -49,7 +49,7 @@ std::unique_ptr<Reader> make_uring_reader(const FolderSource& source, unsigned d
                                           std::string& why);
 // Why this process cannot have an io_uring; empty if it can.
 std::string uring_problem();
-// Whichever of the two suits the storage: see source/choice.h.
+// Whichever of the two suits the storage: see source/reader_choice.h.
 std::unique_ptr<Reader> make_adaptive_reader(const FolderSource& source, unsigned depth);
 
 }  // namespace nostall::source

@@ -63,7 +63,7 @@ std::vector<std::byte> serialize_index(const SampleIndex& index, uint64_t option
 Result<SampleIndex> parse_index(std::span<const std::byte> bytes, uint64_t options);
 
 // Whether a file is flushed before it takes the place of the one before. What can be made again from
-// the data set is not: what a loss of power tears is told by its checksum.
+// the data set is not: what a loss of power tears is detected by its checksum.
 enum class Flush : bool { no, yes };
 // Writes beside `path`, renames: readers see the old file or the new one. 0 or -errno.
 int store_index(const std::string& path, std::span<const std::byte> bytes,

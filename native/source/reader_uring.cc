@@ -119,12 +119,12 @@ class UringReader : public Reader {
     if (step == kRead) s.read = result;
     if (--s.left > 0) return;
     // io_uring takes O_NONBLOCK to mean that a read which would wait fails, on file systems (of
-    // networks, mostly) that cannot tell beforehand: there the file's type is looked at first.
+    // networks, mostly) that do not know beforehand: there the file's type is read first.
     if (s.opened >= 0 && s.read == -EAGAIN) look_first_ = true;
     if (step != kLook && s.opened >= 0 && s.read == static_cast<int64_t>(s.request->into.size())) {
       s.request->error = 0;
     } else {
-      // Rare: a plain call finishes it, or tells what is wrong.
+      // Rare: a plain call finishes it, or fails with the reason.
       again_.push_back(s.request);
     }
     free_.push_back(slot);

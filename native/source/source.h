@@ -1,12 +1,12 @@
 // source/source.h - where samples come from. Read this first.
 //
-// A Source is a fixed list of samples, ids 0..size()-1, the same on every process, each with a size
-// in bytes and a label, and a fingerprint over all of it. A Reader brings the bytes of samples, their
-// records; each thread that reads has its own. A record is made of fields: locate() says where they
-// lie, what they are is the business of room fields. folder.h: samples that are files. view.h: samples
-// of other sources in another choice. Room records: samples that are ranges of a few large files.
-// Thread-safety: Source is immutable after construction, but for what is known of checksums; a
-// Reader belongs to one thread.
+// A Source is a fixed list of samples, the same in every process: their ids are 0 to size() - 1, each
+// has a size in bytes and a label, and a fingerprint covers all. A Reader reads the bytes of samples,
+// their records; each thread that reads has its own. A record is made of fields: locate() says where
+// they lie, and the room fields what they are. folder.h has samples that are files, view.h a choice of
+// the samples of other sources, and the room records samples that are ranges of a few large files.
+// Thread-safety: a Source is immutable after construction, except for its checksums; a Reader belongs
+// to one thread.
 #pragma once
 
 #include <atomic>
@@ -68,7 +68,7 @@ class Source {
   virtual uint64_t total_bytes() const = 0;
   virtual uint64_t fingerprint() const = 0;
   // A hash of where the data set lies and when it was changed last, as far as that is known without
-  // reading samples. Another stamp does not prove another content; it asks for a larger probe.
+  // reading samples. Another stamp does not prove another content; it makes the probe larger.
   virtual uint64_t stamp() const { return 0; }
   // Whether the same stamp means the same content, as with the ETags of objects.
   virtual bool stamp_tells_content() const { return false; }
@@ -99,7 +99,7 @@ class Source {
   // What all processes of a node have alike, for one copy of it; null where it is not worth it.
   virtual Shareable* shareable() const { return nullptr; }
 
-  // Checksums of samples as far as this process knows them: from the file where they are kept
+  // Checksums of samples that this process has: from the file where they are kept
   // (sums.h), and from loaders, which learn them. Readers do not look at them.
   SampleSums& sums() const;
   // Where they are kept, empty if nowhere, and how many the file has.

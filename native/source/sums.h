@@ -1,5 +1,5 @@
-// source/sums.h - the checksums of a data set's samples: their stored form, and the probe that
-// tells whether they are of the content that is there.
+// source/sums.h - the checksums of a data set's samples: their stored form, and the probe whether
+// they are those of the content that is there.
 //
 // The stored form (docs/formats/sums.md, version 1) is little-endian and ends in a CRC32C.
 // parse_sums is total: any bytes give checksums or an Error of kind corruption.
@@ -42,7 +42,7 @@ uint64_t probe_size(uint64_t known, bool same_stamp) noexcept;
 // Which: drawn by `seed`, in rising order, `count` at most.
 std::vector<KnownSum> draw(std::span<const KnownSum> known, uint64_t seed, uint64_t count);
 // Draws from `known` and reads what was drawn, 16 MiB at most but at least one sample; nothing
-// where the stamp tells. What cannot be read is not counted.
+// where an equal stamp means the same content. What cannot be read is not counted.
 Probe probe(const Source& source, std::span<const KnownSum> known, bool same_stamp);
 // Whether what is known is of another version of the data set. Where neither the place nor the
 // times changed, a few other samples are damage, which is found when they are read.

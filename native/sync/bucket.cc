@@ -22,16 +22,16 @@ namespace {
 
 constexpr uint64_t kAlign = 64;  // bytes
 
-// Null where the transport has none, or no room for more: slower is better than no step.
-std::byte* allocate(Transport& transport, uint64_t bytes) {
+// Null where the collectives have none, or no room for more: slower is better than no step.
+std::byte* allocate(Collectives& collectives, uint64_t bytes) {
   try {
-    return static_cast<std::byte*>(transport.allocate(bytes));
+    return static_cast<std::byte*>(collectives.allocate(bytes));
   } catch (const Error& error) {
     if (error.kind() != ErrorKind::io) throw;
     static std::atomic_flag warned;
     if (!warned.test_and_set()) {
       log(LogLevel::warning,
-          "rank " + std::to_string(transport.rank()) + ": " + error.what() +
+          "rank " + std::to_string(collectives.rank()) + ": " + error.what() +
               ": gradients travel from ordinary memory, which is slower; enlarge /dev/shm");
     }
     return nullptr;
@@ -40,7 +40,7 @@ std::byte* allocate(Transport& transport, uint64_t bytes) {
 
 }  // namespace
 
-// All memory of transports in this process. Linked through its members and never destroyed: a fork
+// All memory of collectives in this process. Linked through its members and never destroyed: a fork
 // may come at any time, and its child may not allocate.
 struct BucketMemory::Registry {
   Mutex mutex;
@@ -86,33 +86,33 @@ struct BucketMemory::Registry {
   }
 };
 
-BucketMemory::BucketMemory(std::shared_ptr<Transport> transport, uint64_t bytes)
-    : transport_(std::move(transport)),
-      data_(allocate(*transport_, bytes)),
+BucketMemory::BucketMemory(std::shared_ptr<Collectives> collectives, uint64_t bytes)
+    : collectives_(std::move(collectives)),
+      data_(allocate(*collectives_, bytes)),
       bytes_(bytes),
       owner_(::getpid()) {
   if (data_) {
     Registry::get().add(*this);
     return;
   }
-  transport_.reset();
+  collectives_.reset();
   heap_ = std::make_unique<std::byte[]>(bytes);
   data_ = heap_.get();
 }
 
 BucketMemory::~BucketMemory() {
-  if (!transport_) return;
+  if (!collectives_) return;
   Registry::get().remove(*this);
   if (::getpid() == owner_) {
-    transport_->release(data_);
+    collectives_->release(data_);
   } else {
     // The parent's, in the state of the moment of the fork: not to be taken down here.
-    static_cast<void>(new (std::nothrow) std::shared_ptr<Transport>(transport_));
+    static_cast<void>(new (std::nothrow) std::shared_ptr<Collectives>(collectives_));
   }
 }
 
-Bucket::Bucket(std::shared_ptr<Transport> transport, std::span<const TensorSpec> specs)
-    : transport_(std::move(transport)), specs_(specs) {}
+Bucket::Bucket(std::shared_ptr<Collectives> collectives, std::span<const TensorSpec> specs)
+    : collectives_(std::move(collectives)), specs_(specs) {}
 
 uint64_t Bucket::bytes() const noexcept { return count_ * collective::size_of(wire_); }
 
@@ -139,7 +139,7 @@ void Bucket::shape(std::span<const uint32_t> tensors) {
   const uint64_t wanted = bytes();
   if (wanted > capacity_) {
     memory_.reset();
-    memory_ = std::make_shared<BucketMemory>(transport_, wanted);
+    memory_ = std::make_shared<BucketMemory>(collectives_, wanted);
     capacity_ = wanted;
     spare_.reset();
   }
@@ -159,7 +159,7 @@ void Bucket::clear_gaps() noexcept {
 void Bucket::renew() {
   if (memory_.use_count() == 1) return;
   if (!spare_ || spare_.use_count() > 1) {
-    spare_ = std::make_shared<BucketMemory>(transport_, capacity_);
+    spare_ = std::make_shared<BucketMemory>(collectives_, capacity_);
   }
   std::swap(memory_, spare_);
   clear_gaps();
@@ -188,6 +188,6 @@ uint32_t Bucket::contributors(size_t i) const {
   return static_cast<uint32_t>(std::lround(number_at(memory_->data(), wire_, flags_ + i)));
 }
 
-void Bucket::reduce() { transport_->allreduce(memory_->data(), count_, wire_); }
+void Bucket::reduce() { collectives_->allreduce(memory_->data(), count_, wire_); }
 
 }  // namespace nostall::sync

@@ -14,25 +14,25 @@
 #include <span>
 #include <vector>
 
+#include "sync/collectives.h"
 #include "sync/order.h"
-#include "sync/transport.h"
 
 namespace nostall::sync {
 
-// From the transport where it has such memory, which keeps it connected; else, or where that is
+// From the collectives where it has such memory, which keeps it connected; else, or where that is
 // full, from the heap.
-// A forked child does not inherit what the transport has mapped: it finds zeros of its own at these
-// addresses, so that their holders may go on to read and write, and releases nothing.
+// A forked child does not inherit what the collectives have mapped: it finds zeros of its own at
+// these addresses, so that their holders may go on to read and write, and releases nothing.
 class BucketMemory {
  public:
-  BucketMemory(std::shared_ptr<Transport> transport, uint64_t bytes);
+  BucketMemory(std::shared_ptr<Collectives> collectives, uint64_t bytes);
   ~BucketMemory();
   BucketMemory(const BucketMemory&) = delete;
   BucketMemory& operator=(const BucketMemory&) = delete;
   std::byte* data() const noexcept { return data_; }
 
  private:
-  std::shared_ptr<Transport> transport_;  // null: the heap
+  std::shared_ptr<Collectives> collectives_;  // null: the heap
   std::unique_ptr<std::byte[]> heap_;
   std::byte* data_;
   const uint64_t bytes_;
@@ -44,7 +44,7 @@ class BucketMemory {
 class Bucket {
  public:
   // Throws Error(usage) for types that are not floating point, or differ on the wire.
-  Bucket(std::shared_ptr<Transport> transport, std::span<const TensorSpec> specs);
+  Bucket(std::shared_ptr<Collectives> collectives, std::span<const TensorSpec> specs);
 
   // What it holds from now on; keeps its memory where it suffices.
   void shape(std::span<const uint32_t> tensors);
@@ -67,7 +67,7 @@ class Bucket {
  private:
   void clear_gaps() noexcept;
 
-  const std::shared_ptr<Transport> transport_;
+  const std::shared_ptr<Collectives> collectives_;
   const std::span<const TensorSpec> specs_;
   std::vector<uint32_t> tensors_;
   std::vector<uint64_t> offsets_;  // elements

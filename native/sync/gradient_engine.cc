@@ -27,14 +27,14 @@ std::string text_of(const TensorSpec& t) {
 
 }  // namespace
 
-GradientEngine::GradientEngine(GradientOptions options, std::unique_ptr<Transport> transport,
+GradientEngine::GradientEngine(GradientOptions options, std::unique_ptr<Collectives> collectives,
                                std::vector<TensorSpec> tensors)
-    : step_(std::make_unique<Step>(std::move(options), std::move(transport), std::move(tensors))),
-      scale_(step_->options.mean ? 1.0 / step_->transport->ranks() : 1.0),
+    : step_(std::make_unique<Step>(std::move(options), std::move(collectives), std::move(tensors))),
+      scale_(step_->options.mean ? 1.0 / step_->collectives->ranks() : 1.0),
       owner_(::getpid()),
       contributors_(step_->tensors.size()) {
   if (step_->tensors.empty()) throw Error(ErrorKind::usage, "there is no gradient to reduce");
-  step_->transport->on_late(step_->options.warn, [this](auto missing) { warn_of_late(missing); });
+  step_->collectives->on_late(step_->options.warn, [this](auto missing) { warn_of_late(missing); });
   for (const TensorSpec& t : step_->tensors) {
     if (!is_floating(t.type) || !is_floating(t.wire)) {
       throw Error(ErrorKind::usage,
@@ -42,8 +42,8 @@ GradientEngine::GradientEngine(GradientOptions options, std::unique_ptr<Transpor
     }
   }
   compare_tensors();
-  timeline_ = Timeline::open(step_->options.timeline, *step_->transport, step_->tensors,
-                             step_->options.shapes);
+  timeline_ = TimelineWriter::open(step_->options.timeline, *step_->collectives, step_->tensors,
+                                   step_->options.shapes);
   if (step_->options.mode == Mode::planned) {
     coordinator_ = std::make_unique<PlannedOrder>(*step_);
   } else {
@@ -81,7 +81,7 @@ void GradientEngine::compare_tensors() {
     if (i < step_->options.shapes.size()) mine += " of shape " + step_->options.shapes[i];
     mine += '\n';
   }
-  const auto all = step_->transport->all_gather(std::as_bytes(std::span(mine)));
+  const auto all = step_->collectives->all_gather(std::as_bytes(std::span(mine)));
   for (uint32_t r = 0; r < all.size(); ++r) {
     const std::string theirs(reinterpret_cast<const char*>(all[r].data()), all[r].size());
     if (theirs == mine) continue;
@@ -91,7 +91,7 @@ void GradientEngine::compare_tensors() {
       return begin >= s.size() ? "nothing" : s.substr(begin, s.find('\n', begin) - begin);
     };
     const auto at = static_cast<size_t>(differ.first - mine.begin());
-    throw Error(ErrorKind::peer, "rank " + std::to_string(step_->transport->rank()) +
+    throw Error(ErrorKind::peer, "rank " + std::to_string(step_->collectives->rank()) +
                                      " has gradient " + line(mine, at) + " where rank " +
                                      std::to_string(r) + " has " + line(theirs, at) +
                                      ": all ranks must build the same model");
@@ -107,14 +107,14 @@ std::vector<std::byte> GradientEngine::broadcast(std::span<const std::byte> byte
   check_usable("broadcast");
   const MutexLock lock(step_->mutex);
   check_quiet("broadcast");
-  return step_->transport->broadcast(bytes, root);
+  return step_->collectives->broadcast(bytes, root);
 }
 
 std::vector<std::vector<std::byte>> GradientEngine::all_gather(std::span<const std::byte> bytes) {
   check_usable("all_gather");
   const MutexLock lock(step_->mutex);
   check_quiet("all_gather");
-  return step_->transport->all_gather(bytes);
+  return step_->collectives->all_gather(bytes);
 }
 
 // The control plane is the progress thread's while it negotiates.
@@ -161,7 +161,7 @@ void GradientEngine::check_finite(uint32_t tensor, const void* gradient) const {
   const uint64_t bad = first_not_finite(gradient, spec.type, spec.count);
   if (bad == spec.count) return;
   throw Error(ErrorKind::usage, "gradient " + spec.name + " of rank " +
-                                    std::to_string(step_->transport->rank()) +
+                                    std::to_string(step_->collectives->rank()) +
                                     " is not finite at element " + std::to_string(bad));
 }
 
@@ -182,7 +182,7 @@ Coordinator::Place GradientEngine::enter(uint32_t tensor, void* result, const vo
   }
   const Coordinator::Place place = coordinator_->enter(tensor);
   p = {result, true, present, false, now_ns()};
-  if (++step_->submitted == 1 && step_->transport->ranks() > 1) reducing_.emplace();
+  if (++step_->submitted == 1 && step_->collectives->ranks() > 1) reducing_.emplace();
   return place;
 }
 
@@ -210,7 +210,7 @@ void GradientEngine::wait() {
       if (!step_->pending[t].submitted) absent.push_back(t);
     }
     throw Error(ErrorKind::usage,
-                "rank " + std::to_string(step_->transport->rank()) +
+                "rank " + std::to_string(step_->collectives->rank()) +
                     " waits for gradients that it did not submit: " + step_->names(absent));
   }
   while (step_->reduced < step_->tensors.size() && !step_->error) step_->done.wait(lock);
@@ -282,10 +282,10 @@ void GradientEngine::reduce(const Coordinator::Turn& turn) {
     bucket.take(i, taken_[i].present ? taken_[i].gradient : nullptr, scale_);
   }
   at.copied = now_ns();
-  const int64_t waited = step_->transport->waited_ns();
+  const int64_t waited = step_->collectives->waited_ns();
   sum(bucket);
   at.summed = now_ns();
-  const int64_t waited_here = step_->transport->waited_ns() - waited;
+  const int64_t waited_here = step_->collectives->waited_ns() - waited;
   for (size_t i = 0; i < list.size(); ++i) {
     if (void* const result = taken_[i].gradient) bucket.give(i, result);
   }
@@ -343,7 +343,7 @@ void GradientEngine::warn_of_late(std::span<const uint32_t> missing) const {
   std::string ranks;
   for (const uint32_t r : missing) ranks += (ranks.empty() ? "" : ", ") + std::to_string(r);
   log(LogLevel::warning,
-      "rank " + std::to_string(step_->transport->rank()) + " has waited for " +
+      "rank " + std::to_string(step_->collectives->rank()) + " has waited for " +
           std::to_string(step_->options.warn.count() / 1'000'000'000) + " s for rank " + ranks +
           (in_reduction_.empty()
                ? std::string(", which does not take part in an agreement")

@@ -1,14 +1,14 @@
 // sync/gradient_engine.h - reduces gradients over all ranks while the backward pass goes on. Read
 // first.
 //
-//   GradientEngine engine(options, make_node_transport(...), specs);
+//   GradientEngine engine(options, make_node_collectives(...), specs);
 //   engine.set_plan(plan_reductions(graph, specs, 64 << 20));
 //   engine.submit(tensor, gradient);   // from any thread, in any order, as each becomes ready
 //   engine.wait();                     // all gradients hold the mean over the ranks
 //
 // A step is one submit of every tensor on every rank, and a wait. A rank that has no gradient for a
-// tensor submits null with a place for the result: it counts as zeros, and contributors() tells all
-// ranks how many had one. One progress thread per engine reduces.
+// tensor submits null with a place for the result: it counts as zeros, and contributors() gives all
+// ranks the number that had one. One progress thread per engine reduces.
 //
 // Which tensors are reduced together, and when, is the Coordinator's decision (coordinator.h).
 // Planned, a submit copies the gradient into the buffer of its group, while it is in the caches of
@@ -16,7 +16,7 @@
 // is to stay in the buffer (submit_in_place). Negotiated, the progress thread copies both ways.
 //
 // Five modes [Pumma 2020, ch. 6], with the same results:
-//   TOPO     mode = planned: no rank asks another one anything (planned_order.h)
+//   TOPO     mode = planned: no messages but the reductions (planned_order.h)
 //   Horovod  mode = negotiated: its protocol (negotiated_order.h)
 //   GS       and global_sleep_every: the shortest sleep of all ranks
 //   NBCS     and nonblocking: agreements are started and tested
@@ -42,20 +42,20 @@
 #include <vector>
 
 #include "base/activity.h"
+#include "sync/collectives.h"
 #include "sync/coordinator.h"
 #include "sync/cores.h"
 #include "sync/options.h"
 #include "sync/order.h"
 #include "sync/step.h"
-#include "sync/timeline.h"
-#include "sync/transport.h"
+#include "sync/timeline_writer.h"
 
 namespace nostall::sync {
 
 class GradientEngine {
  public:
   // Compares the tensors of all ranks; throws Error(peer) with the first difference.
-  GradientEngine(GradientOptions options, std::unique_ptr<Transport> transport,
+  GradientEngine(GradientOptions options, std::unique_ptr<Collectives> collectives,
                  std::vector<TensorSpec> tensors);
   ~GradientEngine();
   GradientEngine(const GradientEngine&) = delete;
@@ -112,7 +112,7 @@ class GradientEngine {
   const double scale_;
   const int owner_;
   std::unique_ptr<Coordinator> coordinator_;
-  std::unique_ptr<Timeline> timeline_;  // of the progress thread
+  std::unique_ptr<TimelineWriter> timeline_;  // of the progress thread
   CorePartition cores_;
 
   std::vector<uint32_t> contributors_ NOSTALL_GUARDED_BY(step_->mutex);

@@ -23,7 +23,7 @@ constexpr uint64_t kShutdown = 1, kUncached = 2, kLacking = 4;
 
 NegotiatedOrder::NegotiatedOrder(Step& step)
     : Coordinator(step),
-      bucket_(step.transport, step.tensors),
+      bucket_(step.collectives, step.tensors),
       is_known_(step.tensors.size()),
       announced_(step.tensors.size()),
       announced_by_(step.tensors.size()) {}
@@ -76,7 +76,7 @@ void NegotiatedOrder::sleep(uint64_t cycle, int64_t previous_ns) {
   int64_t sleep = std::max<int64_t>(0, step_.options.cycle.count() - previous_ns);
   const uint32_t every = step_.options.global_sleep_every;
   const int64_t begin = now_ns();
-  if (every > 0 && cycle % every == 0) sleep = step_.transport->all_min(sleep);
+  if (every > 0 && cycle % every == 0) sleep = step_.collectives->all_min(sleep);
   const int64_t agreed = now_ns();
   if (sleep > 0) std::this_thread::sleep_for(std::chrono::nanoseconds(sleep));
   const int64_t now = now_ns();
@@ -94,10 +94,10 @@ bool NegotiatedOrder::agree(std::vector<uint32_t>& ready) {
   static const trace::Kind kNegotiate = trace::define("sync", "negotiate", {"ready", "uncached"});
   trace::Span span(kNegotiate);
   Mine mine = collect();
-  const int64_t begin = now_ns(), waited = step_.transport->waited_ns();
+  const int64_t begin = now_ns(), waited = step_.collectives->waited_ns();
   all_and(mine.words);
   if (mine.oldest != 0) {
-    const int64_t stalled = std::min(step_.transport->waited_ns() - waited, now_ns() - begin);
+    const int64_t stalled = std::min(step_.collectives->waited_ns() - waited, now_ns() - begin);
     const MutexLock lock(step_.mutex);
     step_.stats.order_wait_ns += stalled;
   }
@@ -138,11 +138,11 @@ NegotiatedOrder::Mine NegotiatedOrder::collect() {
 
 void NegotiatedOrder::all_and(std::span<uint64_t> words) {
   if (!step_.options.nonblocking) {
-    step_.transport->all_and(words);
+    step_.collectives->all_and(words);
     return;
   }
-  step_.transport->start_and(words);
-  while (!step_.transport->test()) std::this_thread::sleep_for(step_.options.test_sleep);
+  step_.collectives->start_and(words);
+  while (!step_.collectives->test()) std::this_thread::sleep_for(step_.options.test_sleep);
 }
 
 // A rank has waited long for gradients that others lack: all ranks gather what they have, and those
@@ -153,7 +153,7 @@ void NegotiatedOrder::name_lacking(const Mine& mine) {
     const MutexLock lock(step_.mutex);
     for (uint32_t t = 0; t < here.size(); ++t) here[t] = step_.pending[t].waits();
   }
-  const auto all = step_.transport->all_gather(std::as_bytes(std::span(here)));
+  const auto all = step_.collectives->all_gather(std::as_bytes(std::span(here)));
   if (!mine.warn && !mine.expired) return;
   std::string text;
   for (uint32_t r = 0; r < all.size(); ++r) {
@@ -167,7 +167,7 @@ void NegotiatedOrder::name_lacking(const Mine& mine) {
   }
   if (text.empty()) return;
   const std::string waited =
-      "rank " + std::to_string(step_.transport->rank()) + " has waited for " +
+      "rank " + std::to_string(step_.collectives->rank()) + " has waited for " +
       std::to_string((now_ns() - mine.oldest) / 1'000'000'000) + " s: " + text;
   if (mine.expired) throw Error(ErrorKind::peer, waited);
   log(LogLevel::warning, waited);
@@ -184,20 +184,20 @@ void NegotiatedOrder::add_new(std::vector<uint32_t>& ready) {
     }
   }
   for (const uint32_t t : mine) announced_[t] = true;
-  const auto all = step_.transport->all_gather(std::as_bytes(std::span(mine)));
+  const auto all = step_.collectives->all_gather(std::as_bytes(std::span(mine)));
   std::vector<uint32_t> answer;
-  for (uint32_t r = 0; r < all.size() && step_.transport->rank() == 0; ++r) {
+  for (uint32_t r = 0; r < all.size() && step_.collectives->rank() == 0; ++r) {
     std::vector<uint32_t> theirs(all[r].size() / sizeof(uint32_t));
     if (!theirs.empty()) std::memcpy(theirs.data(), all[r].data(), all[r].size());
     for (const uint32_t t : theirs) {
       if (t >= step_.tensors.size()) continue;
       auto& ranks = announced_by_[t];
-      ranks.resize(step_.transport->ranks());
+      ranks.resize(step_.collectives->ranks());
       ranks[r] = true;
       if (std::find(ranks.begin(), ranks.end(), false) == ranks.end()) answer.push_back(t);
     }
   }
-  const auto bytes = step_.transport->broadcast(std::as_bytes(std::span(answer)), 0);
+  const auto bytes = step_.collectives->broadcast(std::as_bytes(std::span(answer)), 0);
   std::vector<uint32_t> agreed(bytes.size() / sizeof(uint32_t));
   if (!agreed.empty()) std::memcpy(agreed.data(), bytes.data(), bytes.size());
   for (const uint32_t t : agreed) {

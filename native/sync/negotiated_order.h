@@ -1,8 +1,8 @@
 // sync/negotiated_order.h - Horovod's protocol: in cycles, the ranks agree on what all of them
 // have.
 //
-// [Pumma 2020, sec. 6.2.2]. A cycle sleeps for what the cycle before left of its time, then an
-// all-reduce of one bit for each known tensor tells which of them all ranks have submitted. New
+// [Pumma 2020, sec. 6.2.2]. A cycle sleeps for what the cycle before left of its time. Then an
+// all-reduce of one bit for each known tensor finds those that all ranks have submitted. New
 // tensors go through rank 0, which fixes their order once. What all ranks have is fused and reduced
 // through one buffer. Two remedies for the costs of this:
 //   global_sleep_every  GS, sec. 6.3.1: every so many cycles, the shortest sleep of all ranks

@@ -20,7 +20,7 @@ struct GradientOptions {
   bool check_finite = false;  // Error(usage) that names tensor and rank instead of NaNs everywhere
   uint64_t threshold_bytes = uint64_t{64} << 20;  // of what is fused without a plan of the caller
   std::vector<int> cores;  // for the progress thread alone (sync/cores.h); empty: no partition
-  std::string timeline;    // rank 0's file of it (sync/timeline.h); empty: none
+  std::string timeline;    // rank 0's file of it (sync/timeline_writer.h); empty: none
   std::vector<std::string> shapes;  // of the first tensors: compared, and for the timeline
 
   // Mode negotiated (sync/negotiated_order.h).

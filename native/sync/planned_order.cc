@@ -54,14 +54,14 @@ std::vector<uint32_t> PlannedOrder::groups_of(const ReductionPlan& plan) const {
 
 void PlannedOrder::compare(const ReductionPlan& plan) {
   const uint64_t fingerprint = plan.fingerprint();
-  const auto all = step_.transport->all_gather(std::as_bytes(std::span(&fingerprint, 1)));
+  const auto all = step_.collectives->all_gather(std::as_bytes(std::span(&fingerprint, 1)));
   for (uint32_t r = 0; r < all.size(); ++r) {
     uint64_t theirs = 0;
     if (all[r].size() == sizeof theirs) std::memcpy(&theirs, all[r].data(), sizeof theirs);
     if (theirs != fingerprint) {
       throw Error(ErrorKind::peer, "rank " + std::to_string(r) +
                                        " has another plan of reductions than rank " +
-                                       std::to_string(step_.transport->rank()));
+                                       std::to_string(step_.collectives->rank()));
     }
   }
 }
@@ -76,7 +76,7 @@ void PlannedOrder::adopt(const ReductionPlan& plan, std::vector<uint32_t> group_
   try {
     for (const auto& tensors : plan.groups) {
       Group& group = groups.emplace_back();
-      group.bucket = std::make_unique<Bucket>(step_.transport, step_.tensors);
+      group.bucket = std::make_unique<Bucket>(step_.collectives, step_.tensors);
       group.bucket->shape(tensors);
       group.missing = static_cast<uint32_t>(tensors.size());
       for (uint32_t i = 0; i < tensors.size(); ++i) index_of[tensors[i]] = i;
@@ -85,7 +85,7 @@ void PlannedOrder::adopt(const ReductionPlan& plan, std::vector<uint32_t> group_
     error = std::current_exception();
     failure = std::string("cannot follow the new plan of reductions: ") + e.what();
   }
-  const auto failures = step_.transport->all_gather(std::as_bytes(std::span(failure)));
+  const auto failures = step_.collectives->all_gather(std::as_bytes(std::span(failure)));
   if (error) std::rethrow_exception(error);
   for (uint32_t r = 0; r < failures.size(); ++r) {
     if (failures[r].empty()) continue;
@@ -148,7 +148,7 @@ void PlannedOrder::check_for_stall() {
   const int64_t since = step_.oldest();
   if (missing.empty() || since == 0) return;
   const int64_t waited = now_ns() - since;
-  const std::string rank = "rank " + std::to_string(step_.transport->rank());
+  const std::string rank = "rank " + std::to_string(step_.collectives->rank());
   const std::string seconds = std::to_string(waited / 1'000'000'000) + " s";
   if (waited > step_.options.timeout.count()) {
     throw Error(ErrorKind::peer, rank + " did not submit " + step_.names(missing) + " within " +

@@ -17,10 +17,10 @@ int64_t nanoseconds(const timeval& t) {
 
 }  // namespace
 
-Step::Step(GradientOptions chosen, std::shared_ptr<Transport> connection,
+Step::Step(GradientOptions chosen, std::shared_ptr<Collectives> connection,
            std::vector<TensorSpec> specs)
     : options(std::move(chosen)),
-      transport(std::move(connection)),
+      collectives(std::move(connection)),
       tensors(std::move(specs)),
       pending(tensors.size()) {}
 
@@ -46,7 +46,7 @@ int64_t Step::oldest() const {
 void Step::account() {
   rusage use{};
   if (::getrusage(RUSAGE_THREAD, &use) != 0) return;
-  stats.user_ns = nanoseconds(use.ru_utime) + transport->own_cpu_ns();
+  stats.user_ns = nanoseconds(use.ru_utime) + collectives->own_cpu_ns();
   stats.system_ns = nanoseconds(use.ru_stime);
   stats.voluntary_switches = static_cast<uint64_t>(use.ru_nvcsw);
   stats.involuntary_switches = static_cast<uint64_t>(use.ru_nivcsw);

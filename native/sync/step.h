@@ -13,9 +13,9 @@
 #include <vector>
 
 #include "base/mutex.h"
+#include "sync/collectives.h"
 #include "sync/options.h"
 #include "sync/order.h"
-#include "sync/transport.h"
 
 namespace nostall::sync {
 
@@ -29,7 +29,7 @@ struct Pending {
 };
 
 struct Step {
-  Step(GradientOptions chosen, std::shared_ptr<Transport> connection,
+  Step(GradientOptions chosen, std::shared_ptr<Collectives> connection,
        std::vector<TensorSpec> specs);
 
   // At most eight names, and how many more there are.
@@ -40,7 +40,7 @@ struct Step {
   void account() NOSTALL_REQUIRES(mutex);
 
   const GradientOptions options;
-  const std::shared_ptr<Transport> transport;  // buckets' memory holds it too
+  const std::shared_ptr<Collectives> collectives;  // buckets' memory holds it too
   const std::vector<TensorSpec> tensors;
 
   Mutex mutex;

@@ -76,7 +76,7 @@ Result<Snapshot> read_snapshot(RangeReader& reader, const Storage& storage) {
   const uint64_t head = std::min<uint64_t>(file.size, 2 * kMostPage);
   if (head < kMetaAt + kMetaBytes)
     return broken("it is only " + std::to_string(head) + " bytes long");
-  // Both meta pages whatever the page size, which only they tell.
+  // Both meta pages, whatever the page size is: only they have it.
   std::vector<std::byte> bytes(std::min<uint64_t>(head, 8192));
   const auto fetch = [&](uint64_t size) -> std::optional<Error> {
     bytes.resize(size);

@@ -163,7 +163,7 @@ _COUNT = _or_none(_integer(1, 2**31 - 1))
 class Option:
     """One row; `name` is that of the argument and of the key in `section` of nostall.toml.
 
-    `default` is a value, or None where `otherwise` says what follows. `file` tells whether
+    `default` is a value, or None where `otherwise` says what follows. `file` says whether
     nostall.toml may set it: what decides the results of a program is the program's. `reader` is what
     reads the variable, where that is not nostall's Python.
     """
@@ -338,8 +338,8 @@ _LOADER = (
         "collate",
         _or_none(_FUNCTION),
         None,
-        "makes one batch of the list of its samples; of none too, where a rank's share of the last "
-        "batch is empty; labels follow beside",
+        "makes a batch of the list of its samples, which is empty where a rank has no share of the "
+        "last batch; labels stay beside it",
         "they are stacked",
     ),
     _loader(
@@ -371,9 +371,9 @@ _LOADER = (
         "sharing",
         _one_of("push", "owners-read", "hdmlp"),
         "push",
-        "what a node keeps, and which rank reads it: what the node owns, by the rank that needs a "
-        "sample first, for all nodes, or by a rank of its owner; or what it reads most often itself, "
-        "as HDMLP does (both to measure what reading once gains)",
+        "which rank reads a sample for the tiers. push: the rank that needs it first, which sends it "
+        "to its owner; owners-read: a rank of its owner; hdmlp: each node what it reads most often, "
+        "as HDMLP does (the last two to measure what reading once gains)",
         file=True,
     ),
     _loader(
@@ -381,7 +381,7 @@ _LOADER = (
         _one_of("plan", "locality"),
         "plan",
         "locality: from the second epoch on, samples of a global batch go to ranks whose node keeps "
-        "them; the global batches stay the same, a rank's part is no longer a random one",
+        "them; the global batches stay the same, but a rank's part is no longer a random one",
     ),
     _loader(
         "calibration",
@@ -406,7 +406,8 @@ _SYNC = (
         "global_sleep_every",
         _integer(0, 2**31 - 1),
         0,
-        "negotiated: all ranks take the least sleep of them every so many cycles; 0: never",
+        "negotiated: after so many cycles all ranks sleep as long as the one that sleeps least; 0: "
+        "never",
     ),
     _sync(
         "cores",
@@ -776,9 +777,9 @@ _MPI = (
     ),
     _mpi(
         "NOSTALL_MPI_BETWEEN",
-        _one_of("allreduce", "exchange"),
+        _one_of("allreduce", "arrival"),
         "allreduce",
-        "between nodes: the MPI's allreduce, or the exchange that knows which nodes have arrived",
+        "between nodes: the MPI's allreduce, or one by the order in which nodes arrive",
     ),
     _mpi(
         "NOSTALL_MPI_NONBLOCKING",

@@ -1,3 +1,4 @@
+// Collectives of ranks as threads: all sizes, algorithms and orders of arrival, and failures.
 #include "collective/communicator.h"
 
 #include <gmock/gmock.h>

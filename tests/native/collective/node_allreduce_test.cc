@@ -1,3 +1,4 @@
+// The allreduce between nodes, over a network in memory that delivers in any order.
 #include "collective/node_allreduce.h"
 
 #include <gtest/gtest.h>
@@ -236,7 +237,7 @@ TEST(NodeAllreduce, AnyShapeAndAnyInterleaving) {
 }
 
 // The point of it: what the last rank's link carries after its arrival.
-TEST(NodeAllreduce, TheLastPartySendsItsMessageOnce) {
+TEST(NodeAllreduce, TheLastRankSendsItsMessageOnce) {
   NodeAllreduceShape shape;
   shape.ranks = 8;
   shape.count = 8 * 64;
@@ -273,7 +274,7 @@ TEST(NodeAllreduce, ASumThatComesLastIsHandedOnByOthers) {
   EXPECT_LE(cluster.network().bytes_out, shape.count * 4);
 }
 
-TEST(LateParties, AreThoseThatFewHaveSeen) {
+TEST(LateRanks, AreThoseThatFewHaveSeen) {
   const auto seen_in_order = [](size_t ranks) {
     std::vector<std::vector<bool>> seen(ranks, std::vector<bool>(ranks, false));
     for (size_t i = 0; i < ranks; ++i) {

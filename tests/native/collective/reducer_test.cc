@@ -1,3 +1,4 @@
+// Operations on every type, the same for all instruction sets.
 #include "collective/reducer.h"
 
 #include <gtest/gtest.h>

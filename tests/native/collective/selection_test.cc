@@ -53,14 +53,14 @@ TEST(Selection, NamesWhatItCannotRead) {
   refused(R"({"version": 1, "table": ["2 apart ]})", "without an end");
 }
 
-TEST(Segment, MemoryThatLiesInNoDirectoryLeavesItsReserveToOthers) {
+TEST(SharedMemory, MemoryThatLiesInNoDirectoryLeavesItsReserveToOthers) {
   const std::filesystem::path root = std::filesystem::temp_directory_path() / testing::fresh_job();
   std::filesystem::create_directories(root / "self");
   const auto segment = [&](int available) {
     std::ofstream(root / "meminfo") << "MemTotal: 80000 kB\nMemAvailable: " << available << " kB\n";
-    SegmentConfig config{testing::fresh_job(), 0, 1, 8 << 20, 0, (root / "none").string()};
+    SharedMemoryConfig config{testing::fresh_job(), 0, 1, 8 << 20, 0, (root / "none").string()};
     config.proc_directory = root.string();
-    return std::make_unique<Segment>(config, std::chrono::seconds(60));
+    return std::make_unique<SharedMemory>(config, std::chrono::seconds(60));
   };
   try {
     segment(10000);
@@ -80,12 +80,12 @@ TEST(Segment, MemoryThatLiesInNoDirectoryLeavesItsReserveToOthers) {
 TEST(Selection, AllRanksFollowWhatOneOfThemFinds) {
   constexpr uint32_t kRanks = 3;
   const std::string job = testing::fresh_job();
-  std::array<std::unique_ptr<Segment>, kRanks> segments;
+  std::array<std::unique_ptr<SharedMemory>, kRanks> segments;
   std::vector<std::thread> threads;
   for (uint32_t r = 0; r < kRanks; ++r) {
     threads.emplace_back([&, r] {
-      segments[r] = std::make_unique<Segment>(SegmentConfig{job, r, kRanks, 1 << 16, 0, "/dev/shm"},
-                                              std::chrono::seconds(60));
+      segments[r] = std::make_unique<SharedMemory>(
+          SharedMemoryConfig{job, r, kRanks, 1 << 16, 0, "/dev/shm"}, std::chrono::seconds(60));
     });
   }
   for (std::thread& thread : threads) thread.join();

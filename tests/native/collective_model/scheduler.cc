@@ -1,3 +1,4 @@
+// Lets one thread run at a time, and explores the schedules of the others.
 #include "scheduler.h"
 
 #include <sched.h>

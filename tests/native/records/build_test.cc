@@ -12,7 +12,7 @@
 #include "../refuse.h"
 #include "../source/temporary.h"
 #include "memory_storage.h"
-#include "records/window.h"
+#include "records/file_window.h"
 
 namespace nostall::records {
 namespace {
@@ -29,13 +29,13 @@ TEST(EachInParallel, GoesOnInTheCallerWhereNoThreadIsToBeHad) {
   EXPECT_EQ(sum, 4950u);
 }
 
-TEST(Window, GivesTheBytesOfAnyPlace) {
+TEST(FileWindow, GivesTheBytesOfAnyPlace) {
   const std::string content = random_bytes(300'000, 1);
   const MemoryStorage storage({"other", content});
   const auto reader = storage.make_reader(ReaderKind::pread, 1);
   std::mt19937_64 random(2);
   for (const size_t ahead : {size_t{0}, size_t{1}, size_t{4096}, size_t{256} << 10}) {
-    Window window(*reader, storage, 1, ahead);
+    FileWindow window(*reader, storage, 1, ahead);
     EXPECT_EQ(window.file_size(), content.size());
     uint64_t at = 0;
     for (int i = 0; i < 2000; ++i) {
@@ -48,10 +48,10 @@ TEST(Window, GivesTheBytesOfAnyPlace) {
   }
 }
 
-TEST(Window, TellsOutsideFromUnreadable) {
+TEST(FileWindow, TellsOutsideFromUnreadable) {
   MemoryStorage storage({random_bytes(10'000, 1)});
   const auto reader = storage.make_reader(ReaderKind::pread, 1);
-  Window window(*reader, storage, 0);
+  FileWindow window(*reader, storage, 0);
   const uint64_t most = ~uint64_t{0};
   for (const auto& [offset, size] : std::vector<std::pair<uint64_t, size_t>>{
            {10'000, 1}, {9'999, 2}, {most, 1}, {0, most}, {5, most}, {most, most}, {20'000, 0}}) {
@@ -69,18 +69,18 @@ TEST(Window, TellsOutsideFromUnreadable) {
   EXPECT_FALSE(window.error());
   // A file that became shorter.
   storage.content().resize(5000);
-  Window again(*reader, storage, 0);
+  FileWindow again(*reader, storage, 0);
   EXPECT_TRUE(again.get(9'000, 1'000).empty());
   EXPECT_TRUE(again.error());
 }
 
-TEST(Window, ReadsLittleWhereItJumps) {
+TEST(FileWindow, ReadsLittleWhereItJumps) {
   const MemoryStorage storage({std::string(20 << 20, 'x')});
   const auto reader = storage.make_reader(ReaderKind::pread, 1);
-  Window window(*reader, storage, 0);
+  FileWindow window(*reader, storage, 0);
   for (uint64_t at = 0; at < 20 << 20; at += 1 << 20) window.get(at, 100);
   EXPECT_LT(storage.bytes, 400'000u);
-  Window forward(*reader, storage, 0);
+  FileWindow forward(*reader, storage, 0);
   const uint64_t before = storage.ranges;
   for (uint64_t at = 0; at + 100 <= 20 << 20; at += 100) forward.get(at, 100);
   EXPECT_LT(storage.ranges - before, 200u);

@@ -26,7 +26,7 @@ std::vector<std::string> members_of(const std::string& record, MembersKind kind)
   const std::string file = before + record + "behind";
   const MemoryStorage storage({file});
   const auto reader = storage.make_reader(source::ReaderKind::pread, 1);
-  Window window(*reader, storage, 0);
+  FileWindow window(*reader, storage, 0);
   auto found = find_members(window, before.size(), record.size(), kind);
   if (!found) return {found.error().what()};
   std::vector<std::string> told;

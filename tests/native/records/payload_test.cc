@@ -44,7 +44,7 @@ Found find_in(const std::string& record, Find&& find) {
   const std::string file = before + record + after;
   const MemoryStorage storage({file});
   const auto reader = storage.make_reader(ReaderKind::pread, 1);
-  Window window(*reader, storage, 0);
+  FileWindow window(*reader, storage, 0);
   Found f{find(window, before.size(), record.size()), {}};
   if (f.payload) {
     const Payload& p = f.payload.value();
@@ -57,7 +57,7 @@ Found find_in(const std::string& record, Find&& find) {
 Found datum(const std::string& record) { return find_in(record, find_datum); }
 Found pickled(const std::string& record) { return find_in(record, find_pickled); }
 Found example(const std::string& record, const std::string& label = "image/class/label") {
-  return find_in(record, [&](Window& w, uint64_t offset, uint64_t length) {
+  return find_in(record, [&](FileWindow& w, uint64_t offset, uint64_t length) {
     return find_example(w, offset, length, "image/encoded", label);
   });
 }
@@ -272,7 +272,7 @@ TEST(Pickle, IsInsideItsRecord) {
 TEST(Payload, IsNotLookedForOutsideTheFile) {
   const MemoryStorage storage({std::string(100, 'x')});
   const auto reader = storage.make_reader(ReaderKind::pread, 1);
-  Window window(*reader, storage, 0);
+  FileWindow window(*reader, storage, 0);
   for (const auto& [offset, length] : std::vector<std::pair<uint64_t, uint64_t>>{
            {101, 0}, {50, 51}, {~uint64_t{0}, 2}, {50, ~uint64_t{0} - 10}}) {
     for (const auto& found :
@@ -295,7 +295,7 @@ TEST(Payload, PassesOnWhatTheStorageSays) {
     MemoryStorage storage({records[kind]});
     storage.before = [](const RangeRead& r) { return r.offset + r.size() > 290'000 ? EIO : 0; };
     const auto reader = storage.make_reader(ReaderKind::pread, 1);
-    Window window(*reader, storage, 0);
+    FileWindow window(*reader, storage, 0);
     const uint64_t size = records[kind].size();
     const auto found = kind == 0 ? find_datum(window, 0, size)
                        : kind == 1

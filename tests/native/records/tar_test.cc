@@ -85,7 +85,7 @@ const std::string kEnd(1024, '\0');
 Result<std::vector<TarMember>> scan_bytes(const std::string& bytes, std::string_view keep = {}) {
   const MemoryStorage storage({bytes});
   const auto reader = storage.make_reader(ReaderKind::pread, 1);
-  Window window(*reader, storage, 0);
+  FileWindow window(*reader, storage, 0);
   return scan_tar(window, keep);
 }
 
@@ -192,7 +192,7 @@ TEST(Tar, KnowsSizesOfManyGigabytes) {
     std::ofstream(path, std::ios::binary | std::ios::app) << member({"after"}, "12345") + kEnd;
     const auto storage = open_files({path});
     const auto reader = storage->make_reader(ReaderKind::pread, 1);
-    Window window(*reader, *storage, 0);
+    FileWindow window(*reader, *storage, 0);
     const auto members = scan_tar(window);
     ASSERT_TRUE(members) << members.error().what();
     ASSERT_EQ(members.value().size(), 2u);
@@ -265,7 +265,7 @@ TEST(Tar, PassesOnWhatTheStorageSays) {
       {member({"a"}, "1") + member({"b"}, std::string(100'000, 'x')) + member({"c"}, "2") + kEnd});
   storage.before = [](const RangeRead& r) { return r.offset > 0 ? EIO : 0; };
   const auto reader = storage.make_reader(ReaderKind::pread, 1);
-  Window window(*reader, storage, 0);
+  FileWindow window(*reader, storage, 0);
   const auto result = scan_tar(window);
   ASSERT_FALSE(result);
   EXPECT_EQ(result.error().kind(), ErrorKind::io);

@@ -30,7 +30,7 @@ std::string record(const std::string& data) { return head(data.size()) + data + 
 Result<TfRecords> scan_bytes(const std::string& bytes, bool check = true) {
   const MemoryStorage storage({bytes});
   const auto reader = storage.make_reader(ReaderKind::pread, 1);
-  Window window(*reader, storage, 0);
+  FileWindow window(*reader, storage, 0);
   return scan_tfrecord(window, check);
 }
 std::string error_of(const std::string& bytes, bool check) {
@@ -116,7 +116,7 @@ TEST(TfRecord, PassesOnWhatTheStorageSays) {
       return r.offset <= bad && bad < r.offset + r.size() ? EIO : 0;
     };
     const auto reader = storage.make_reader(ReaderKind::pread, 1);
-    Window window(*reader, storage, 0);
+    FileWindow window(*reader, storage, 0);
     const auto result = scan_tfrecord(window, true);
     ASSERT_FALSE(result);
     EXPECT_EQ(result.error().kind(), ErrorKind::io);

@@ -10,8 +10,8 @@
 #include "../readers.h"
 #include "../refuse.h"
 #include "base/log.h"
-#include "source/choice.h"
 #include "source/folder.h"
+#include "source/reader_choice.h"
 #include "source/scan.h"
 #include "temporary.h"
 

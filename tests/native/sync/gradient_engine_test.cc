@@ -1,4 +1,4 @@
-// Ranks as threads, on a real node transport.
+// Ranks as threads, on real collectives of a node.
 #include "sync/gradient_engine.h"
 
 #include <gtest/gtest.h>
@@ -39,7 +39,7 @@ std::vector<TensorSpec> model(size_t n, DataType wire = DataType::float32) {
 
 using Body = std::function<void(GradientEngine&, uint32_t rank)>;
 using Errors = std::vector<std::string>;
-using Wrap = std::function<std::unique_ptr<Transport>(std::unique_ptr<Transport>)>;
+using Wrap = std::function<std::unique_ptr<Collectives>(std::unique_ptr<Collectives>)>;
 
 Errors run(uint32_t ranks, const GradientOptions& config,
            const std::function<std::vector<TensorSpec>(uint32_t)>& tensors, const Body& body,
@@ -50,13 +50,13 @@ Errors run(uint32_t ranks, const GradientOptions& config,
   for (uint32_t r = 0; r < ranks; ++r) {
     threads.emplace_back([&, r] {
       try {
-        NodeTransportConfig node;
+        NodeCollectivesConfig node;
         node.job = job;
         node.rank = r;
         node.ranks = ranks;
         node.fixed_order = true;
         node.timeout = timeout;
-        GradientEngine engine(config, wrap(make_node_transport(node)), tensors(r));
+        GradientEngine engine(config, wrap(make_node_collectives(node)), tensors(r));
         body(engine, r);
       } catch (const std::exception& error) {
         errors[r] = error.what();
@@ -347,13 +347,13 @@ TEST_P(Modes, TwoEnginesInOneProcess) {
     threads.emplace_back([&, r] {
       std::vector<std::unique_ptr<GradientEngine>> engines;
       for (int k = 0; k < 2; ++k) {
-        NodeTransportConfig node;
+        NodeCollectivesConfig node;
         node.job = job + (k == 0 ? " first" : " second");
         node.rank = r;
         node.ranks = 2;
         node.timeout = 30s;
         engines.push_back(std::make_unique<GradientEngine>(GetParam().config,
-                                                           make_node_transport(node), model(12)));
+                                                           make_node_collectives(node), model(12)));
       }
       std::vector<std::vector<float>> gradients[2];
       for (int step = 0; step < 10; ++step) {
@@ -448,10 +448,10 @@ TEST(GradientEngine, PlansChangeBetweenSteps) {
   EXPECT_EQ(errors, Errors(2));
 }
 
-// A node's transport, whose memory may fail.
-class Failing : public Transport {
+// A node's collectives, whose memory may fail.
+class Failing : public Collectives {
  public:
-  Failing(std::unique_ptr<Transport> real, std::function<void()> before_memory)
+  Failing(std::unique_ptr<Collectives> real, std::function<void()> before_memory)
       : real_(std::move(real)), before_memory_(std::move(before_memory)) {}
   uint32_t rank() const override { return real_->rank(); }
   uint32_t ranks() const override { return real_->ranks(); }
@@ -476,13 +476,13 @@ class Failing : public Transport {
   int64_t own_cpu_ns() const override { return real_->own_cpu_ns(); }
 
  private:
-  std::unique_ptr<Transport> real_;
+  std::unique_ptr<Collectives> real_;
   std::function<void()> before_memory_;
 };
 
 TEST(GradientEngine, APlanThatOneRankHasNoMemoryForEndsAllRanks) {
   std::atomic<int> left{1 << 30};  // of rank 1's pieces of memory
-  const auto wrap = [&](std::unique_ptr<Transport> real) -> std::unique_ptr<Transport> {
+  const auto wrap = [&](std::unique_ptr<Collectives> real) -> std::unique_ptr<Collectives> {
     if (real->rank() == 0) return real;
     return std::make_unique<Failing>(std::move(real), [&] {
       if (left.fetch_sub(1) <= 0) throw std::bad_alloc();
@@ -526,7 +526,7 @@ TEST(GradientEngine, APlanThatOneRankHasNoMemoryForEndsAllRanks) {
 
 TEST(GradientEngine, GradientsTravelFromTheHeapWhereSharedMemoryIsFull) {
   std::atomic<int> refused{0};
-  const auto wrap = [&](std::unique_ptr<Transport> real) -> std::unique_ptr<Transport> {
+  const auto wrap = [&](std::unique_ptr<Collectives> real) -> std::unique_ptr<Collectives> {
     return std::make_unique<Failing>(std::move(real), [&] {
       ++refused;
       throw io_error("cannot allocate 1 byte of", "/dev/shm/full", ENOSPC);

@@ -1,3 +1,4 @@
+// The order of reductions from a graph, and what is fused.
 #include "sync/order.h"
 
 #include <gtest/gtest.h>

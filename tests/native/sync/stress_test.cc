@@ -144,7 +144,7 @@ TEST_P(Stress, EverySumIsRight) {
   for (uint32_t r = 0; r < kRanks; ++r) {
     threads.emplace_back([&, r] {
       try {
-        NodeTransportConfig node;
+        NodeCollectivesConfig node;
         node.job = job;
         node.rank = r;
         node.ranks = kRanks;
@@ -158,7 +158,7 @@ TEST_P(Stress, EverySumIsRight) {
         config.test_sleep = 50us;
         config.threshold_bytes = 2000;
         config.mean = false;
-        GradientEngine engine(config, make_node_transport(node), tensors());
+        GradientEngine engine(config, make_node_collectives(node), tensors());
         Rank(engine, r).run(steps, mode.planned);
         done[r] = engine.stats().tensors;
       } catch (const std::exception& error) {

@@ -1,6 +1,4 @@
 // Two ranks as threads, moments made to measure.
-#include "sync/timeline.h"
-
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -13,6 +11,7 @@
 #include "base/clock.h"
 #include "base/error.h"
 #include "base/log.h"
+#include "sync/timeline_writer.h"
 
 namespace nostall::sync {
 namespace {
@@ -24,7 +23,7 @@ const std::vector<TensorSpec> kTensors = {
     {"(sign)", 1, collective::DataType::float32, collective::DataType::float32},
     {"b\"", 2, collective::DataType::float64, collective::DataType::float64}};
 
-using Body = std::function<void(Timeline&, uint32_t rank, int64_t start)>;
+using Body = std::function<void(TimelineWriter&, uint32_t rank, int64_t start)>;
 
 std::vector<std::string> run(const std::string& path, const Body& body) {
   static int number = 0;
@@ -36,8 +35,9 @@ std::vector<std::string> run(const std::string& path, const Body& body) {
   for (uint32_t r = 0; r < 2; ++r) {
     threads.emplace_back([&, r] {
       try {
-        const auto transport = make_node_transport({job, r, 2});
-        const auto timeline = Timeline::open(r == 0 ? path : "", *transport, kTensors, {"[2, 3]"});
+        const auto collectives = make_node_collectives({job, r, 2});
+        const auto timeline =
+            TimelineWriter::open(r == 0 ? path : "", *collectives, kTensors, {"[2, 3]"});
         if (timeline) {
           body(*timeline, r, start);
         } else {
@@ -89,7 +89,7 @@ class TimelineTest : public ::testing::Test {
 };
 
 TEST_F(TimelineTest, HasTicksOfAllRanksAndThePhasesOfRankZero) {
-  const auto errors = run(path_, [](Timeline& timeline, uint32_t rank, int64_t t) {
+  const auto errors = run(path_, [](TimelineWriter& timeline, uint32_t rank, int64_t t) {
     // Rank 0 copies before rank 1 is ready: that is the negotiation's time.
     const std::vector<uint32_t> first = {0, 1};
     const std::vector<int64_t> ready = {t + (rank == 0 ? 1 : 20) * kMs, t};
@@ -138,11 +138,12 @@ TEST_F(TimelineTest, HasTicksOfAllRanksAndThePhasesOfRankZero) {
 }
 
 TEST_F(TimelineTest, IsNoneWithoutAPathOfRankZero) {
-  EXPECT_EQ(run("", [](Timeline&, uint32_t, int64_t) {}), std::vector<std::string>(2, "none"));
+  EXPECT_EQ(run("", [](TimelineWriter&, uint32_t, int64_t) {}),
+            std::vector<std::string>(2, "none"));
 }
 
 TEST_F(TimelineTest, TellsAllRanksThatItsFileCannotBeMade) {
-  const auto errors = run("/no/such/file", [](Timeline&, uint32_t, int64_t) {});
+  const auto errors = run("/no/such/file", [](TimelineWriter&, uint32_t, int64_t) {});
   EXPECT_NE(errors[0].find("/no/such/file"), std::string::npos);
   EXPECT_EQ(errors[1], "rank 0 cannot write its timeline");
 }
@@ -150,7 +151,7 @@ TEST_F(TimelineTest, TellsAllRanksThatItsFileCannotBeMade) {
 TEST_F(TimelineTest, AFullDiskEndsTheFileAndNotTheTraining) {
   std::vector<std::string> said;
   set_log_sink([&](LogLevel, const std::string& text) { said.push_back(text); });
-  const auto errors = run("/dev/full", [](Timeline& timeline, uint32_t, int64_t t) {
+  const auto errors = run("/dev/full", [](TimelineWriter& timeline, uint32_t, int64_t t) {
     const std::vector<uint32_t> first = {0};
     const std::vector<int64_t> ready = {t};
     for (int step = 0; step < 2; ++step) {

@@ -29,7 +29,7 @@ rank, size = world.rank, world.size
 node = rank * nodes // size
 
 
-def exchange() -> None:
+def by_arrival() -> None:
     # Every rank is late once for each message, and nobody waits between calls.
     for count in (0, 1, 7, 5000, 300_000, 800_000):
         parts = [(np.arange(count) % 7 + r).astype("f4") for r in range(size)]
@@ -530,8 +530,8 @@ def disagreeing_nodes() -> None:
     dup.Free()
 
 
-def disagreeing_exchange() -> None:
-    """The same with the exchange by arrival: one call fails, if only the next one on some ranks."""
+def disagreeing_by_arrival() -> None:
+    """The same with the allreduce by arrival: one call fails, if only the next one on some ranks."""
     comm = world.Dup()
     comm.Barrier()
     world.allgather(rank)  # the MPI's own: all have left the barrier

@@ -108,9 +108,9 @@ def test_two_nodes_reduce_in_two_levels() -> None:
 
 
 @pytest.mark.parametrize("ranks", [3, 4])
-def test_nodes_exchange_shares_by_arrival(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NOSTALL_MPI_BETWEEN", "exchange")
-    result = launch(["exchange"], ranks, nodes=3 if ranks == 3 else 2)
+def test_nodes_share_by_arrival(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NOSTALL_MPI_BETWEEN", "arrival")
+    result = launch(["by_arrival"], ranks, nodes=3 if ranks == 3 else 2)
     assert "all right" in result.stdout, result.stderr
     assert counted(result.stderr)["allreduce"] > 40
 
@@ -181,9 +181,9 @@ def test_an_error_between_nodes_is_returned_on_all_ranks(which: str, ranks: int)
 
 
 @pytest.mark.parametrize("which", MPIS)
-def test_an_error_in_the_exchange_by_arrival_is_returned_on_all_ranks(which: str) -> None:
-    settings = {"TEST_NODES": "2", "NOSTALL_MPI_BETWEEN": "exchange"}
-    program = [sys.executable, str(RANK), "disagreeing_exchange"]
+def test_an_error_in_the_allreduce_by_arrival_is_returned_on_all_ranks(which: str) -> None:
+    settings = {"TEST_NODES": "2", "NOSTALL_MPI_BETWEEN": "arrival"}
+    program = [sys.executable, str(RANK), "disagreeing_by_arrival"]
     result = run(which, 4, program, timeout=60, **settings)
     assert "all right" in result.stdout, result.stdout + result.stderr
 
@@ -196,7 +196,7 @@ def test_an_absence_on_one_node_ends_the_waiting_on_the_other(which: str) -> Non
     assert "on the node of rank" in result.stderr
 
 
-@pytest.mark.parametrize("between", ["mpi", "exchange"])
+@pytest.mark.parametrize("between", ["allreduce", "arrival"])
 @pytest.mark.parametrize(("which", "ranks"), [("openmpi", 2), ("mpich", 4)])
 def test_a_node_that_does_not_come_is_an_error(which: str, ranks: int, between: str) -> None:
     settings = {"TEST_NODES": "2", "NOSTALL_MPI_BETWEEN": between, "NOSTALL_MPI_TIMEOUT": "3"}

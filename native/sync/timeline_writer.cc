@@ -1,5 +1,5 @@
 // Gathers the ranks' ticks of each reduction, and writes events in Horovod's format.
-#include "sync/timeline.h"
+#include "sync/timeline_writer.h"
 
 #include <fcntl.h>
 #include <unistd.h>
@@ -32,9 +32,9 @@ bool is_sign(const TensorSpec& tensor) { return !tensor.name.empty() && tensor.n
 
 }  // namespace
 
-Timeline::Timeline(Transport& transport, std::span<const TensorSpec> tensors,
-                   std::vector<std::string> shapes)
-    : transport_(transport),
+TimelineWriter::TimelineWriter(Collectives& collectives, std::span<const TensorSpec> tensors,
+                               std::vector<std::string> shapes)
+    : collectives_(collectives),
       tensors_(tensors),
       shapes_(std::move(shapes)),
       owner_(::getpid()),
@@ -44,28 +44,29 @@ Timeline::Timeline(Transport& transport, std::span<const TensorSpec> tensors,
   }
 }
 
-std::unique_ptr<Timeline> Timeline::open(const std::string& path, Transport& transport,
-                                         std::span<const TensorSpec> tensors,
-                                         std::vector<std::string> shapes) {
-  std::unique_ptr<Timeline> made(new Timeline(transport, tensors, std::move(shapes)));
+std::unique_ptr<TimelineWriter> TimelineWriter::open(const std::string& path,
+                                                     Collectives& collectives,
+                                                     std::span<const TensorSpec> tensors,
+                                                     std::vector<std::string> shapes) {
+  std::unique_ptr<TimelineWriter> made(new TimelineWriter(collectives, tensors, std::move(shapes)));
   uint8_t state = kNone;
   int error = 0;
-  if (transport.rank() == 0 && !path.empty()) {
+  if (collectives.rank() == 0 && !path.empty()) {
     made->path_ = path;
     made->file_ = Descriptor(::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644));
     error = made->file_ ? 0 : errno;
     state = made->file_ ? kWanted : kFailed;
   }
-  const auto all = transport.all_gather(std::as_bytes(std::span(&state, 1)));
+  const auto all = collectives.all_gather(std::as_bytes(std::span(&state, 1)));
   const auto chosen = all[0].empty() ? kNone : std::to_integer<uint8_t>(all[0][0]);
   if (error != 0) throw io_error("cannot write the timeline", path, error);
   if (chosen == kFailed) throw Error(ErrorKind::peer, "rank 0 cannot write its timeline");
   if (chosen == kNone) return nullptr;
-  if (transport.rank() == 0) made->begin_file();
+  if (collectives.rank() == 0) made->begin_file();
   return made;
 }
 
-void Timeline::begin_file() {
+void TimelineWriter::begin_file() {
   start_ = now_ns();
   timespec t{};
   clock_gettime(CLOCK_REALTIME, &t);
@@ -86,17 +87,17 @@ void Timeline::begin_file() {
   flush();
 }
 
-Timeline::~Timeline() {
+TimelineWriter::~TimelineWriter() {
   if (!file_ || ::getpid() != owner_) return;
   text_ = "\n]\n";
   flush();
 }
 
-void Timeline::add(std::span<const uint32_t> tensors, std::span<const int64_t> ready,
-                   const Moments& at) {
+void TimelineWriter::add(std::span<const uint32_t> tensors, std::span<const int64_t> ready,
+                         const Moments& at) {
   std::vector<int64_t> mine = {static_cast<int64_t>(clock_), at.summed};
   mine.insert(mine.end(), ready.begin(), ready.end());
-  auto all = transport_.all_gather(std::as_bytes(std::span(mine)));
+  auto all = collectives_.all_gather(std::as_bytes(std::span(mine)));
   if (!file_) return;
   std::vector<std::vector<int64_t>> ticks;  // by rank, this rank's clock
   for (const auto& bytes : all) {
@@ -134,7 +135,7 @@ void Timeline::add(std::span<const uint32_t> tensors, std::span<const int64_t> r
   }
 }
 
-void Timeline::write() {
+void TimelineWriter::write() {
   if (!file_) return;
   std::stable_sort(events_.begin(), events_.end(),
                    [](const Event& a, const Event& b) { return a.time < b.time; });
@@ -143,7 +144,7 @@ void Timeline::write() {
   flush();
 }
 
-void Timeline::append(const Event& event) {
+void TimelineWriter::append(const Event& event) {
   const int64_t us = std::max<int64_t>(0, event.time - start_) / 1000;
   text_ += ",\n{\"ph\": \"";
   text_ += event.phase == 'Z' ? 'E' : event.phase;
@@ -160,7 +161,7 @@ void Timeline::append(const Event& event) {
   text_ += '}';
 }
 
-void Timeline::flush() {
+void TimelineWriter::flush() {
   for (size_t at = 0; at < text_.size();) {
     const ssize_t done = ::write(file_.get(), text_.data() + at, text_.size() - at);
     if (done < 0 && errno == EINTR) continue;

@@ -1,4 +1,4 @@
-// sync/transport.h - what the engine asks of whatever connects the ranks.
+// sync/collectives.h - the collective operations that the engine needs of what connects the ranks.
 //
 // Two planes: data (fused gradients) and control (a few words, for the modes that negotiate).
 // Called by the engine's progress thread alone, but for allocate, release and the start and test of
@@ -19,9 +19,9 @@
 
 namespace nostall::sync {
 
-class Transport {
+class Collectives {
  public:
-  virtual ~Transport() = default;
+  virtual ~Collectives() = default;
   virtual uint32_t rank() const = 0;
   virtual uint32_t ranks() const = 0;
 
@@ -38,10 +38,10 @@ class Transport {
   virtual std::vector<std::vector<std::byte>> all_gather(std::span<const std::byte> bytes) = 0;
   // The root's bytes, on all ranks.
   virtual std::vector<std::byte> broadcast(std::span<const std::byte> bytes, uint32_t root) = 0;
-  // all_and without waiting: `words` belong to the transport until test() says true.
+  // all_and without waiting: `words` must stay as they are until test() returns true.
   virtual void start_and(std::span<uint64_t> words) = 0;
   virtual bool test() = 0;
-  // Processor time of threads that the transport has for itself, nanoseconds.
+  // Processor time of threads that these collectives started, nanoseconds.
   virtual int64_t own_cpu_ns() const = 0;
   // Nanoseconds in which calls so far waited for other ranks; 0 where that is not known.
   virtual int64_t waited_ns() const { return 0; }
@@ -51,7 +51,7 @@ class Transport {
                        std::function<void(std::span<const uint32_t> missing)> /*callback*/) {}
 };
 
-struct NodeTransportConfig {
+struct NodeCollectivesConfig {
   std::string job;  // the same on all ranks, different for any other engine
   uint32_t rank = 0;
   uint32_t ranks = 1;
@@ -61,7 +61,7 @@ struct NodeTransportConfig {
 };
 
 // Ranks of one node, by collective/. Waits for all of them.
-std::unique_ptr<Transport> make_node_transport(const NodeTransportConfig& config);
+std::unique_ptr<Collectives> make_node_collectives(const NodeCollectivesConfig& config);
 
 // What connects ranks of several nodes beside their shared memory.
 class Network {
@@ -76,14 +76,14 @@ class Network {
   virtual void release(void* data) noexcept = 0;
   // On local leaders: the sum of elements of this type among them, for one allreduce.
   virtual std::unique_ptr<collective::Leaders> leaders(collective::DataType type) = 0;
-  // As in Transport.
+  // As in Collectives.
   virtual std::vector<std::vector<std::byte>> all_gather(std::span<const std::byte> bytes) = 0;
   virtual std::vector<std::byte> broadcast(std::span<const std::byte> bytes, uint32_t root) = 0;
 };
 
 // Ranks of several nodes: gradients in two levels (collective/two_level.h), control by the network
 // alone. `config` is of this rank on its node: job, rank and ranks are the node's.
-std::unique_ptr<Transport> make_two_level_transport(const NodeTransportConfig& config,
-                                                    std::unique_ptr<Network> network);
+std::unique_ptr<Collectives> make_two_level_collectives(const NodeCollectivesConfig& config,
+                                                        std::unique_ptr<Network> network);
 
 }  // namespace nostall::sync

@@ -1,5 +1,5 @@
-// The transport over several nodes: a communicator of the node for gradients, and a network between
-// the local leaders for gradients, between all ranks for control.
+// The collectives of several nodes. Gradients go through a communicator of the node and a network
+// of the local leaders; control goes through that network among all ranks.
 #include <algorithm>
 #include <cstring>
 #include <string>
@@ -7,7 +7,7 @@
 
 #include "base/error.h"
 #include "collective/communicator.h"
-#include "sync/transport.h"
+#include "sync/collectives.h"
 
 namespace nostall::sync {
 namespace {
@@ -19,9 +19,9 @@ using collective::DataType;
 constexpr uint64_t kPartBytes = 4 << 20;
 constexpr uint32_t kMostParts = 1024;
 
-class TwoLevelTransport : public Transport {
+class TwoLevelCollectives : public Collectives {
  public:
-  TwoLevelTransport(const NodeTransportConfig& config, std::unique_ptr<Network> network)
+  TwoLevelCollectives(const NodeCollectivesConfig& config, std::unique_ptr<Network> network)
       : network_(std::move(network)), node_(config_of(config)), fixed_order_(config.fixed_order) {}
 
   uint32_t rank() const override { return network_->rank(); }
@@ -86,7 +86,7 @@ class TwoLevelTransport : public Transport {
   }
 
  private:
-  static collective::CommunicatorConfig config_of(const NodeTransportConfig& config) {
+  static collective::CommunicatorConfig config_of(const NodeCollectivesConfig& config) {
     collective::CommunicatorConfig c;
     c.job = config.job;
     c.rank = config.rank;
@@ -112,9 +112,9 @@ class TwoLevelTransport : public Transport {
 
 }  // namespace
 
-std::unique_ptr<Transport> make_two_level_transport(const NodeTransportConfig& config,
-                                                    std::unique_ptr<Network> network) {
-  return std::make_unique<TwoLevelTransport>(config, std::move(network));
+std::unique_ptr<Collectives> make_two_level_collectives(const NodeCollectivesConfig& config,
+                                                        std::unique_ptr<Network> network) {
+  return std::make_unique<TwoLevelCollectives>(config, std::move(network));
 }
 
 }  // namespace nostall::sync

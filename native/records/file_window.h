@@ -1,6 +1,6 @@
-// records/window.h - a moving read-ahead window on one file, for formats in which each part says
-// where the next one is. Small jumps are read through, large ones skipped. Thread-safety: belongs
-// to one thread. Errors: none thrown; see get().
+// records/file_window.h - a moving read-ahead window on one file, for formats in which each part
+// says where the next one is. Small jumps are read through, large ones skipped. Thread-safety:
+// belongs to one thread. Errors: none thrown; see get().
 #pragma once
 
 #include <cstddef>
@@ -14,10 +14,10 @@
 
 namespace nostall::records {
 
-class Window {
+class FileWindow {
  public:
   // Reads ahead up to `ahead` bytes while what is asked for lies close together.
-  Window(RangeReader& reader, const Storage& storage, uint32_t file, size_t ahead = 256 << 10)
+  FileWindow(RangeReader& reader, const Storage& storage, uint32_t file, size_t ahead = 256 << 10)
       : reader_(reader), storage_(storage), file_(file), most_(ahead) {}
 
   uint64_t file_size() const { return storage_.files()[file_].size; }
@@ -25,7 +25,7 @@ class Window {
   uint32_t file() const { return file_; }
 
   // `size` bytes at `offset`, valid until the next call; empty if they do not lie inside the file
-  // or cannot be read: error() tells the two apart.
+  // or cannot be read: see error().
   std::span<const std::byte> get(uint64_t offset, size_t size);
   // Why the last get() gave nothing, if the storage refused.
   const std::optional<Error>& error() const { return error_; }

@@ -1,5 +1,5 @@
 // Reads ahead while requests move forward by small steps, and little after a jump.
-#include "records/window.h"
+#include "records/file_window.h"
 
 #include <algorithm>
 
@@ -10,7 +10,7 @@ constexpr size_t kLeast = 4096;
 
 }  // namespace
 
-std::span<const std::byte> Window::get(uint64_t offset, size_t size) {
+std::span<const std::byte> FileWindow::get(uint64_t offset, size_t size) {
   error_.reset();
   if (size == 0 || offset > file_size() || size > file_size() - offset) return {};
   if (offset >= begin_ && offset + size <= begin_ + bytes_.size()) {

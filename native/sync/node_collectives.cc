@@ -1,4 +1,4 @@
-// The transport of one node: a communicator for each plane.
+// The collectives of one node: a communicator for each plane.
 #include <atomic>
 #include <cstring>
 #include <exception>
@@ -8,7 +8,7 @@
 #include "base/clock.h"
 #include "base/mutex.h"
 #include "collective/communicator.h"
-#include "sync/transport.h"
+#include "sync/collectives.h"
 
 namespace nostall::sync {
 namespace {
@@ -19,8 +19,8 @@ using collective::DataType;
 using collective::Op;
 using collective::Reducer;
 
-CommunicatorConfig config_for(const NodeTransportConfig& config, const char* plane, uint64_t window,
-                              uint64_t arena) {
+CommunicatorConfig config_for(const NodeCollectivesConfig& config, const char* plane,
+                              uint64_t window, uint64_t arena) {
   CommunicatorConfig c;
   c.job = config.job + " " + plane;
   c.rank = config.rank;
@@ -31,16 +31,16 @@ CommunicatorConfig config_for(const NodeTransportConfig& config, const char* pla
   return c;
 }
 
-class NodeTransport : public Transport {
+class NodeCollectives : public Collectives {
  public:
-  explicit NodeTransport(const NodeTransportConfig& config)
+  explicit NodeCollectives(const NodeCollectivesConfig& config)
       : config_(config),
         data_(config_for(config, "data", uint64_t{64} << 20, config.arena_bytes)),
         control_(config_for(config, "control", uint64_t{1} << 20, uint64_t{1} << 20)),
         and_(Op::band, DataType::uint64),
         min_(Op::min, DataType::int64) {}
 
-  ~NodeTransport() override {
+  ~NodeCollectives() override {
     {
       const MutexLock lock(mutex_);
       stop_ = true;
@@ -137,7 +137,7 @@ class NodeTransport : public Transport {
     }
   }
 
-  const NodeTransportConfig config_;
+  const NodeCollectivesConfig config_;
   Communicator data_, control_;
   const Reducer and_, min_;
 
@@ -153,8 +153,8 @@ class NodeTransport : public Transport {
 
 }  // namespace
 
-std::unique_ptr<Transport> make_node_transport(const NodeTransportConfig& config) {
-  return std::make_unique<NodeTransport>(config);
+std::unique_ptr<Collectives> make_node_collectives(const NodeCollectivesConfig& config) {
+  return std::make_unique<NodeCollectives>(config);
 }
 
 }  // namespace nostall::sync

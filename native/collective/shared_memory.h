@@ -1,4 +1,4 @@
-// collective/segment.h - the shared memory of one communicator, as all its ranks see it.
+// collective/shared_memory.h - the shared memory of one communicator, as all its ranks see it.
 //
 //   header | one line per rank | posts | words | slot tables | two windows | channels | arenas
 //
@@ -49,7 +49,7 @@ struct alignas(kLine) RankLine {
   std::atomic<uint32_t> left;                   // has left in order
   std::atomic<uint32_t> core;                   // where it was last seen, plus 1
   std::array<Word, 2> want_key;                 // what it sleeps for: the key of a word ...
-  std::array<Word, 2> want_target;              // ... and the value from which it wants to be woken
+  std::array<Word, 2> want_target;              // ... and the value from which it is to be woken
   std::array<std::atomic<int64_t>, 2> arrived;  // at the last calls of odd and even number
 };
 
@@ -85,7 +85,7 @@ struct Header {
   std::array<PaddedWord, 2> allocated;  // bytes of the window that have memory
 };
 
-struct SegmentConfig {
+struct SharedMemoryConfig {
   std::string job;  // the same for all ranks of the communicator, and for no other one
   uint32_t rank = 0;
   uint32_t ranks = 1;
@@ -96,14 +96,14 @@ struct SegmentConfig {
   std::string proc_directory = "/proc";  // where the limits of memory are read (base/limits.h)
 };
 
-class Segment {
+class SharedMemory {
  public:
   // Waits for all ranks. Throws Error(peer) when they do not join or do not agree, Error(io) when
   // shared memory is full.
-  Segment(const SegmentConfig& config, std::chrono::nanoseconds timeout);
-  ~Segment();
-  Segment(const Segment&) = delete;
-  Segment& operator=(const Segment&) = delete;
+  SharedMemory(const SharedMemoryConfig& config, std::chrono::nanoseconds timeout);
+  ~SharedMemory();
+  SharedMemory(const SharedMemory&) = delete;
+  SharedMemory& operator=(const SharedMemory&) = delete;
 
   Header& header() const noexcept { return *reinterpret_cast<Header*>(base_); }
   RankLine& line(uint32_t rank) const noexcept { return at<RankLine>(lines_)[rank]; }
@@ -153,7 +153,7 @@ class Segment {
   // Memory for part of this rank's arena, or its return; throws Error(io) when there is none.
   void allocate_arena(uint64_t offset, uint64_t bytes);
   void release_arena(uint64_t offset, uint64_t bytes) noexcept;
-  // The offset in the segment if all of [data, data + bytes) lies in an arena.
+  // The offset in this memory if all of [data, data + bytes) lies in an arena.
   std::optional<uint64_t> arena_offset(const void* data, uint64_t bytes) const noexcept;
   std::byte* at_offset(uint64_t offset) const noexcept { return base_ + offset; }
   // Whether an offset that another rank gave lies in an arena, with so many bytes from there.
@@ -197,7 +197,7 @@ class Segment {
   // file system that would refuse it before a limit of memory ends the program.
   std::optional<Error> take_memory(int file, uint64_t offset, uint64_t bytes) const;
 
-  const SegmentConfig config_;
+  const SharedMemoryConfig config_;
   const uint32_t ranks_;
   const uint64_t window_bytes_, arena_bytes_;
   const uint32_t forks_;

@@ -3,7 +3,7 @@
 // Joining: the first rank creates the file, the others get its descriptor (base/handover.h). Each
 // rank locks its own byte of the file, then counts itself as joined; the constructor returns when
 // all have. A rank whose lock is free and that did not mark itself as left is dead.
-#include "collective/segment.h"
+#include "collective/shared_memory.h"
 
 #include <fcntl.h>
 #include <pthread.h>
@@ -44,7 +44,7 @@ uint32_t forks() {
   return count.load(std::memory_order_relaxed);
 }
 
-// One mapping per segment and process. A forked child does not inherit it: what lies at these
+// One mapping per communicator and process. A forked child does not inherit it: what lies at these
 // addresses there is the child's own, so the child may neither use nor unmap it.
 std::shared_ptr<Mapping> map_once(Descriptor file, const std::string& name, uint64_t bytes) {
   static Mutex mutex;
@@ -70,7 +70,7 @@ std::shared_ptr<Mapping> map_once(Descriptor file, const std::string& name, uint
 
 }  // namespace
 
-Segment::Segment(const SegmentConfig& config, std::chrono::nanoseconds timeout)
+SharedMemory::SharedMemory(const SharedMemoryConfig& config, std::chrono::nanoseconds timeout)
     : config_(config),
       ranks_(config.ranks),
       window_bytes_((config.window_bytes + kPage - 1) / kPage * kPage),
@@ -84,17 +84,17 @@ Segment::Segment(const SegmentConfig& config, std::chrono::nanoseconds timeout)
   handover_.stop();
 }
 
-Segment::~Segment() {
+SharedMemory::~SharedMemory() {
   if (base_ != nullptr) leave();
 }
 
-void Segment::leave() noexcept {
+void SharedMemory::leave() noexcept {
   if (!is_forked_child()) line(config_.rank).left.store(1);
 }
 
-bool Segment::is_forked_child() const noexcept { return forks_ != forks(); }
+bool SharedMemory::is_forked_child() const noexcept { return forks_ != forks(); }
 
-void Segment::lay_out() {
+void SharedMemory::lay_out() {
   uint64_t end = 0;
   const auto take = [&end](uint64_t bytes, uint64_t alignment) {
     const uint64_t begin = (end + alignment - 1) / alignment * alignment;
@@ -114,7 +114,7 @@ void Segment::lay_out() {
   total_ = (end + kPage - 1) / kPage * kPage;
 }
 
-void Segment::open(std::chrono::steady_clock::time_point deadline) {
+void SharedMemory::open(std::chrono::steady_clock::time_point deadline) {
   for (;;) {
     const Handover::Turn turn = handover_.turn(deadline);
     std::vector<Descriptor> files = handover_.ask(deadline);
@@ -137,7 +137,8 @@ void Segment::open(std::chrono::steady_clock::time_point deadline) {
     }
     const Locked mine = lock_.try_lock(kFirstRank + config_.rank, LockMode::exclusive);
     if (mine == Locked::unsupported || mine == Locked::failed) {
-      throw io_error("cannot lock", "the segment of \"" + config_.job + "\"", lock_.error_number());
+      throw io_error("cannot lock", "the shared memory of \"" + config_.job + "\"",
+                     lock_.error_number());
     }
     if (mine == Locked::elsewhere) {
       throw Error(ErrorKind::usage, "rank " + std::to_string(config_.rank) + " of \"" +
@@ -152,7 +153,7 @@ void Segment::open(std::chrono::steady_clock::time_point deadline) {
   }
 }
 
-Descriptor Segment::create() {
+Descriptor SharedMemory::create() {
   // What every call touches must exist; windows, channels and arenas get memory when they are used.
   const auto with_room = [this](Result<Descriptor> file) -> Result<Descriptor> {
     if (!file) return file;
@@ -182,7 +183,7 @@ Descriptor Segment::create() {
   return file;
 }
 
-void Segment::check() const {
+void SharedMemory::check() const {
   const Header& h = header();
   if (h.magic != kMagic || h.version != kVersion || h.layout_bytes != sizeof(Header) ||
       h.ranks != ranks_ || h.window_bytes != window_bytes_ || h.arena_bytes != arena_bytes_) {
@@ -197,8 +198,8 @@ void Segment::check() const {
   }
 }
 
-void Segment::wait_for_all(std::chrono::steady_clock::time_point deadline,
-                           std::chrono::nanoseconds timeout) {
+void SharedMemory::wait_for_all(std::chrono::steady_clock::time_point deadline,
+                                std::chrono::nanoseconds timeout) {
   std::atomic<uint32_t>& joined = header().joined;
   for (;;) {
     const uint32_t seen = joined.load();
@@ -233,13 +234,13 @@ void Segment::wait_for_all(std::chrono::steady_clock::time_point deadline,
 
 // The destructor of what is not constructed does not run: the goodbye is said here, and before the
 // lock goes, so that no rank takes this one for dead.
-void Segment::stop_joining(const Error& error) {
+void SharedMemory::stop_joining(const Error& error) {
   publish_error(error);
   line(config_.rank).left.store(1);
   throw error;
 }
 
-bool Segment::publish_error(const Error& error) noexcept {
+bool SharedMemory::publish_error(const Error& error) noexcept {
   Header& h = header();
   uint32_t none = 0;
   if (!h.broken.compare_exchange_strong(none, 1)) return false;
@@ -256,7 +257,7 @@ bool Segment::publish_error(const Error& error) noexcept {
   return true;
 }
 
-Error Segment::end(const std::string& before) const {
+Error SharedMemory::end(const std::string& before) const {
   const Header& h = header();
   // Another process wrote it: of what it is not, nothing is read.
   const bool known = h.end_kind >= ErrorKind::usage && h.end_kind <= ErrorKind::bug;
@@ -264,7 +265,7 @@ Error Segment::end(const std::string& before) const {
   return {known ? h.end_kind : ErrorKind::peer, before + message, h.end_number};
 }
 
-std::optional<Error> Segment::take_memory(int file, uint64_t offset, uint64_t bytes) const {
+std::optional<Error> SharedMemory::take_memory(int file, uint64_t offset, uint64_t bytes) const {
   const std::string what = "no memory for " + std::to_string(bytes) + " more bytes ";
   struct stat own {
   }, directory{};
@@ -285,11 +286,11 @@ std::optional<Error> Segment::take_memory(int file, uint64_t offset, uint64_t by
   return io_error(what + "in", config_.directory, -error);
 }
 
-void Segment::allocate(uint64_t offset, uint64_t bytes) {
+void SharedMemory::allocate(uint64_t offset, uint64_t bytes) {
   if (const auto error = take_memory(mapping_->fd(), offset, bytes)) throw *error;
 }
 
-bool Segment::allocate_window(uint64_t step, uint64_t bytes) noexcept {
+bool SharedMemory::allocate_window(uint64_t step, uint64_t bytes) noexcept {
   Word& have = header().allocated[step % 2].value;
   if (have.load(std::memory_order_relaxed) >= bytes) return true;
   constexpr uint64_t kPiece = 4 << 20;
@@ -304,22 +305,23 @@ bool Segment::allocate_window(uint64_t step, uint64_t bytes) noexcept {
   return true;
 }
 
-void Segment::allocate_channel(uint32_t from, uint32_t to) {
+void SharedMemory::allocate_channel(uint32_t from, uint32_t to) {
   allocate(channel(from, to), 2 * kLine + 2 * kChannelChunk);
 }
 
-void Segment::allocate_arena(uint64_t offset, uint64_t bytes) {
+void SharedMemory::allocate_arena(uint64_t offset, uint64_t bytes) {
   allocate(arenas_ + config_.rank * arena_bytes_ + offset, bytes);
 }
 
-void Segment::release_arena(uint64_t offset, uint64_t bytes) noexcept {
+void SharedMemory::release_arena(uint64_t offset, uint64_t bytes) noexcept {
   if (is_forked_child()) return;
   ::fallocate(mapping_->fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
               static_cast<off_t>(arenas_ + config_.rank * arena_bytes_ + offset),
               static_cast<off_t>(bytes));
 }
 
-std::optional<uint64_t> Segment::arena_offset(const void* data, uint64_t bytes) const noexcept {
+std::optional<uint64_t> SharedMemory::arena_offset(const void* data,
+                                                   uint64_t bytes) const noexcept {
   const auto address = reinterpret_cast<uintptr_t>(data);
   const uintptr_t begin = reinterpret_cast<uintptr_t>(base_) + arenas_;
   const uint64_t all = ranks_ * arena_bytes_;
@@ -329,7 +331,7 @@ std::optional<uint64_t> Segment::arena_offset(const void* data, uint64_t bytes) 
   return address - begin + arenas_;
 }
 
-bool Segment::is_dead(uint32_t rank) const noexcept {
+bool SharedMemory::is_dead(uint32_t rank) const noexcept {
   // In this order: the mark of leaving is set before the lock goes.
   return !lock_.is_held_elsewhere(kFirstRank + rank) && line(rank).left.load() == 0;
 }

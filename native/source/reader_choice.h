@@ -1,4 +1,4 @@
-// source/choice.h - when to keep many reads in flight: a pure decision, with its reason.
+// source/reader_choice.h - when to keep many reads in flight: a pure decision, with its reason.
 #pragma once
 
 #include <cstdint>

@@ -12,8 +12,8 @@
 
 #include "base/log.h"
 #include "base/own.h"
-#include "collective/segment.h"
 #include "collective/selection.h"
+#include "collective/shared_memory.h"
 
 namespace {
 
@@ -32,20 +32,20 @@ struct Job {
     config.ranks = 2;
     config.window_bytes = 16 << 10;
     config.arena_bytes = 4 << 10;
-    std::thread first([this] { const Segment segment(config, 10s); });
-    SegmentConfig second = config;
+    std::thread first([this] { const SharedMemory shared(config, 10s); });
+    SharedMemoryConfig second = config;
     second.rank = 1;
-    const Segment segment(second, 10s);
+    const SharedMemory shared(second, 10s);
     first.join();
     memory.resize(kDamaged);
-    std::memcpy(memory.data(), &segment.header(), kDamaged);
+    std::memcpy(memory.data(), &shared.header(), kDamaged);
     auto& header = *reinterpret_cast<Header*>(memory.data());
     header.joined = 1;
-    total = static_cast<uint64_t>(segment.arena(2) - segment.at_offset(0));
+    total = static_cast<uint64_t>(shared.arena(2) - shared.at_offset(0));
   }
   ~Job() { std::filesystem::remove_all(config.directory); }
 
-  SegmentConfig config;
+  SharedMemoryConfig config;
   std::vector<std::byte> memory;
   uint64_t total = 0;
 };
@@ -72,28 +72,28 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   FileSystem::real().pwrite(file.get(), bytes, 0);
   Handover liar("collective " + job.config.directory + " " + job.config.job, 0, 2);
   liar.give({file.get()});
-  SegmentConfig config = job.config;
+  SharedMemoryConfig config = job.config;
   config.rank = 1;
   try {
-    Segment segment(config, 5ms);
-    Phase phase(segment, 1, 2);
+    SharedMemory shared(config, 5ms);
+    Phase phase(shared, 1, 2);
     for (int64_t now = 0; now < 20; now += 2) {
       static_cast<void>(phase.arrive(now));
       phase.leave(now + 1);
     }
-    static_cast<void>(segment.is_dead(0));
+    static_cast<void>(shared.is_dead(0));
     for (; at + 8 <= size; at += 8) {
       uint64_t offset = 0;
       std::memcpy(&offset, data + at, 8);
       const uint64_t length = 1 + offset % 5000;
-      if (!segment.in_arenas(offset, length)) continue;
-      seen = segment.at_offset(offset)[0];
-      seen = segment.at_offset(offset)[length - 1];
-      if (segment.arena_offset(segment.at_offset(offset), length) != offset) std::abort();
+      if (!shared.in_arenas(offset, length)) continue;
+      seen = shared.at_offset(offset)[0];
+      seen = shared.at_offset(offset)[length - 1];
+      if (shared.arena_offset(shared.at_offset(offset), length) != offset) std::abort();
     }
-    segment.publish_error(Error(ErrorKind::usage, "the end"));
-    const Error end = segment.end("");
-    if (std::strlen(end.what()) > segment.header().message.size()) std::abort();
+    shared.publish_error(Error(ErrorKind::usage, "the end"));
+    const Error end = shared.end("");
+    if (std::strlen(end.what()) > shared.header().message.size()) std::abort();
     if (end.kind() < ErrorKind::usage || end.kind() > ErrorKind::bug) std::abort();
   } catch (const Error& error) {
     if (std::strlen(error.what()) > 2000) std::abort();

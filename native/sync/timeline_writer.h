@@ -1,8 +1,9 @@
-// sync/timeline.h - what the engine reduces, as a timeline in Horovod's format, written by rank 0.
+// sync/timeline_writer.h - what the engine reduces, as a timeline in Horovod's format, written by
+// rank 0.
 //
-//   timeline = Timeline::open(path, transport, tensors, shapes);  // all ranks; null: not wanted
-//   timeline->add(tensors, ready, moments);   // all ranks, after each reduction
-//   timeline->write();                        // when all tensors were added
+//   timeline = TimelineWriter::open(path, collectives, tensors, shapes);  // all ranks; null: none
+//   timeline->add(tensors, ready, moments);  // all ranks, after each reduction
+//   timeline->write();                       // when all tensors were added
 //
 // One pid per tensor: NEGOTIATE_ALLREDUCE from the first rank's gradient to the last rank's
 // (planned) or to the agreement (negotiated), with a tick at the moment at which each rank
@@ -26,8 +27,8 @@
 #include <vector>
 
 #include "base/file.h"
+#include "sync/collectives.h"
 #include "sync/order.h"
-#include "sync/transport.h"
 
 namespace nostall::sync {
 
@@ -36,16 +37,16 @@ struct Moments {
   int64_t agreed = 0, begin = 0, copied = 0, summed = 0, end = 0;
 };
 
-class Timeline {
+class TimelineWriter {
  public:
   // Collective. Rank 0's path counts, an empty one means none; shapes are as "[3, 4]", missing ones
   // are the number of elements. Throws Error(io) on rank 0, Error(peer) on the others.
-  static std::unique_ptr<Timeline> open(const std::string& path, Transport& transport,
-                                        std::span<const TensorSpec> tensors,
-                                        std::vector<std::string> shapes);
-  ~Timeline();
-  Timeline(const Timeline&) = delete;
-  Timeline& operator=(const Timeline&) = delete;
+  static std::unique_ptr<TimelineWriter> open(const std::string& path, Collectives& collectives,
+                                              std::span<const TensorSpec> tensors,
+                                              std::vector<std::string> shapes);
+  ~TimelineWriter();
+  TimelineWriter(const TimelineWriter&) = delete;
+  TimelineWriter& operator=(const TimelineWriter&) = delete;
 
   // Collective: `ready[i]` is when this rank submitted tensors[i].
   void add(std::span<const uint32_t> tensors, std::span<const int64_t> ready, const Moments& at);
@@ -60,13 +61,13 @@ class Timeline {
     uint32_t rank;     // of an X
   };
 
-  Timeline(Transport& transport, std::span<const TensorSpec> tensors,
-           std::vector<std::string> shapes);
+  TimelineWriter(Collectives& collectives, std::span<const TensorSpec> tensors,
+                 std::vector<std::string> shapes);
   void begin_file();
   void append(const Event& event);
   void flush();
 
-  Transport& transport_;
+  Collectives& collectives_;
   const std::span<const TensorSpec> tensors_;
   std::vector<std::string> shapes_;
   const int owner_;       // the process; a forked one leaves the file alone
