@@ -64,16 +64,7 @@ struct FileInMemory {
   uint64_t size;
 };
 
-}  // namespace
-
-void bind_checkpoint(nb::module_& m) {
-  m.attr("CHECKPOINT_BLOCK") = kBlock;
-  m.attr("CHECKPOINT_ALIGNMENT") = kAlignment;
-  nb::enum_<Priority>(m, "Priority")
-      .value("normal", Priority::normal)
-      .value("low", Priority::low)
-      .value("idle", Priority::idle);
-
+void bind_snapshot(nb::module_& m) {
   nb::enum_<Copying>(m, "Copying")
       .value("at_once", Copying::at_once)
       .value("in_background", Copying::in_background)
@@ -111,7 +102,9 @@ void bind_checkpoint(nb::module_& m) {
       .def_prop_ro("copied_bytes", &Snapshot::copied_bytes)
       .def_prop_ro("size", &Snapshot::size)
       .def_prop_ro("capacity", &Snapshot::capacity);
+}
 
+void bind_write(nb::module_& m) {
   nb::class_<Gate>(m, "Gate", "Keeps background writing back while it is held.")
       .def(nb::init<>())
       .def("hold", &Gate::hold)
@@ -158,7 +151,9 @@ void bind_checkpoint(nb::module_& m) {
       .def("run", &Write::run, Unlocked())
       .def("hurry", &Write::hurry, Unlocked())
       .def("stop", &Write::stop);
+}
 
+void bind_transfer(nb::module_& m) {
   nb::class_<FileCopy>(m, "FileCopy", "A checked copy (native/checkpoint/transfer.h).")
       .def(
           "__init__",
@@ -218,13 +213,9 @@ void bind_checkpoint(nb::module_& m) {
       nb::arg("path"), nb::arg("size"), nb::arg("crcs"), nb::arg("threads"),
       nb::arg("progress").none() = nb::none(), nb::arg("priority") = Priority::normal, Unlocked(),
       "The numbers of its damaged blocks.");
-  m.def(
-      "crc32c",
-      [](const nb::bytes& bytes) {
-        return crc32c({static_cast<const std::byte*>(bytes.data()), bytes.size()});
-      },
-      nb::arg("bytes"));
+}
 
+void bind_locks(nb::module_& m) {
   nb::enum_<Locked>(m, "Locked")
       .value("yes", Locked::yes)
       .value("elsewhere", Locked::elsewhere)
@@ -236,4 +227,27 @@ void bind_checkpoint(nb::module_& m) {
            "At once: whether it was had, or the file system has no locks.")
       .def_prop_ro("error_number", &DirectoryLock::error_number, "Why acquire() failed, an errno.")
       .def("release", &DirectoryLock::release);
+}
+
+}  // namespace
+
+void bind_checkpoint(nb::module_& m) {
+  m.attr("CHECKPOINT_BLOCK") = kBlock;
+  m.attr("CHECKPOINT_ALIGNMENT") = kAlignment;
+  nb::enum_<Priority>(m, "Priority")
+      .value("normal", Priority::normal)
+      .value("low", Priority::low)
+      .value("idle", Priority::idle);
+
+  bind_snapshot(m);
+  bind_write(m);
+  bind_transfer(m);
+  m.def(
+      "crc32c",
+      [](const nb::bytes& bytes) {
+        return crc32c({static_cast<const std::byte*>(bytes.data()), bytes.size()});
+      },
+      nb::arg("bytes"));
+
+  bind_locks(m);
 }

@@ -131,31 +131,9 @@ trace::Kind kind(std::string_view operation) {
   return trace::define("peers", operation, {"count"});
 }
 
-}  // namespace
-
-void bind_collective(nb::module_& m) {
-  nb::class_<PyReducer>(m, "Reducer", "An operation on elements (native/collective/reducer.h).")
-      .def(nb::init<const std::string&, const std::string&>(), nb::arg("op"), nb::arg("type"))
-      .def(nb::init<nb::object, uint64_t, bool>(), nb::arg("function"), nb::arg("element_bytes"),
-           nb::arg("commutative"));
-  nb::class_<CommunicatorStats>(m, "CommunicatorStats")
-      .def_ro("calls", &CommunicatorStats::calls)
-      .def_ro("bytes", &CommunicatorStats::bytes)
-      .def_ro("sleeps", &CommunicatorStats::sleeps)
-      .def_ro("wait_ns", &CommunicatorStats::wait_ns)
-      .def_ro("imbalanced", &CommunicatorStats::imbalanced);
-  const nb::call_guard<nb::gil_scoped_release> no_gil;
-  nb::class_<Communicator>(m, "Communicator",
-                           "Ranks of one node, on raw addresses (native/collective).")
-      .def_prop_ro("rank", &Communicator::rank)
-      .def_prop_ro("ranks", &Communicator::ranks)
-      .def(
-          "barrier",
-          [barrier = kind("barrier")](Communicator& self) {
-            const trace::Span span(barrier);
-            self.barrier();
-          },
-          no_gil)
+// Operations that reduce elements.
+void bind_reductions(nb::class_<Communicator>& communicator) {
+  communicator
       .def(
           "allreduce",
           [recorded = kind("allreduce")](Communicator& self, uintptr_t in, uintptr_t out,
@@ -213,7 +191,13 @@ void bind_collective(nb::module_& m) {
             reducer.raise();
           },
           nb::arg("source"), nb::arg("target"), nb::arg("count"), nb::arg("reducer"),
-          nb::arg("root"), nb::arg("algorithm") = "cooperative", nb::arg("fixed") = false)
+          nb::arg("root"), nb::arg("algorithm") = "cooperative", nb::arg("fixed") = false);
+}
+
+// Operations that move bytes, and reduce_scatter.
+void bind_moves(nb::class_<Communicator>& communicator) {
+  const nb::call_guard<nb::gil_scoped_release> no_gil;
+  communicator
       .def(
           "broadcast",
           [recorded = kind("broadcast")](Communicator& self, uintptr_t data, uint64_t bytes,
@@ -242,7 +226,34 @@ void bind_collective(nb::module_& m) {
           [](Communicator& self, uintptr_t in, uintptr_t out, uint64_t bytes) {
             self.allgather(address(in), writable(out), bytes);
           },
-          nb::arg("source"), nb::arg("target"), nb::arg("bytes"), no_gil, "`bytes` of each rank.")
+          nb::arg("source"), nb::arg("target"), nb::arg("bytes"), no_gil, "`bytes` of each rank.");
+}
+
+}  // namespace
+
+void bind_collective(nb::module_& m) {
+  nb::class_<PyReducer>(m, "Reducer", "An operation on elements (native/collective/reducer.h).")
+      .def(nb::init<const std::string&, const std::string&>(), nb::arg("op"), nb::arg("type"))
+      .def(nb::init<nb::object, uint64_t, bool>(), nb::arg("function"), nb::arg("element_bytes"),
+           nb::arg("commutative"));
+  nb::class_<CommunicatorStats>(m, "CommunicatorStats")
+      .def_ro("calls", &CommunicatorStats::calls)
+      .def_ro("bytes", &CommunicatorStats::bytes)
+      .def_ro("sleeps", &CommunicatorStats::sleeps)
+      .def_ro("wait_ns", &CommunicatorStats::wait_ns)
+      .def_ro("imbalanced", &CommunicatorStats::imbalanced);
+  const nb::call_guard<nb::gil_scoped_release> no_gil;
+  nb::class_<Communicator> communicator(m, "Communicator",
+                                        "Ranks of one node, on raw addresses (native/collective).");
+  communicator.def_prop_ro("rank", &Communicator::rank)
+      .def_prop_ro("ranks", &Communicator::ranks)
+      .def(
+          "barrier",
+          [barrier = kind("barrier")](Communicator& self) {
+            const trace::Span span(barrier);
+            self.barrier();
+          },
+          no_gil)
       .def(
           "set_timeout",
           [](Communicator& self, double seconds) {
@@ -258,6 +269,8 @@ void bind_collective(nb::module_& m) {
           nb::arg("what") = "aborted it", no_gil, "`what` that rank did, for the others.")
       .def("leave", &Communicator::leave, no_gil)
       .def("stats", &Communicator::stats, no_gil);
+  bind_reductions(communicator);
+  bind_moves(communicator);
   m.def("open_communicator", &open, nb::arg("job"), nb::arg("rank"), nb::arg("ranks"),
         nb::arg("timeout"), nb::arg("window_bytes"), nb::arg("arena_bytes"), nb::arg("directory"),
         nb::arg("table"), no_gil, "Waits for all ranks.");

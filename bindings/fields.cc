@@ -62,7 +62,7 @@ class PythonDecoder : public fields::Decoder {
   bindings::Held function_;
 };
 
-void bind_kinds(nb::module_& m) {
+void bind_codecs(nb::module_& m) {
   nb::enum_<fields::Scalar::Codec>(m, "ScalarCodec")
       .value("raw", fields::Scalar::Codec::raw)
       .value("decimal", fields::Scalar::Codec::decimal)
@@ -79,6 +79,52 @@ void bind_kinds(nb::module_& m) {
       .value("xywh", fields::Array::Meaning::xywh)
       .value("cxcywh", fields::Array::Meaning::cxcywh)
       .value("keypoints", fields::Array::Meaning::keypoints);
+}
+
+void bind_token_parts(nb::module_& m) {
+  nb::enum_<fields::Tokens::Part>(m, "TokenPart")
+      .value("ids", fields::Tokens::Part::ids)
+      .value("labels", fields::Tokens::Part::labels)
+      .value("positions", fields::Tokens::Part::positions)
+      .value("segments", fields::Tokens::Part::segments)
+      .value("lengths", fields::Tokens::Part::lengths);
+  auto tokens = nb::class_<fields::Tokens>(m, "TokensField", "A part of a unit of tokens.");
+  tokens.def(nb::init<>())
+      .def_rw("part", &fields::Tokens::part)
+      .def_prop_rw(
+          "stored", [](const fields::Tokens& t) { return std::string(fields::name_of(t.stored)); },
+          [](fields::Tokens& t, const std::string& name) { t.stored = type_named(name); })
+      .def_rw("length", &fields::Tokens::length)
+      .def_rw("pad", &fields::Tokens::pad)
+      .def_rw("ignored", &fields::Tokens::ignored)
+      .def_prop_rw(
+          "mask",
+          [](const fields::Tokens& t) -> std::optional<std::string> {
+            if (!t.mask) return std::nullopt;
+            return std::string(fields::name_of(*t.mask));
+          },
+          [](fields::Tokens& t, const std::string& name) { t.mask = type_named(name); })
+      .def_rw("vocabulary", &fields::Tokens::vocabulary);
+  bind_type(tokens);
+}
+
+void bind_custom(nb::module_& m) {
+  nb::class_<fields::Decoder>(m, "Decoder", "What decodes a kind of the user's own.");
+  m.def(
+      "python_decoder",
+      [](nb::callable function) -> std::shared_ptr<fields::Decoder> {
+        return std::make_shared<PythonDecoder>(std::move(function));
+      },
+      nb::arg("function"), "Decodes by a function: (bytes, draw) -> (shape, its bytes as uint8).");
+  auto custom = nb::class_<fields::Custom>(m, "CustomField", "What a Decoder gives.");
+  custom.def(nb::init<>())
+      .def_rw("shape", &fields::Custom::shape)
+      .def_rw("decoder", &fields::Custom::decoder);
+  bind_type(custom);
+}
+
+void bind_kinds(nb::module_& m) {
+  bind_codecs(m);
   nb::class_<fields::Image>(m, "ImageField", "An image that a pipeline decodes.")
       .def(nb::init<>())
       .def_rw("pipeline", &fields::Image::pipeline);
@@ -119,42 +165,8 @@ void bind_kinds(nb::module_& m) {
       .def_rw("rate", &fields::Audio::rate)
       .def_rw("frames", &fields::Audio::frames);
   bind_type(audio);
-  nb::enum_<fields::Tokens::Part>(m, "TokenPart")
-      .value("ids", fields::Tokens::Part::ids)
-      .value("labels", fields::Tokens::Part::labels)
-      .value("positions", fields::Tokens::Part::positions)
-      .value("segments", fields::Tokens::Part::segments)
-      .value("lengths", fields::Tokens::Part::lengths);
-  auto tokens = nb::class_<fields::Tokens>(m, "TokensField", "A part of a unit of tokens.");
-  tokens.def(nb::init<>())
-      .def_rw("part", &fields::Tokens::part)
-      .def_prop_rw(
-          "stored", [](const fields::Tokens& t) { return std::string(fields::name_of(t.stored)); },
-          [](fields::Tokens& t, const std::string& name) { t.stored = type_named(name); })
-      .def_rw("length", &fields::Tokens::length)
-      .def_rw("pad", &fields::Tokens::pad)
-      .def_rw("ignored", &fields::Tokens::ignored)
-      .def_prop_rw(
-          "mask",
-          [](const fields::Tokens& t) -> std::optional<std::string> {
-            if (!t.mask) return std::nullopt;
-            return std::string(fields::name_of(*t.mask));
-          },
-          [](fields::Tokens& t, const std::string& name) { t.mask = type_named(name); })
-      .def_rw("vocabulary", &fields::Tokens::vocabulary);
-  bind_type(tokens);
-  nb::class_<fields::Decoder>(m, "Decoder", "What decodes a kind of the user's own.");
-  m.def(
-      "python_decoder",
-      [](nb::callable function) -> std::shared_ptr<fields::Decoder> {
-        return std::make_shared<PythonDecoder>(std::move(function));
-      },
-      nb::arg("function"), "Decodes by a function: (bytes, draw) -> (shape, its bytes as uint8).");
-  auto custom = nb::class_<fields::Custom>(m, "CustomField", "What a Decoder gives.");
-  custom.def(nb::init<>())
-      .def_rw("shape", &fields::Custom::shape)
-      .def_rw("decoder", &fields::Custom::decoder);
-  bind_type(custom);
+  bind_token_parts(m);
+  bind_custom(m);
   m.def("images_of_units", fields::images_of_units, nb::arg("pipeline"));
   m.def("places_in_units", fields::places_in_units);
 }

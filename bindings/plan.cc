@@ -65,10 +65,7 @@ void bind_mixture(nb::module_& m) {
                    "Places of patterns that were worked out so far.");
 }
 
-}  // namespace
-
-void bind_plan(nb::module_& m) {
-  bind_mixture(m);
+void bind_job(nb::module_& m) {
   nb::enum_<plan::OrderKind>(m, "OrderKind")
       .value("torch", plan::OrderKind::torch)
       .value("keyed", plan::OrderKind::keyed)
@@ -141,7 +138,9 @@ void bind_plan(nb::module_& m) {
           [](plan::JobSpec& spec, const bindings::Ids& ids) {
             spec.user_order.assign(ids.data(), ids.data() + ids.size());
           });
+}
 
+void bind_orders(nb::module_& m) {
   m.def("validate", &plan::validate, nb::arg("spec"));
   m.def(
       "pass_of",
@@ -167,7 +166,7 @@ void bind_plan(nb::module_& m) {
       "The samples that may stand in for `bad`, in the order in which they are tried.");
   m.attr("STAND_IN_READS") = plan::StandIns::kReads;
   m.def("none_stands_in", &plan::none_stands_in, nb::arg("unusable"), nb::arg("tried"),
-        "What is told of a sample when none stands in its place.");
+        "The message for a sample when none stands in its place.");
   m.def("plan_fingerprint", &plan::fingerprint, nb::arg("spec"));
   m.def(
       "epoch_order",
@@ -186,6 +185,9 @@ void bind_plan(nb::module_& m) {
       },
       nb::arg("spec"), nb::arg("epoch"), nb::arg("rank"),
       "The samples of one rank in one epoch, and where each of its batches ends.");
+}
+
+void bind_places(nb::module_& m) {
   m.def(
       "node_access",
       [](const plan::JobSpec& spec, uint32_t first_rank, uint32_t ranks, uint32_t first_epoch) {
@@ -234,7 +236,15 @@ void bind_plan(nb::module_& m) {
         });
       },
       nb::arg("spec"), nb::arg("sizes"), nb::arg("capacity"), nb::arg("first_epoch") = 0);
+}
 
+}  // namespace
+
+void bind_plan(nb::module_& m) {
+  bind_mixture(m);
+  bind_job(m);
+  bind_orders(m);
+  bind_places(m);
   nb::class_<plan::KeyedPermutation>(m, "KeyedPermutation")
       .def(nb::init<uint64_t, uint64_t, uint32_t>(), nb::arg("n"), nb::arg("seed"),
            nb::arg("epoch"))

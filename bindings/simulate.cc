@@ -16,18 +16,18 @@ namespace {
 
 using Samples = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Megabytes = nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Engine = simulate::Result (*)(const simulate::Model&, const plan::JobSpec&,
-                                    std::span<const double>, const simulate::Decision&);
+using Simulation = simulate::Result (*)(const simulate::Model&, const plan::JobSpec&,
+                                        std::span<const double>, const simulate::Decision&);
 
 std::vector<uint32_t> to_vector(const Samples& samples) {
   return {samples.data(), samples.data() + samples.size()};
 }
 
-template <Engine engine>
+template <Simulation simulation>
 simulate::Result run(const simulate::Model& model, const plan::JobSpec& spec,
                      const Megabytes& sizes, const simulate::Decision& decision) {
   return bindings::without_gil([&] {
-    return engine(model, spec, {sizes.data(), sizes.size()}, decision);
+    return simulation(model, spec, {sizes.data(), sizes.size()}, decision);
   });
 }
 
@@ -52,7 +52,7 @@ void bind_model(nb::module_& m) {
   m.def("interpolate", &simulate::interpolate, nb::arg("curve"), nb::arg("at"), "Equation 4.1.");
 }
 
-void bind_layout(nb::module_& m) {
+void bind_decision(nb::module_& m) {
   nb::enum_<simulate::Loading>(m, "Loading")
       .value("perfect", simulate::Loading::perfect)
       .value("on_demand", simulate::Loading::on_demand)
@@ -105,6 +105,10 @@ void bind_layout(nb::module_& m) {
             return bindings::array_of(l.order.at(index));
           },
           nb::arg("index"));
+}
+
+void bind_layout(nb::module_& m) {
+  bind_decision(m);
   m.def(
       "keep_frequent",
       [](const plan::JobSpec& spec, const bindings::Ids& bytes,

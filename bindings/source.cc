@@ -1,4 +1,4 @@
-// Sources and what Python asks of them; factories list without the GIL.
+// Sources, and what Python reads of them. Factories release the GIL while they list files.
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -61,11 +61,7 @@ std::optional<source::SampleIndex> reuse(const std::string& root, const std::str
   return std::move(index).take();
 }
 
-}  // namespace
-
-void bind_source(nb::module_& m) {
-  m.def("uring_problem", &source::uring_problem,
-        "Why this process cannot have an io_uring; empty if it can.");
+void bind_any(nb::module_& m) {
   nb::class_<source::Source>(m, "Source", "A fixed list of samples (native/source/source.h).")
       .def("__len__", &source::Source::size)
       .def_prop_ro("sizes",
@@ -137,45 +133,9 @@ void bind_source(nb::module_& m) {
             }
           },
           nb::arg("sums"), "Takes checksums over where none is known; 0: not known.");
+}
 
-  nb::class_<source::FolderSource, source::Source>(m, "FolderSource")
-      .def_prop_ro("root", &source::FolderSource::root)
-      .def_prop_ro("classes", [](const source::FolderSource& s) { return s.listing().classes(); });
-
-  nb::class_<source::ViewSource, source::Source>(m, "ViewSource")
-      .def_prop_ro(
-          "numbers",
-          [](const source::ViewSource& s) {
-            std::vector<uint64_t> numbers(s.size());
-            for (uint64_t i = 0; i < s.size(); ++i) numbers[i] = s.number(i);
-            return bindings::array_of(std::move(numbers));
-          },
-          nb::rv_policy::automatic,
-          "The place of every sample among those of all parts, laid end to end.")
-      .def(
-          "origin",
-          [](const source::ViewSource& s, uint64_t sample) {
-            if (sample >= s.size()) throw nb::index_error();
-            return s.origin(sample);
-          },
-          nb::arg("sample"), "The part of a sample, and its number there.");
-
-  m.def(
-      "open_view",
-      [](const std::vector<std::shared_ptr<source::Source>>& sources,
-         const std::vector<int64_t>& label_offsets, const std::optional<bindings::Ids>& numbers) {
-        if (label_offsets.size() != sources.size()) {
-          throw Error(ErrorKind::usage, "there must be an offset of labels a part");
-        }
-        std::vector<source::ViewSource::Part> parts;
-        for (size_t i = 0; i < sources.size(); ++i) parts.push_back({sources[i], label_offsets[i]});
-        std::optional<std::span<const uint64_t>> chosen;
-        if (numbers) chosen = std::span(numbers->data(), numbers->size());
-        const nb::gil_scoped_release release;
-        return std::make_shared<source::ViewSource>(std::move(parts), chosen);
-      },
-      nb::arg("sources"), nb::arg("label_offsets"), nb::arg("numbers").none(),
-      "Samples of other sources, by their numbers when these are laid end to end; all if None.");
+void bind_folders(nb::module_& m) {
   m.def(
       "open_folder",
       [](const std::string& root, const std::string& index_path,
@@ -226,4 +186,55 @@ void bind_source(nb::module_& m) {
             root, source::list_files(root, paths, labels, threads));
       },
       nb::arg("root"), nb::arg("paths"), nb::arg("labels"), nb::arg("threads"));
+}
+
+void bind_views(nb::module_& m) {
+  nb::class_<source::ViewSource, source::Source>(m, "ViewSource")
+      .def_prop_ro(
+          "numbers",
+          [](const source::ViewSource& s) {
+            std::vector<uint64_t> numbers(s.size());
+            for (uint64_t i = 0; i < s.size(); ++i) numbers[i] = s.number(i);
+            return bindings::array_of(std::move(numbers));
+          },
+          nb::rv_policy::automatic,
+          "The place of every sample among those of all parts, laid end to end.")
+      .def(
+          "origin",
+          [](const source::ViewSource& s, uint64_t sample) {
+            if (sample >= s.size()) throw nb::index_error();
+            return s.origin(sample);
+          },
+          nb::arg("sample"), "The part of a sample, and its number there.");
+
+  m.def(
+      "open_view",
+      [](const std::vector<std::shared_ptr<source::Source>>& sources,
+         const std::vector<int64_t>& label_offsets, const std::optional<bindings::Ids>& numbers) {
+        if (label_offsets.size() != sources.size()) {
+          throw Error(ErrorKind::usage, "there must be an offset of labels a part");
+        }
+        std::vector<source::ViewSource::Part> parts;
+        for (size_t i = 0; i < sources.size(); ++i) parts.push_back({sources[i], label_offsets[i]});
+        std::optional<std::span<const uint64_t>> chosen;
+        if (numbers) chosen = std::span(numbers->data(), numbers->size());
+        const nb::gil_scoped_release release;
+        return std::make_shared<source::ViewSource>(std::move(parts), chosen);
+      },
+      nb::arg("sources"), nb::arg("label_offsets"), nb::arg("numbers").none(),
+      "Samples of other sources, by their numbers when these are laid end to end; all if None.");
+}
+
+}  // namespace
+
+void bind_source(nb::module_& m) {
+  m.def("uring_problem", &source::uring_problem,
+        "Why this process cannot have an io_uring; empty if it can.");
+  bind_any(m);
+  nb::class_<source::FolderSource, source::Source>(m, "FolderSource")
+      .def_prop_ro("root", &source::FolderSource::root)
+      .def_prop_ro("classes", [](const source::FolderSource& s) { return s.listing().classes(); });
+
+  bind_views(m);
+  bind_folders(m);
 }

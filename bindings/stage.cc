@@ -177,23 +177,7 @@ std::map<std::string, uint64_t> peer_counts(stage::Loader& loader) {
 
 std::string string_of(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
 
-void bind_configs(nb::module_& m) {
-  nb::enum_<stage::OnError>(m, "OnError")
-      .value("raise_", stage::OnError::raise)
-      .value("substitute", stage::OnError::substitute)
-      .value("report", stage::OnError::report);
-  nb::enum_<stage::Sharing>(m, "Sharing")
-      .value("push", stage::Sharing::push)
-      .value("owners_read", stage::Sharing::owners_read)
-      .value("hdmlp", stage::Sharing::hdmlp);
-  nb::enum_<source::ReaderKind>(m, "ReaderKind")
-      .value("auto", source::ReaderKind::automatic)
-      .value("pread", source::ReaderKind::pread)
-      .value("io_uring", source::ReaderKind::uring);
-  nb::enum_<tier::TierKind>(m, "TierKind")
-      .value("ram", tier::TierKind::ram)
-      .value("file", tier::TierKind::file);
-
+void bind_loader_config(nb::module_& m) {
   using stage::LoaderConfig;
   nb::class_<LoaderConfig>(m, "LoaderConfig", "What a loader does (native/stage/loader.h).")
       .def(nb::init<>())
@@ -232,6 +216,9 @@ void bind_configs(nb::module_& m) {
           nb::arg("take"),
           "`take` gives the memory of batches: (bytes) -> a uint8 array of so many. It is called "
           "from the stage's threads.");
+}
+
+void bind_nodes(nb::module_& m) {
   nb::class_<tier::TierSpec>(m, "TierSpec", "A storage class of a node.")
       .def(nb::init<tier::TierKind, uint64_t, std::string, bool, bool>(), nb::arg("kind"),
            nb::arg("capacity"), nb::arg("path"), nb::arg("keep"), nb::arg("modest"))
@@ -276,6 +263,128 @@ void bind_configs(nb::module_& m) {
           [](const ExchangeConfig& c) { return nb::bytes(c.secret.data(), c.secret.size()); },
           [](ExchangeConfig& c, const nb::bytes& secret) { c.secret = string_of(secret); })
       .def_rw("timeout", &ExchangeConfig::timeout);
+}
+
+void bind_configs(nb::module_& m) {
+  nb::enum_<stage::OnError>(m, "OnError")
+      .value("raise_", stage::OnError::raise)
+      .value("substitute", stage::OnError::substitute)
+      .value("report", stage::OnError::report);
+  nb::enum_<stage::Sharing>(m, "Sharing")
+      .value("push", stage::Sharing::push)
+      .value("owners_read", stage::Sharing::owners_read)
+      .value("hdmlp", stage::Sharing::hdmlp);
+  nb::enum_<source::ReaderKind>(m, "ReaderKind")
+      .value("auto", source::ReaderKind::automatic)
+      .value("pread", source::ReaderKind::pread)
+      .value("io_uring", source::ReaderKind::uring);
+  nb::enum_<tier::TierKind>(m, "TierKind")
+      .value("ram", tier::TierKind::ram)
+      .value("file", tier::TierKind::file);
+
+  bind_loader_config(m);
+  bind_nodes(m);
+}
+
+void bind_batch(nb::module_& m) {
+  nb::class_<PyBatch>(m, "Batch", "One local batch, as the stage hands it out.")
+      .def_prop_ro("epoch", [](const PyBatch& b) { return b.batch->position.epoch; })
+      .def_prop_ro("index", [](const PyBatch& b) { return b.batch->position.batch; })
+      .def("__len__", [](const PyBatch& b) { return b.batch->samples.size(); })
+      .def_prop_ro("data", &data_of, nb::rv_policy::automatic, "Raw bytes (total,).")
+      .def("output", &output_of, nb::arg("number"),
+           nb::sig("def output(self, number: int) -> typing.Any"),
+           "One output of the program: an array, or if it is ragged (values, offsets or lengths), "
+           "and "
+           "the shapes where more than the first dimension differs.")
+      .def_prop_ro(
+          "place",
+          [](const PyBatch& b) {
+            const auto& buffer = b.batch->buffer;
+            const auto address = reinterpret_cast<uintptr_t>(buffer ? buffer->data() : nullptr);
+            return std::make_tuple(address, b.batch->samples.size());
+          },
+          "The address of the arrays of the program, and the samples in them: the same pair, the "
+          "same "
+          "places.")
+      .def_prop_ro(
+          "mixture", [](const PyBatch& b) { return bindings::tuple_of(b.batch->mixture); },
+          "What the batch got: none, mixup or cutmix; how much of each sample is its own; the box "
+          "(x, "
+          "y, width, height).")
+      .def("texts", &texts_of, nb::arg("number"),
+           nb::sig("def texts(self, number: int) -> list[str]"), "The same of texts, as a list.")
+      .def_prop_ro("labels", &labels_of, nb::rv_policy::automatic,
+                   "Their own memory, or with labels_in_slab that of the batch.")
+      .def_prop_ro(
+          "samples", [](const PyBatch& b) { return bindings::array_of(b.batch->samples); },
+          nb::rv_policy::automatic)
+      .def_prop_ro(
+          "occurrences", [](const PyBatch& b) { return bindings::array_of(b.batch->occurrences); },
+          nb::rv_policy::automatic,
+          "How often the epoch had each sample before; empty where none comes again.")
+      .def_prop_ro(
+          "offsets", [](const PyBatch& b) { return bindings::array_of(b.batch->offsets); },
+          nb::rv_policy::automatic)
+      .def_prop_ro(
+          "lengths", [](const PyBatch& b) { return bindings::array_of(b.batch->lengths); },
+          nb::rv_policy::automatic)
+      .def_prop_ro(
+          "failures",
+          [](const PyBatch& b) {
+            std::vector<std::tuple<uint64_t, std::string>> out;
+            for (const auto& f : b.batch->failures) out.emplace_back(f.place, f.reason);
+            return out;
+          },
+          "(place, reason) of samples that on_error=\"report\" left empty.")
+      .def_prop_ro("queue", [](const PyBatch& b) { return b.batch->queue; })
+      .def(
+          "release",
+          [](PyBatch& b) {
+            b.batch->buffer.reset();
+            b.batch->tail.reset();
+          },
+          "Gives the memory back, once no array is over it; its outputs are then gone.");
+}
+
+void bind_loader(nb::module_& m) {
+  nb::class_<PyLoader>(m, "Loader", "The staging buffer of one rank (native/stage/loader.h).")
+      .def(
+          "__init__",
+          [](PyLoader* self, const stage::LoaderConfig& config, const stage::NodeSpec& node,
+             const peer::ExchangeConfig& peers, bindings::PyTransport* transport) {
+            stage::LoaderConfig attached = bindings::without_gil([&] {
+              return stage::attach(config, node, peers, transport ? transport->take() : nullptr);
+            });
+            attached.while_starting = [](const std::function<void()>& start) {
+              const nb::gil_scoped_acquire gil;  // Python changes the environment with it
+              start();
+            };
+            new (self) PyLoader(std::move(attached));
+          },
+          nb::arg("config"), nb::arg("node"), nb::arg("peers"), nb::arg("transport").none(),
+          "`transport` is None where samples do not travel between nodes.")
+      .def("next", &next, "The next batch; waits for it with the GIL released.")
+      .def("next_soon", &next_soon, "The same, or None after a tenth of a second.")
+      .def(
+          "seek",
+          [](const PyLoader& l, uint32_t epoch, uint64_t batch) {
+            l.with([&](stage::Loader& loader) { loader.seek({epoch, batch}); });
+          },
+          nb::arg("epoch"), nb::arg("batch"))
+      .def_prop_ro("position",
+                   [](const PyLoader& l) {
+                     const stage::Position position =
+                         l.with([](stage::Loader& loader) { return loader.position(); });
+                     return std::make_tuple(position.epoch, position.batch);
+                   })
+      .def("close", &PyLoader::close)
+      .def_prop_ro(
+          "peers",
+          [](const PyLoader& l) {
+            return l.with([](stage::Loader& loader) { return peer_counts(loader); });
+          },
+          "What was exchanged with other nodes (native/peer/exchange.h); {} on one node.");
 }
 
 }  // namespace
@@ -341,102 +450,8 @@ void bind_record(nb::module_& m) {
 
 void bind_stage(nb::module_& m) {
   bind_configs(m);
-  nb::class_<PyBatch>(m, "Batch", "One local batch, as the stage hands it out.")
-      .def_prop_ro("epoch", [](const PyBatch& b) { return b.batch->position.epoch; })
-      .def_prop_ro("index", [](const PyBatch& b) { return b.batch->position.batch; })
-      .def("__len__", [](const PyBatch& b) { return b.batch->samples.size(); })
-      .def_prop_ro("data", &data_of, nb::rv_policy::automatic, "Raw bytes (total,).")
-      .def("output", &output_of, nb::arg("number"),
-           nb::sig("def output(self, number: int) -> typing.Any"),
-           "One output of the program: an array, or if it is ragged (values, offsets or lengths), "
-           "and "
-           "the shapes where more than the first dimension differs.")
-      .def_prop_ro(
-          "place",
-          [](const PyBatch& b) {
-            const auto& buffer = b.batch->buffer;
-            const auto address = reinterpret_cast<uintptr_t>(buffer ? buffer->data() : nullptr);
-            return std::make_tuple(address, b.batch->samples.size());
-          },
-          "The address of the arrays of the program, and the samples in them: the same pair, the "
-          "same "
-          "places.")
-      .def_prop_ro(
-          "mixture", [](const PyBatch& b) { return bindings::tuple_of(b.batch->mixture); },
-          "What the batch got: none, mixup or cutmix; how much of each sample is its own; the box "
-          "(x, "
-          "y, width, height).")
-      .def("texts", &texts_of, nb::arg("number"),
-           nb::sig("def texts(self, number: int) -> list[str]"), "The same of texts, as a list.")
-      .def_prop_ro("labels", &labels_of, nb::rv_policy::automatic,
-                   "Their own memory, or with labels_in_slab that of the batch.")
-      .def_prop_ro(
-          "samples", [](const PyBatch& b) { return bindings::array_of(b.batch->samples); },
-          nb::rv_policy::automatic)
-      .def_prop_ro(
-          "occurrences", [](const PyBatch& b) { return bindings::array_of(b.batch->occurrences); },
-          nb::rv_policy::automatic,
-          "How often the epoch had each sample before; empty where none comes again.")
-      .def_prop_ro(
-          "offsets", [](const PyBatch& b) { return bindings::array_of(b.batch->offsets); },
-          nb::rv_policy::automatic)
-      .def_prop_ro(
-          "lengths", [](const PyBatch& b) { return bindings::array_of(b.batch->lengths); },
-          nb::rv_policy::automatic)
-      .def_prop_ro(
-          "failures",
-          [](const PyBatch& b) {
-            std::vector<std::tuple<uint64_t, std::string>> out;
-            for (const auto& f : b.batch->failures) out.emplace_back(f.place, f.reason);
-            return out;
-          },
-          "(place, reason) of samples that on_error=\"report\" left empty.")
-      .def_prop_ro("queue", [](const PyBatch& b) { return b.batch->queue; })
-      .def(
-          "release",
-          [](PyBatch& b) {
-            b.batch->buffer.reset();
-            b.batch->tail.reset();
-          },
-          "Gives the memory back, once no array is over it; its outputs are then gone.");
-
+  bind_batch(m);
   bind_unpack_one(m);
   bind_record(m);
-  nb::class_<PyLoader>(m, "Loader", "The staging buffer of one rank (native/stage/loader.h).")
-      .def(
-          "__init__",
-          [](PyLoader* self, const stage::LoaderConfig& config, const stage::NodeSpec& node,
-             const peer::ExchangeConfig& peers, bindings::PyTransport* transport) {
-            stage::LoaderConfig attached = bindings::without_gil([&] {
-              return stage::attach(config, node, peers, transport ? transport->take() : nullptr);
-            });
-            attached.while_starting = [](const std::function<void()>& start) {
-              const nb::gil_scoped_acquire gil;  // Python changes the environment with it
-              start();
-            };
-            new (self) PyLoader(std::move(attached));
-          },
-          nb::arg("config"), nb::arg("node"), nb::arg("peers"), nb::arg("transport").none(),
-          "`transport` is None where samples do not travel between nodes.")
-      .def("next", &next, "The next batch; waits for it with the GIL released.")
-      .def("next_soon", &next_soon, "The same, or None after a tenth of a second.")
-      .def(
-          "seek",
-          [](const PyLoader& l, uint32_t epoch, uint64_t batch) {
-            l.with([&](stage::Loader& loader) { loader.seek({epoch, batch}); });
-          },
-          nb::arg("epoch"), nb::arg("batch"))
-      .def_prop_ro("position",
-                   [](const PyLoader& l) {
-                     const stage::Position position =
-                         l.with([](stage::Loader& loader) { return loader.position(); });
-                     return std::make_tuple(position.epoch, position.batch);
-                   })
-      .def("close", &PyLoader::close)
-      .def_prop_ro(
-          "peers",
-          [](const PyLoader& l) {
-            return l.with([](stage::Loader& loader) { return peer_counts(loader); });
-          },
-          "What was exchanged with other nodes (native/peer/exchange.h); {} on one node.");
+  bind_loader(m);
 }

@@ -113,47 +113,7 @@ std::pair<tokens::Index, std::shared_ptr<NodeOnce>> index_once(const std::string
   return {*std::move(made), std::move(once)};
 }
 
-void bind_index(nb::module_& m) {
-  nb::class_<tokens::Index>(m, "TokenIndex", "Extents and documents (native/tokens/stream.h).")
-      .def_ro("stamp", &tokens::Index::stamp)
-      .def_prop_ro("paths",
-                   [](const tokens::Index& index) {
-                     std::vector<std::string> paths;
-                     for (const auto& f : index.files) paths.push_back(f.path);
-                     return paths;
-                   })
-      .def_prop_ro(
-          "sizes",
-          [](const tokens::Index& index) {
-            std::vector<uint64_t> sizes;
-            for (const auto& f : index.files) sizes.push_back(f.size);
-            return array_of(std::move(sizes));
-          },
-          nb::rv_policy::automatic)
-      .def_prop_ro(
-          "times",
-          [](const tokens::Index& index) {
-            std::vector<int64_t> times;
-            for (const auto& f : index.files) times.push_back(f.mtime_ns);
-            return array_of(std::move(times));
-          },
-          nb::rv_policy::automatic)
-      .def(
-          "divided_as",
-          [](const tokens::Index& index, const StreamPtr& other) {
-            tokens::Index made = index;
-            made.documents = other->index().documents;
-            return made;
-          },
-          nb::arg("other"), "The same extents with the documents of another stream.")
-      .def(
-          "store",
-          [](const tokens::Index& index, const std::string& path) {
-            const auto bytes = tokens::serialize_index(index);
-            return std::pair{source::store_index(path, bytes), bytes.size()};
-          },
-          nb::arg("path"), nb::call_guard<nb::gil_scoped_release>(),
-          "Writes the stored form; (0 or -errno, bytes).");
+void bind_scans(nb::module_& m) {
   m.def(
       "load_tokens",
       [](const std::string& path) {
@@ -203,6 +163,50 @@ void bind_index(nb::module_& m) {
       "Documents end with the id `end`, if any, and with their extent; reads all ids once.");
 }
 
+void bind_index(nb::module_& m) {
+  nb::class_<tokens::Index>(m, "TokenIndex", "Extents and documents (native/tokens/stream.h).")
+      .def_ro("stamp", &tokens::Index::stamp)
+      .def_prop_ro("paths",
+                   [](const tokens::Index& index) {
+                     std::vector<std::string> paths;
+                     for (const auto& f : index.files) paths.push_back(f.path);
+                     return paths;
+                   })
+      .def_prop_ro(
+          "sizes",
+          [](const tokens::Index& index) {
+            std::vector<uint64_t> sizes;
+            for (const auto& f : index.files) sizes.push_back(f.size);
+            return array_of(std::move(sizes));
+          },
+          nb::rv_policy::automatic)
+      .def_prop_ro(
+          "times",
+          [](const tokens::Index& index) {
+            std::vector<int64_t> times;
+            for (const auto& f : index.files) times.push_back(f.mtime_ns);
+            return array_of(std::move(times));
+          },
+          nb::rv_policy::automatic)
+      .def(
+          "divided_as",
+          [](const tokens::Index& index, const StreamPtr& other) {
+            tokens::Index made = index;
+            made.documents = other->index().documents;
+            return made;
+          },
+          nb::arg("other"), "The same extents with the documents of another stream.")
+      .def(
+          "store",
+          [](const tokens::Index& index, const std::string& path) {
+            const auto bytes = tokens::serialize_index(index);
+            return std::pair{source::store_index(path, bytes), bytes.size()};
+          },
+          nb::arg("path"), nb::call_guard<nb::gil_scoped_release>(),
+          "Writes the stored form; (0 or -errno, bytes).");
+  bind_scans(m);
+}
+
 void bind_stream(nb::module_& m) {
   using tokens::Stream;
   nb::class_<Stream>(m, "TokenStream", "Ids of files as one stream (native/tokens/stream.h).")
@@ -249,11 +253,7 @@ void bind_stream(nb::module_& m) {
           nb::arg("begin"), nb::arg("count"), "The bytes of these ids.", nb::rv_policy::automatic);
 }
 
-}  // namespace
-
-void bind_tokens(nb::module_& m) {
-  bind_index(m);
-  bind_stream(m);
+void bind_units(nb::module_& m) {
   using tokens::UnitSource;
   auto units = nb::class_<UnitSource, source::Source>(m, "UnitSource");
   units.def(
@@ -287,6 +287,10 @@ void bind_tokens(nb::module_& m) {
         return packed ? packed->waste() : 0.0;
       },
       "The share of positions of packed units that no token takes.");
+}
+
+void bind_makers(nb::module_& m) {
+  using tokens::UnitSource;
   m.def(
       "token_units_like",
       [](const std::shared_ptr<UnitSource>& like, const StreamPtr& stream, int64_t id, bool mask) {
@@ -346,6 +350,10 @@ void bind_tokens(nb::module_& m) {
       nb::arg("stream"), nb::arg("capacity"), nb::arg("packing"), nb::arg("longer"),
       nb::arg("seed"), nb::arg("overlap"), nb::arg("fields"),
       nb::call_guard<nb::gil_scoped_release>());
+}
+
+void bind_interleaved(nb::module_& m) {
+  using tokens::UnitSource;
   m.def(
       "token_places",
       [](const StreamPtr& stream, const tokens::Index& ended, uint64_t id, unsigned threads) {
@@ -397,4 +405,14 @@ void bind_tokens(nb::module_& m) {
       nb::arg("id"), nb::arg("capacity"), nb::arg("seed"),
       "Whole documents packed by `lengths`, those of length 0 left out, or if there are `begins` "
       "their pieces; each place is so many ids.");
+}
+
+}  // namespace
+
+void bind_tokens(nb::module_& m) {
+  bind_index(m);
+  bind_stream(m);
+  bind_units(m);
+  bind_makers(m);
+  bind_interleaved(m);
 }

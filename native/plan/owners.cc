@@ -99,20 +99,44 @@ struct Best {
   uint32_t node = kNoOwner;
 };
 
+// Counts how often each node reads one sample.
 template <typename Node>
-Ownership choose(const JobSpec& spec, std::span<const uint64_t> sizes, const Nodes& job_nodes,
-                 uint32_t first_epoch) {
-  const auto nodes = static_cast<uint32_t>(job_nodes.capacity.size());
-  const uint64_t count = spec.samples;
-  const uint32_t epochs = spec.epochs;
-  Readers<Node> readers = collect<Node>(spec, job_nodes.of_rank, first_epoch);
-  const auto is_missing = [&](uint64_t s, uint32_t epoch) {
-    return !readers.missing.empty() && readers.missing[uint64_t{epoch} * count + s];
-  };
+class ReadCounts {
+ public:
+  ReadCounts(const Readers<Node>& readers, uint64_t samples, uint32_t nodes, uint32_t epochs)
+      : readers_(readers), samples_(samples), epochs_(epochs), counts_(nodes, 0) {}
 
-  // The node that reads each sample most often; of several, the one that reads it first.
+  // The node that reads the sample most often and for which `has_room` is true; of several, the one
+  // that reads it first. `of_epoch(e)` is the node that reads it in epoch e.
+  template <typename OfEpoch, typename HasRoom>
+  Best best(uint64_t sample, OfEpoch of_epoch, HasRoom has_room) {
+    for (uint32_t e = 0; e < epochs_; ++e) {
+      if (!is_missing(sample, e)) ++counts_[of_epoch(e)];
+    }
+    Best found;
+    for (uint32_t e = 0; e < epochs_; ++e) {
+      const Node node = of_epoch(e);
+      if (counts_[node] > found.count && has_room(node)) found = {counts_[node], node};
+    }
+    for (uint32_t e = 0; e < epochs_; ++e) counts_[of_epoch(e)] = 0;
+    return found;
+  }
+
+ private:
+  bool is_missing(uint64_t sample, uint32_t epoch) const {
+    return !readers_.missing.empty() && readers_.missing[uint64_t{epoch} * samples_ + sample];
+  }
+
+  const Readers<Node>& readers_;
+  const uint64_t samples_;
+  const uint32_t epochs_;
+  std::vector<uint16_t> counts_;
+};
+
+template <typename Node>
+std::vector<Best> most_frequent(const Readers<Node>& readers, ReadCounts<Node>& counts,
+                                uint64_t count, uint32_t epochs) {
   std::vector<Best> best(count);
-  std::vector<uint16_t> counts(nodes, 0);
   std::vector<Node> block(kBlock * epochs);
   for (uint64_t begin = 0; begin < count; begin += kBlock) {
     const uint64_t size = std::min(kBlock, count - begin);
@@ -122,47 +146,50 @@ Ownership choose(const JobSpec& spec, std::span<const uint64_t> sizes, const Nod
     }
     for (uint64_t i = 0; i < size; ++i) {
       const Node* mine = &block[i * epochs];
-      for (uint32_t e = 0; e < epochs; ++e) {
-        if (!is_missing(begin + i, e)) ++counts[mine[e]];
-      }
-      for (uint32_t e = 0; e < epochs; ++e) {
-        if (counts[mine[e]] > best[begin + i].count) best[begin + i] = {counts[mine[e]], mine[e]};
-      }
-      for (uint32_t e = 0; e < epochs; ++e) counts[mine[e]] = 0;
+      best[begin + i] = counts.best(
+          begin + i, [&](uint32_t e) { return mine[e]; }, [](Node) { return true; });
     }
   }
+  return best;
+}
 
-  // Highest frequency first, then first access: one number, so that sorting touches nothing else.
+// Samples that are read, those of the highest frequency first, then by first access. The key is one
+// number, so that sorting touches nothing else.
+std::vector<std::pair<uint64_t, uint32_t>> by_frequency(std::span<const Best> best,
+                                                        std::span<const uint64_t> first_access) {
   std::vector<std::pair<uint64_t, uint32_t>> ranked;
-  ranked.reserve(count);
-  for (SampleId s = 0; s < count; ++s) {
+  ranked.reserve(best.size());
+  for (SampleId s = 0; s < best.size(); ++s) {
     if (best[s].count == 0) continue;
     const uint64_t frequency = std::min<uint32_t>(best[s].count, 0xffff);
-    ranked.emplace_back(((0xffff - frequency) << 48) | (readers.ever[s] & 0xffffffffffff),
+    ranked.emplace_back(((0xffff - frequency) << 48) | (first_access[s] & 0xffffffffffff),
                         static_cast<uint32_t>(s));
   }
   std::sort(ranked.begin(), ranked.end());
+  return ranked;
+}
+
+template <typename Node>
+Ownership choose(const JobSpec& spec, std::span<const uint64_t> sizes, const Nodes& job_nodes,
+                 uint32_t first_epoch) {
+  const auto nodes = static_cast<uint32_t>(job_nodes.capacity.size());
+  const uint64_t count = spec.samples;
+  Readers<Node> readers = collect<Node>(spec, job_nodes.of_rank, first_epoch);
+  ReadCounts<Node> counts(readers, count, nodes, spec.epochs);
+  const std::vector<Best> best = most_frequent(readers, counts, count, spec.epochs);
 
   std::vector<uint64_t> left = job_nodes.capacity;
   Ownership ownership;
-  std::vector<uint32_t>& owner = ownership.owner;
-  owner.assign(count, kNoOwner);
+  ownership.owner.assign(count, kNoOwner);
   uint32_t roomiest = 0;  // where the search for any room goes on
-  for (const auto& [key, s] : ranked) {
+  for (const auto& [key, s] : by_frequency(best, readers.ever)) {
     uint32_t chosen = left[best[s].node] >= sizes[s] ? best[s].node : kNoOwner;
     if (chosen == kNoOwner) {
-      uint32_t most = 0;
-      for (uint32_t e = 0; e < epochs; ++e) {
-        if (!is_missing(s, e)) ++counts[readers.rows[uint64_t{e} * count + s]];
-      }
-      for (uint32_t e = 0; e < epochs; ++e) {
-        const Node node = readers.rows[uint64_t{e} * count + s];
-        if (counts[node] > most && left[node] >= sizes[s]) {
-          chosen = node;
-          most = counts[node];
-        }
-      }
-      for (uint32_t e = 0; e < epochs; ++e) counts[readers.rows[uint64_t{e} * count + s]] = 0;
+      chosen = counts
+                   .best(
+                       s, [&, s = s](uint32_t e) { return readers.rows[uint64_t{e} * count + s]; },
+                       [&, s = s](Node node) { return left[node] >= sizes[s]; })
+                   .node;
     }
     for (uint32_t tried = 0; chosen == kNoOwner && tried < nodes; ++tried) {
       if (left[roomiest] >= sizes[s]) {
@@ -172,7 +199,7 @@ Ownership choose(const JobSpec& spec, std::span<const uint64_t> sizes, const Nod
       }
     }
     if (chosen == kNoOwner) continue;
-    owner[s] = chosen;
+    ownership.owner[s] = chosen;
     left[chosen] -= sizes[s];
   }
 

@@ -1,7 +1,7 @@
 // Access counts of a node, and the greedy placement that follows from them.
 //
 // place() works in two steps. First it keeps residents: samples that a tier holds from an earlier
-// job stay where they are if they are still wanted. Then it goes through the tiers, fastest first.
+// job stay where they are if they are still needed. Then it goes through the tiers, fastest first.
 // A tier takes the samples of the highest access frequency that fit into its free bytes; these are
 // then laid out in the order of first access, each in the first gap that is large enough. Samples
 // that a tier does not take go on to the next one.
@@ -82,62 +82,59 @@ std::vector<Gap> gaps_between(std::vector<Gap> taken, uint64_t capacity) {
   return gaps;
 }
 
-}  // namespace
+// Fills one placement, tier by tier.
+class PlacementBuilder {
+ public:
+  PlacementBuilder(std::span<const uint64_t> sizes, const NodeAccess& access,
+                   std::span<const TierShape> tiers)
+      : sizes_(sizes), access_(access), tiers_(tiers), gaps_(tiers.size()) {
+    placement_.tier.assign(sizes.size(), kNoTier);
+    placement_.offset.assign(sizes.size(), 0);
+    placement_.used.assign(tiers.size(), 0);
+    placement_.fill.resize(tiers.size());
+  }
 
-Placement place(std::span<const uint64_t> sizes, const NodeAccess& access,
-                std::span<const TierShape> tiers, std::span<const std::vector<Resident>> resident) {
-  const uint64_t count = sizes.size();
-  Placement placement;
-  placement.tier.assign(count, kNoTier);
-  placement.offset.assign(count, 0);
-  placement.used.assign(tiers.size(), 0);
-  placement.fill.resize(tiers.size());
-  const auto earlier = [&](SampleId a, SampleId b) {
-    return access.first_access[a] != access.first_access[b]
-               ? access.first_access[a] < access.first_access[b]
-               : a < b;
-  };
-  const auto enter = [&](SampleId s, size_t t, uint64_t offset, uint64_t record) {
-    placement.tier[s] = static_cast<uint8_t>(t);
-    placement.offset[s] = offset;
-    placement.used[t] += record;
-    placement.fill[t].push_back(s);
-  };
-
-  std::vector<std::vector<Gap>> gaps(tiers.size());
-  for (size_t t = 0; t < tiers.size(); ++t) {
+  // Samples of an earlier job that are still needed stay where they are.
+  void keep(size_t t, std::span<const Resident> resident) {
     std::vector<Gap> taken;
-    if (t < resident.size()) {
-      for (const Resident& r : resident[t]) {
-        if (r.sample >= count || access.frequency[r.sample] == 0 ||
-            placement.tier[r.sample] != kNoTier) {
-          continue;
-        }
-        const uint64_t record = sizes[r.sample] + tiers[t].overhead;
-        if (r.offset > tiers[t].capacity || record > tiers[t].capacity - r.offset) continue;
-        enter(r.sample, t, r.offset, record);
-        taken.push_back({r.offset, r.offset + record});
+    for (const Resident& r : resident) {
+      if (r.sample >= sizes_.size() || access_.frequency[r.sample] == 0 ||
+          placement_.tier[r.sample] != kNoTier) {
+        continue;
       }
+      const uint64_t record = sizes_[r.sample] + tiers_[t].overhead;
+      if (r.offset > tiers_[t].capacity || record > tiers_[t].capacity - r.offset) continue;
+      enter(r.sample, t, r.offset, record);
+      taken.push_back({r.offset, r.offset + record});
     }
-    gaps[t] = gaps_between(std::move(taken), tiers[t].capacity);
+    gaps_[t] = gaps_between(std::move(taken), tiers_[t].capacity);
   }
 
-  std::vector<SampleId> ranked;
-  ranked.reserve(count);
-  for (SampleId s = 0; s < count; ++s) {
-    if (access.frequency[s] > 0 && placement.tier[s] == kNoTier) ranked.push_back(s);
+  // Samples that are read and have no place yet, the most frequently read first.
+  std::vector<SampleId> ranked() const {
+    std::vector<SampleId> samples;
+    samples.reserve(sizes_.size());
+    for (SampleId s = 0; s < sizes_.size(); ++s) {
+      if (access_.frequency[s] > 0 && placement_.tier[s] == kNoTier) samples.push_back(s);
+    }
+    std::sort(samples.begin(), samples.end(), [&](SampleId a, SampleId b) {
+      return access_.frequency[a] != access_.frequency[b]
+                 ? access_.frequency[a] > access_.frequency[b]
+                 : is_earlier(a, b);
+    });
+    return samples;
   }
-  std::sort(ranked.begin(), ranked.end(), [&](SampleId a, SampleId b) {
-    return access.frequency[a] != access.frequency[b] ? access.frequency[a] > access.frequency[b]
-                                                      : earlier(a, b);
-  });
-  for (size_t t = 0; t < tiers.size(); ++t) {
-    const bool fragmented = gaps[t].size() > 1;
+
+  // Takes the first of `ranked` that fit, and returns the others.
+  std::vector<SampleId> fill(size_t t, std::span<const SampleId> ranked) {
+    const auto earlier = [&](SampleId a, SampleId b) { return is_earlier(a, b); };
+    std::vector<Gap>& gaps = gaps_[t];
+    const bool fragmented = gaps.size() > 1;
     std::vector<SampleId> chosen, passed;
     uint64_t left = 0;
-    for (const Gap& g : gaps[t]) left += g.end - g.begin;
+    for (const Gap& g : gaps) left += g.end - g.begin;
     for (const SampleId s : ranked) {
-      const uint64_t record = sizes[s] + tiers[t].overhead;
+      const uint64_t record = sizes_[s] + tiers_[t].overhead;
       if (record <= left) {
         left -= record;
         chosen.push_back(s);
@@ -150,22 +147,55 @@ Placement place(std::span<const uint64_t> sizes, const NodeAccess& access,
     std::sort(chosen.begin(), chosen.end(), earlier);
     size_t open = 0;
     for (const SampleId s : chosen) {
-      const uint64_t record = sizes[s] + tiers[t].overhead;
-      while (fragmented && open < gaps[t].size() && gaps[t][open].begin == gaps[t][open].end)
-        ++open;
+      const uint64_t record = sizes_[s] + tiers_[t].overhead;
+      while (fragmented && open < gaps.size() && gaps[open].begin == gaps[open].end) ++open;
       size_t g = open;
-      while (g < gaps[t].size() && gaps[t][g].end - gaps[t][g].begin < record) ++g;
-      if (g == gaps[t].size()) {
+      while (g < gaps.size() && gaps[g].end - gaps[g].begin < record) ++g;
+      if (g == gaps.size()) {
         passed.push_back(s);
         continue;
       }
-      enter(s, t, gaps[t][g].begin, record);
-      gaps[t][g].begin += record;
+      enter(s, t, gaps[g].begin, record);
+      gaps[g].begin += record;
     }
-    std::sort(placement.fill[t].begin(), placement.fill[t].end(), earlier);
-    ranked = std::move(passed);
+    std::sort(placement_.fill[t].begin(), placement_.fill[t].end(), earlier);
+    return passed;
   }
-  return placement;
+
+  Placement take() { return std::move(placement_); }
+
+ private:
+  bool is_earlier(SampleId a, SampleId b) const {
+    return access_.first_access[a] != access_.first_access[b]
+               ? access_.first_access[a] < access_.first_access[b]
+               : a < b;
+  }
+  void enter(SampleId s, size_t t, uint64_t offset, uint64_t record) {
+    placement_.tier[s] = static_cast<uint8_t>(t);
+    placement_.offset[s] = offset;
+    placement_.used[t] += record;
+    placement_.fill[t].push_back(s);
+  }
+
+  const std::span<const uint64_t> sizes_;
+  const NodeAccess& access_;
+  const std::span<const TierShape> tiers_;
+  std::vector<std::vector<Gap>> gaps_;  // of each tier
+  Placement placement_;
+};
+
+}  // namespace
+
+Placement place(std::span<const uint64_t> sizes, const NodeAccess& access,
+                std::span<const TierShape> tiers, std::span<const std::vector<Resident>> resident) {
+  PlacementBuilder placer(sizes, access, tiers);
+  for (size_t t = 0; t < tiers.size(); ++t) {
+    placer.keep(t, t < resident.size() ? std::span<const Resident>(resident[t])
+                                       : std::span<const Resident>());
+  }
+  std::vector<SampleId> ranked = placer.ranked();
+  for (size_t t = 0; t < tiers.size(); ++t) ranked = placer.fill(t, ranked);
+  return placer.take();
 }
 
 }  // namespace nostall::plan
