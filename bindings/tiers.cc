@@ -91,7 +91,7 @@ nb::list read_all(stage::NodeReader& reader, const std::vector<uint64_t>& sample
     const nb::object bytes =
         nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size)));
     if (!bytes.is_valid()) throw nb::python_error();
-    // Nothing else knows the object until it is filled.
+    // Nothing else refers to the object until it is filled.
     into.emplace_back(reinterpret_cast<std::byte*>(PyBytes_AsString(bytes.ptr())), size);
     out.append(bytes);
   }

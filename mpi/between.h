@@ -9,7 +9,7 @@
 // program (MPIX_Comm_revoke), ends on all: the rank that ended it notifies those of the other nodes
 // by a message on CommunicatorState::notices, for which a rank looks at the beginning of each call
 // and, every few milliseconds, while it waits. No fault tolerance of the MPI is needed for that;
-// where the MPI itself knows that the communicator was revoked, it is asked too.
+// if the MPI has its own flag for a revoked communicator, that is read too.
 // Thread-safety: as calls of the MPI on one communicator, but for notify_other_nodes.
 #pragma once
 

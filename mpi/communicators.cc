@@ -34,7 +34,7 @@ Registry& registry() {
   return one;
 }
 
-// Counts communicators that ended: what a thread remembers of one is good for one count only, for
+// Counts communicators that ended: what a thread has cached of one is valid for one count only, for
 // handles are used again.
 std::atomic<uint64_t>& endings() {
   static std::atomic<uint64_t> count{1};
@@ -117,7 +117,7 @@ void progress(CommunicatorState& state) {
   PMPI_Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, MPI_COMM_SELF, &flag, MPI_STATUS_IGNORE);
 }
 
-// The ranks of `comm` that share memory, or null if the MPI cannot tell; NOSTALL_NODE lets one
+// The ranks of `comm` that share memory, or null if the MPI does not say; NOSTALL_NODE lets one
 // machine stand for several.
 MPI_Comm split_by_node(MPI_Comm comm, int rank) {
   MPI_Comm node = MPI_COMM_NULL;

@@ -67,7 +67,7 @@ void* buffer_of(void* buffer) {
   return bottom.is(buffer) ? MPI_BOTTOM : buffer;
 }
 
-// Whether the program wants to know nothing of what ended.
+// Whether the program ignores the statuses.
 bool ignored(const Fint* status) {
   static const Sentinel one({"mpi_fortran_status_ignore_", "mpi_fortran_status_ignore",
                              "mpi_fortran_status_ignore__", "MPI_FORTRAN_STATUS_IGNORE"});

@@ -41,7 +41,7 @@ struct CommunicatorState {
   uint32_t id = 0;    // in the order of first use on this rank
   uint64_t name = 0;  // the same on all its ranks, different for any other
   Fallback passed = Fallback::no;
-  bool recorded = false;                           // the profile knows it
+  bool recorded = false;                           // it is in the profile
   std::unique_ptr<collective::Communicator> node;  // its ranks on this node
   std::shared_ptr<Queue> queue;                    // of nonblocking calls; at the first one
   int64_t timeout_ns = 0;                          // its timeout

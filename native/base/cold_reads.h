@@ -7,12 +7,12 @@
 
 namespace nostall {
 
-// Reads that come from memory gain nothing by others beside them. So a reader begins with one at a
-// time, and says how long each took.
+// Reads from memory gain nothing by others beside them. So a reader begins with one at a time, and
+// records how long each took.
 class ColdReads {
  public:
   // Whether the next reads should go side by side. While they do, one answer in kProbeEvery is no,
-  // to see whether the files have come into memory.
+  // to measure whether the files are in memory now.
   bool many() noexcept { return cold() && ++since_probe_ % kProbeEvery != 0; }
   // What one read took by itself.
   void took(uint64_t bytes, int64_t nanoseconds) noexcept {

@@ -3,7 +3,7 @@
 // Each process that has the files listens at a name of its own, for processes of its user. A
 // process that joins finds one that is alive and receives its descriptors. The names are abstract
 // sockets, which the kernel removes with the process, however it ends: nothing is left in a file
-// system, and no file can be planted. The kernel tells when another user has taken a name; then the
+// system, and no file can be planted. If the kernel says that another user has taken a name, the
 // next of a few names is used. Processes of one node must share a network namespace. Thread-safety:
 // a Handover belongs to one thread. A forked child may only destroy its copy.
 #pragma once

@@ -1,9 +1,9 @@
 // base/node_once.h - what all processes of a user on a node would make alike, made by one of them.
 //
-// The first process that wants what a key names makes it, as files without names, and gives these to
-// the others for as long as its NodeOnce lives. Those that want it meanwhile wait; when the process
-// that makes it ends, however it ends, the next one does. Processes that cannot find each other make
-// it each for itself. Thread-safety: a NodeOnce belongs to one thread.
+// The first process that needs what a key names makes it, as files without names, and passes these to
+// the others for as long as its NodeOnce lives. The others wait meanwhile. If the process that makes
+// it ends, however it ends, the next one makes it. Processes that cannot find each other make it each
+// for itself. Thread-safety: a NodeOnce belongs to one thread.
 #pragma once
 
 #include <chrono>

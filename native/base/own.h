@@ -31,7 +31,7 @@ Result<Descriptor> reopen(int fd);
 // In children that this process forks from now on, the descriptor is closed; until it is forgotten.
 // Async-signal-safe in the child. Beyond 256 descriptors a child keeps them until it ends.
 void close_in_children(int fd);
-// Forgets and closes it: no child that is forked meanwhile keeps it.
+// Closes it, and takes it off that list: no child that is forked meanwhile keeps it.
 void close_with_children(Descriptor& file) noexcept;
 
 // While one lives, no thread forks: for what a child must not have, from the moment it is made

@@ -1,4 +1,4 @@
-// Asks the processor itself. __builtin_cpu_supports reads a table of the compiler's library, and there
+// Reads the features of the processor itself. __builtin_cpu_supports reads a table of the compiler's library, and there
 // are compilers that link an empty one: all vector code would be off, with the same results.
 #include "base/processor.h"
 

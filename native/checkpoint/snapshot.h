@@ -7,10 +7,10 @@
 // the memory, block by block. A block is also the unit of checking (CRC32C) and of input and
 // output.
 //
-// Weights do not change between two updates, so in that window nothing need be copied in a hurry,
-// or at all: Copying::lazily lets the writer read blocks where they lie, and what an update is
-// about to reach is copied just before it (copy). A block that is being read at that moment is
-// copied too, and what was read of it is thrown away: the update does not wait.
+// Weights do not change between two updates, so within that time a copy may be late, or not made at
+// all: with Copying::lazily the writer reads blocks where they lie, and what an update is about to
+// change is copied just before it (copy). A block that is being read at that moment is copied too,
+// and what was read of it is thrown away: the update does not wait.
 //
 // The memory is allocated and touched before the first save, as page faults would cost several
 // times the copy. Thread-safety: Memory is a value with one owner. Snapshot: begin, copy, finish
@@ -32,7 +32,7 @@
 namespace nostall::checkpoint {
 
 inline constexpr uint64_t kBlock = uint64_t{4} << 20;
-// Direct input and output wants addresses, offsets and sizes of this granularity.
+// Direct input and output needs addresses, offsets and sizes that are multiples of this.
 inline constexpr uint64_t kAlignment = 4096;
 
 constexpr uint64_t padded(uint64_t size) {

@@ -28,7 +28,7 @@ class FlacReader {
  public:
   FlacReader(const Flac& flac, image::Buffer& memory);
 
-  // The next frames, interleaved, each value in [-1, 1). False, and error() tells, if there are fewer.
+  // The next frames, interleaved, each value in [-1, 1). False if there are fewer: see error().
   bool read(std::span<float> out);
   // The number of frames in the next block, 0 behind the last one.
   uint32_t next_block();

@@ -14,7 +14,7 @@ Error cannot_hold(Type type) {
   return damaged("a number that is none of type " + std::string(name_of(type)));
 }
 
-// Lists of numbers, depth first. The first list at each depth tells the side of all.
+// Lists of numbers, depth first. The first list at each depth has the length that all must have.
 class Lists {
  public:
   Lists(std::span<const std::byte> bytes, Type type) : bytes_(bytes), type_(type) {}

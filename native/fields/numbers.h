@@ -25,8 +25,8 @@ struct Numbers {
 // hold one, or the last one does not end.
 Result<Numbers> parse_varints(std::span<const std::byte> bytes, Type type);
 
-// A number of MessagePack, or lists of them nested to one shape; `wanted` are the dimensions after
-// those that an empty list tells. Error(corruption) if it is nothing of the kind, has more than
+// A number of MessagePack, or lists of them nested to one shape; `wanted` are the dimensions that
+// an empty list does not have. Error(corruption) if it is nothing of the kind, has more than
 // kMostDims dimensions, or the type cannot hold a number exactly; floating-point types round.
 Result<Numbers> parse_msgpack(std::span<const std::byte> bytes, Type type,
                               std::span<const int64_t> wanted);

@@ -1,7 +1,7 @@
 // fields/program.h - from the record of a sample to its values in a batch. Read this first.
 //
-// A source says where the fields of a sample lie in its record (source.h, locate()). A Program knows
-// what they are, and is compiled once from a list of fields, each with its kind and parameters. For
+// A source says where the fields of a sample lie in its record (source.h, locate()). A Program says
+// what they are. It is compiled once from a list of fields, each with its kind and parameters. For
 // each sample it decodes every field and writes the values of dense outputs straight to their place
 // in the batch's slab. Values of ragged outputs, whose sizes differ from sample to sample, are held
 // until the batch is complete; then plan_tail() and lay_tail() put them one after the other, or pad
@@ -182,7 +182,7 @@ struct Scratch {
     std::vector<float> values;   // aligned, as those of a record need not be
     std::vector<uint32_t> kept;  // rows that stayed
     uint64_t before = 0;         // rows that there were
-    bool moved = false;          // `kept` tells
+    bool moved = false;          // rows were taken out: `kept` has the others
   };
   std::vector<Rows> rows;  // of each field
 };

@@ -47,7 +47,7 @@ class JpegDecoder {
   std::unique_ptr<State> state_;
 };
 
-// Decodes what `plan` wants, or more, into `buffer`; the Bitmap says where its pixels lie.
+// Decodes the region of `plan`, or more, into `buffer`; the Bitmap says where its pixels lie.
 // Truncation gives the same verdict for every region: JPEG needs an end-of-image marker behind its
 // first scan header, WebP all bytes of its RIFF header's size, the others are always decoded whole.
 // Damage inside a JPEG is found in the rows down to the end of the region.

@@ -2,7 +2,7 @@
 //
 // A Stage is "take a box of the input, resize it, look at a window of the result". Crops move boxes
 // and windows, flips are kept to the end, and only a second resize starts a second stage. Most
-// pipelines are one stage, and its box tells the decoder which region survives.
+// pipelines are one stage, and its box is the region that must be decoded.
 // Units: pixels; x to the right, y down. Thread-safety: values.
 #pragma once
 

@@ -1,9 +1,9 @@
 // Applies a compiled list of steps to one sample at a time.
 //
-// The first picture's header tells the canvas; then the sample's draws make actions of the steps.
-// Runs of crops, resizes and flips are folded into stages. The first stage's box, and how far it is
-// scaled down, tell the decoder which region to decode and at which DCT scale. What other actions
-// change is the whole canvas of that moment. The last stage's rows go through flips, conversion and
+// The first picture's header gives the size of the canvas; then the sample's draws make actions of
+// the steps. Runs of crops, resizes and flips are folded into stages. The first stage's box, and how
+// far it is scaled down, decide which region is decoded, and at which DCT scale. Other actions change
+// the whole canvas, as large as it is then. The last stage's rows go through flips, conversion and
 // normalisation straight into the batch, one row at a time.
 #include "image/pipeline.h"
 
@@ -27,7 +27,7 @@ namespace {
 
 size_t size_of(Type type) { return type == Type::float32 ? 4 : type == Type::float16 ? 2 : 1; }
 
-// The canvas of a sample, and its actions once the first picture told the size.
+// The canvas of a sample, and its actions once the first picture has given the size.
 class Sample {
  public:
   Sample(const Pipeline::Impl& pipeline, const SampleKey& key) : pipeline_(pipeline), key_(key) {}
@@ -137,7 +137,7 @@ class ImageRun {
   }
 
  private:
-  // The decoder's question, once it knows the size.
+  // Which region to decode; the decoder calls it when it has read the size.
   Wanted enter(int64_t width, int64_t height) {
     refused_ = sample_.enter(width, height);
     if (refused_) return {{0, 0, 1, 1}, 0};

@@ -83,7 +83,7 @@ class Pipeline {
 
   const Output& output() const noexcept;
   uint32_t draws() const;  // of a sample's generator
-  // Decodes and transforms one encoded image (of the formats of decode.h, told apart by their first bytes),
+  // Decodes and transforms one encoded image (of the formats of decode.h, recognised by their first bytes),
   // or one of Options::pixels, into `out`, output().bytes() long. Total: any bytes give an image or
   // an Error of kind corruption; a truncated image is an error, never half grey. `out` is
   // unspecified after an error.

@@ -1,4 +1,4 @@
-// image/pixels.h - samples that are pixels already: uint8, in a layout that the source knows.
+// image/pixels.h - samples that are pixels already: uint8, in a layout that the source states.
 //
 // Total: any bytes give a bitmap or an Error of kind corruption. Thread-safety: pure.
 #pragma once

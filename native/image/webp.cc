@@ -31,7 +31,7 @@ Result<Bitmap> decode_webp(std::span<const std::byte> encoded, uint64_t max_pixe
   if (auto error = refuse_size("WebP", width, height, max_pixels)) return *error;
   if (config.input.has_animation) return failed("animations are not supported");
 
-  // Chroma is interpolated from its neighbours, and the library wants an even corner.
+  // Chroma is interpolated from its neighbours, and the library needs an even corner.
   const Box wanted = plan(width, height).region;
   const auto x = static_cast<int>(std::max<int64_t>(0, wanted.x - 2)) & ~1;
   const auto y = static_cast<int>(std::max<int64_t>(0, wanted.y - 2)) & ~1;

@@ -1,6 +1,6 @@
 // peer/exchange.h - samples travel between the tiers of nodes. Read this first.
 //
-// The plan says which node owns a sample (plan/owners.h), so no rank asks where a sample is. The
+// The plan says which node owns a sample (plan/owners.h), so ranks need no messages to find one. The
 // rank that reads a sample first pushes it to its owner; later readers fetch it from the owner. A
 // fetch is sent only if the owner has the sample: every reply, and a periodic notice, carry the
 // node's `progress`, the first access before which all that it owns is there. A node is reached

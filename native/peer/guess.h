@@ -1,4 +1,4 @@
-// peer/guess.h - whether another node has a sample already, told from this node's own progress:
+// peer/guess.h - whether another node has a sample already, estimated from this node's own progress:
 // the heuristic of HDMLP [Böhringer 2020, sec. 4.3.6], which sends no notices.
 #pragma once
 

@@ -1,6 +1,6 @@
 // The exchange's side towards other ranks: what each message does.
 //
-// A session has an initiator, which asks, and a responder, which answers; two ranks may have one in
+// A session has an initiator, which sends requests, and a responder, which answers; two ranks may have one in
 // each direction. It begins with four messages (docs/formats/wire.md):
 //
 //   initiator                           responder
@@ -64,7 +64,7 @@ Delivery Exchange::Messenger::handle(std::span<const std::byte> bytes, uint64_t 
     default:
       break;
   }
-  // Two ranks may have a session in each direction; the tag tells which one a message belongs to.
+  // Two ranks may have a session in each direction; the tag decides which one a message belongs to.
   const bool answers =
       header.kind == Kind::welcome || header.kind == Kind::reply || header.kind == Kind::progress;
   const bool asks = header.kind == Kind::fetch || header.kind == Kind::push;

@@ -46,7 +46,7 @@ class Exchange::Messenger final : public Receiver {
     std::atomic<uint64_t> progress{0};
     std::atomic<bool> heard{false};   // its progress is known
     std::atomic<bool> linked{false};  // its target can be asked now
-    bool ending = false;  // one of its ranks asks nothing more: they may go without a warning
+    bool ending = false;  // one of its ranks has sent `done`: they may leave without a warning
   };
   // An action that needs the session to be ready, and the fetches that it belongs to.
   struct Waiting {
@@ -61,10 +61,10 @@ class Exchange::Messenger final : public Receiver {
     Clock::time_point since{};     // of the first hello, or since it is lost
     Clock::time_point opened{};    // the handshake that is under way
     Clock::time_point heard{};     // the last message that was authentic
-    std::unique_ptr<Session> out;  // this rank asks
+    std::unique_ptr<Session> out;  // this rank sends requests
     std::unique_ptr<Session> in;   // this rank answers
     uint64_t accepted = 0;         // sessions that it began
-    bool done = false;             // it asks nothing more
+    bool done = false;             // it requests nothing more
     bool for_good = false;         // not tried again once lost: it left or violated the protocol
     bool warned = false;           // of its other plan
     uint64_t notified = 0;         // the progress that was sent to it last

@@ -3,7 +3,7 @@
 // Every rank of a job has the job's secret. A session between an initiator and a responder begins
 // with a nonce from each side. Its keys, one per direction, are derived from secret, nonces and
 // ranks. Every header from the challenge on carries a sequence number and a keyed BLAKE2b tag over
-// the whole header; a correct tag proves that the sender knows the secret. The secret is never on
+// the whole header; a correct tag proves that the sender has the secret. The secret is never on
 // the wire. A payload is tied to its header by CRC32C alone: an attacker that can change packets in
 // flight can forge a payload (docs/guide/clusters.md). Thread-safety: a Session belongs to one
 // thread.

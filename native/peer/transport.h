@@ -1,7 +1,7 @@
 // peer/transport.h - messages between ranks: the only interface between nostall and UCX.
 //
-// A transport has no thread of its own. One thread at a time calls it, and sees its messages inside
-// progress(); wake() alone may be called from any thread. A message is a fixed header and a payload
+// A transport has no thread of its own. One thread at a time calls it; messages are delivered inside
+// progress(). wake() alone may be called from any thread. A message is a fixed header and a payload
 // that is neither copied on its way out nor, where the network can, on its way in.
 #pragma once
 
@@ -27,7 +27,7 @@ struct Delivery {
 class Receiver {
  public:
   virtual ~Receiver() = default;
-  // A message has come; `header` is whatever was sent, of any length.
+  // A message has arrived; `header` is whatever was sent, of any length.
   virtual Delivery on_message(std::span<const std::byte> header, uint64_t payload) = 0;
   // The rank cannot be reached any more; all sends to it have ended.
   virtual void on_gone(uint32_t rank, const std::string& why) = 0;

@@ -23,14 +23,14 @@ inline constexpr uint64_t kMaxPayload = uint64_t{1} << 32;
 
 enum class Kind : uint8_t {
   hello = 1,      // initiator: nonce; `sample` is the fingerprint of its plan
-  challenge = 2,  // responder: its nonce, and proof that it knows the secret
-  proof = 3,      // initiator: its nonce again, and proof that it knows it too; the session begins
+  challenge = 2,  // responder: its nonce, and proof that it has the secret
+  proof = 3,      // initiator: its nonce again, and proof that it has it too; the session begins
   welcome = 4,    // responder: it does
   fetch = 5,      // initiator asks for `sample`
   reply = 6,      // responder: `status`, and the bytes if there are any
   push = 7,       // initiator hands over the bytes of `sample`
   progress = 8,   // responder notifies how far its node is
-  done = 9,       // either: asks nothing more, still answers
+  done = 9,       // either: requests nothing more, still answers
   leave = 10,     // either: answers nothing more
 };
 inline constexpr uint8_t kLastKind = 10;

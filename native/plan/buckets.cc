@@ -1,3 +1,5 @@
+// Makes an order of batches from buckets: shuffles each bucket, cuts it into whole batches, joins
+// what is left bucket after bucket, and shuffles the batches.
 #include "plan/buckets.h"
 
 #include <algorithm>

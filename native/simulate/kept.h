@@ -34,8 +34,8 @@ class Kept {
     uint32_t node;
     double since;
   };
-  // The fastest class of any node that holds the sample at `time`; at kNotYet: that will hold it, as
-  // far as fill has told.
+  // The fastest class of any node that holds the sample at `time`; at kNotYet: that will hold it,
+  // by the calls of fill so far.
   std::optional<Remote> remote(uint32_t sample, double time) const;
 
   void fill(uint32_t node, uint32_t sample, const Copy& copy, double time);

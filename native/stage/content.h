@@ -10,7 +10,7 @@ namespace nostall::stage {
 
 // Compares what was read with the checksums, which learn those that are not known. A sample that
 // differs is read again; one that still differs has the error kWrongBytes. `warned`: whether damage on
-// the way was told.
+// the way was logged.
 void compare(const source::Source& source, SampleSums& sums,
              std::span<source::ReadRequest> requests, source::Reader& reader,
              std::atomic<bool>& warned);

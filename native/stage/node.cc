@@ -145,7 +145,7 @@ std::vector<plan::TierShape> shapes_of(std::span<const tier::TierSpec> tiers) {
   return shapes;
 }
 
-// What this node finds on the others under Sharing::hdmlp, and whom it asks.
+// What the other nodes keep under Sharing::hdmlp, and which node this one fetches each sample from.
 void find_copies(const plan::JobSpec& job, std::span<const uint64_t> sizes, const NodeSpec& node,
                  uint32_t first_epoch, NodeTiers& into) {
   std::vector<std::vector<plan::TierShape>> shapes;

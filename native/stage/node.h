@@ -41,7 +41,7 @@ struct NodeSpec {
 struct NodeTiers {
   std::shared_ptr<tier::NodeCache> cache;  // null: no tier has any capacity
   plan::Ownership ownership;               // empty if this node is alone
-  // Sharing::hdmlp, whose `ownership` names the node that this one asks:
+  // Sharing::hdmlp; its `ownership` names the node that a sample is fetched from.
   plan::Copies copies;
   std::vector<std::vector<plan::SampleId>> fill;  // what each tier is filled with, in order
   uint64_t plan = 0;  // fingerprint of what all nodes keep: the same on all of them

@@ -1,3 +1,4 @@
+// Adds each batch to the sums of its epoch, and keeps one row for each of the last batches.
 #include "stage/record.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// Translates the numbers of a choice of samples to those of the cache, call by call.
 #include "tier/cache_view.h"
 
 #include <utility>

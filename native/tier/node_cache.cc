@@ -276,7 +276,7 @@ class NodeCacheImpl final : public NodeCache {
                " in the RAM tier has changed since it was read (wrong CRC32C): check this "
                "machine's memory; it is read from the source instead");
     } catch (const std::bad_alloc&) {
-      // The sample is not served, told or not.
+      // The sample is not served, whether that could be logged or not.
     }
     set(sample, State::failed);
   }
@@ -1219,7 +1219,7 @@ void NodeCacheImpl::leave() noexcept {
     try {
       log(LogLevel::warning, std::string("leaving the node's cache: ") + e.what());
     } catch (const std::bad_alloc&) {
-      // It has left, told or not.
+      // It has left, whether that could be logged or not.
     }
   }
 }

@@ -1,3 +1,4 @@
+// Reads records plainly while reads come from memory, and through an io_uring while they wait.
 #include "tier/record_reader.h"
 
 #include <algorithm>

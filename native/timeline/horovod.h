@@ -5,9 +5,9 @@
 // activities. The assembler gives one row per operation, in the order of completion, with the round
 // it belongs to:
 //
-//   A round ends where a tensor is reduced again. The new round begins with the burst of that
-//   operation, a burst being the operations that are in flight together; if the burst holds the
-//   tensor's previous operation, it begins with the operation itself.
+//   A round ends where a tensor is reduced again. A burst is the operations that are in flight
+//   together. The new round begins with the burst of the operation that repeats the tensor; if that
+//   burst also has the tensor's previous operation, it begins with the operation itself.
 //
 // Memory: one entry per tensor, the ticks of open operations, and the operations of one burst. A
 // file with more than kMaxTensors tensors is refused (Error: corruption). Not thread-safe.
@@ -68,7 +68,6 @@ struct HorovodReport {
   int64_t first_untimed = -1;    // offset
   uint64_t jumps = 0;            // the clock went back by more than a second
   int64_t first_jump = -1;       // offset
-  int64_t epoch_us = -1;         // microseconds of 1970 at the timeline's start, if it says
 };
 
 class HorovodAssembler {

@@ -4,8 +4,8 @@
 // A Stream is the ids of a few or of thousands of files, one file after the other, each id `width`
 // bytes, unsigned or signed, little-endian. Documents divide it; the first one begins at token 0.
 // Files are read by ranges (records/ranges.h), local ones and objects alike, and never mapped.
-// An Index is what opening costs to find out, and has a stored form (docs/formats/tokens.md);
-// parse_index is total.
+// An Index is what opening the files finds: their extents and documents. It has a stored form
+// (docs/formats/tokens.md); parse_index is total.
 // Thread-safety: values and immutable objects.
 #pragma once
 

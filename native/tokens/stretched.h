@@ -1,7 +1,7 @@
 // tokens/stretched.h - ids of a stream that stand for several tokens each: images in a text.
 //
-// A text has one id where an image stands. The model sees as many tokens there as the image costs, so
-// a unit has the id as many times. Thread-safety: immutable.
+// A text has one id where an image stands. The model takes as many tokens there as the image costs,
+// so a unit has the id that many times. Thread-safety: immutable.
 #pragma once
 
 #include <cstdint>

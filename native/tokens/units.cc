@@ -63,7 +63,7 @@ std::string key_of(const plan::PackSpec& spec, uint64_t documents) {
              Fnv(documents).number(plan::kPackBlock).number(plan::fingerprint(spec)).value());
 }
 
-// What plan::Units asks of documents.
+// Lengths of documents, as plan::Units takes them.
 struct Lengths {
   std::span<const uint32_t> lengths;
   uint64_t size() const noexcept { return lengths.size(); }

@@ -4,7 +4,7 @@
 // not count. Its record (source/unit.h) has the ids of all segments, and with `overlap` one id more
 // for each segment that is cut out of a longer document, which the last shifted label needs. What
 // the units are follows from the index alone: a window is computed when it is needed, pieces lie in
-// a table of 12 bytes each.
+// a table of 12 bytes each. Which documents are packed into which unit is planned in plan/packing.h.
 // Thread-safety: immutable after construction.
 #pragma once
 

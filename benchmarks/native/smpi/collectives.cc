@@ -1,3 +1,4 @@
+// Allreduces on simulated ranks: by order of arrival, by halving and doubling, and in two levels.
 #include <algorithm>
 #include <deque>
 #include <vector>

@@ -1,3 +1,4 @@
+// SMPI's messages as the collectives use them, and the simulated time that adding takes.
 #include "simulated.h"
 
 #include <simgrid/actor.h>

@@ -264,7 +264,7 @@ class UcxTransport final : public Transport {
     });
   }
 
-  // Fetches an offered payload to where the receiver wants it.
+  // Fetches an offered payload to the place that the receiver gave.
   void take(const Offer& offer) {
     Delivery delivery;
     std::unique_ptr<Receiving> receiving;

@@ -1,3 +1,4 @@
+// The streams, events and memory of the simulated accelerator, and its bookkeeping of faults.
 #include "runtime.h"
 
 #include <pthread.h>

@@ -1,3 +1,4 @@
+// Snapshots, their files, checked copies and reads: every failing call, rates, gates and locks.
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -151,7 +152,7 @@ TEST_F(CheckpointTest, ReplacesALongerFile) {
   EXPECT_EQ(content(path("f")), expected_);
 }
 
-TEST_F(CheckpointTest, OneImageServesManySaves) {
+TEST_F(CheckpointTest, OneSnapshotServesManySaves) {
   auto snapshot = snapshot_of(kBlock * 2);
   snapshot->finish();
   const uint64_t capacity = snapshot->capacity();

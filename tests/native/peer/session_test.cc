@@ -1,3 +1,4 @@
+// Authenticated messages: every changed byte is noticed, and each message is taken once.
 #include "peer/session.h"
 
 #include <gtest/gtest.h>

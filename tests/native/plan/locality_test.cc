@@ -1,3 +1,4 @@
+// Samples dealt to the nodes that keep them: global batches and shares stay the same.
 #include "plan/locality.h"
 
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// Which samples stand in for a bad one, and how often an order repeats a sample.
 #include "plan/stand_in.h"
 
 #include <gtest/gtest.h>

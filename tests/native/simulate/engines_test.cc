@@ -1,3 +1,4 @@
+// Both engines of the simulator, held against what can be computed by hand.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

@@ -1,3 +1,4 @@
+// The machine of a simulation: interpolated speeds, and values that are refused.
 #include "simulate/model.h"
 
 #include <gmock/gmock.h>

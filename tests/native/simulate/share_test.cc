@@ -1,3 +1,4 @@
+// Bandwidth shared max-min fair between flows.
 #include "simulate/share.h"
 
 #include <gtest/gtest.h>

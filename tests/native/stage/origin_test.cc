@@ -1,3 +1,4 @@
+// Which origin is chosen for a sample, and how the estimates of speeds follow measurements.
 #include "stage/origin.h"
 
 #include <gtest/gtest.h>

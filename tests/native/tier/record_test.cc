@@ -1,3 +1,4 @@
+// The manifest of a kept tier: its stored form, and damage of every byte.
 #include "tier/record.h"
 
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// Events of traces: fields in any order, exact times, damaged and nested values.
 #include "timeline/event.h"
 
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// Operations and rounds of Horovod's timelines, whole, torn and cut into pieces.
 #include "timeline/horovod.h"
 
 #include <gtest/gtest.h>

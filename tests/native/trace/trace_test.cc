@@ -1,3 +1,4 @@
+// Recorded events: names, times, full rings, forked children, full disks.
 #include "trace/trace.h"
 
 #include <gtest/gtest.h>
