@@ -1,11 +1,11 @@
 // tier/catalog.h - the shared memory of a node's cache, as all its ranks see it.
 //
-// Header, then where each place of the two halves lies, then one word per arena chunk, then one per
-// chunk that counts its readers, then one state per entry (a sample, or a place of a half), then one
-// checksum per sample (base/sums.h). A state has its State in the low two bits; above them, while
-// the sample is filling, the claiming local rank, and one of a sample that failed for want of
-// memory. Stamped with magic, version and layout size, so that builds that do not agree refuse each
-// other.
+// Header, then where each place of the two halves lies, then rows of one word per arena chunk: the
+// chunks' states, then for each local rank how many views it has of them. Then one state per entry (a
+// sample, or a place of a half), then one checksum per sample (base/sums.h). A state has its State in
+// the low two bits; above them, while the sample is filling, the claiming local rank, and one of a
+// sample that failed for want of memory. Stamped with magic, version and layout size, so that builds
+// that do not agree refuse each other.
 #pragma once
 
 #include <algorithm>
@@ -69,7 +69,7 @@ struct CatalogHeader {
 };
 
 inline constexpr uint64_t kCatalogMagic = 0x315441434c54534e;  // "NSTLCAT1"
-inline constexpr uint32_t kCatalogVersion = 8;
+inline constexpr uint32_t kCatalogVersion = 9;
 
 // Memory is taken from the system in pieces of this size, just before it is first touched: a 64th
 // of the arena, in whole MiB up to 32, so that ranks which look at a limit at the same time pass it
@@ -78,6 +78,9 @@ constexpr uint64_t chunk_bytes(uint64_t arena_bytes) {
   constexpr uint64_t mib = uint64_t{1} << 20;
   return std::clamp(arena_bytes / 64 / mib, uint64_t{1}, uint64_t{32}) * mib;
 }
+
+// Words of a row, in whole cache lines: what a rank counts is in no other rank's line.
+constexpr uint64_t row_words(uint64_t chunks) { return (chunks + 15) / 16 * 16; }
 
 static_assert(std::atomic<uint32_t>::is_always_lock_free);
 static_assert(std::atomic<uint64_t>::is_always_lock_free);

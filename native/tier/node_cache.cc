@@ -16,6 +16,7 @@
 // that nothing more is filled there, its ready samples fail, and once no sample of it is being
 // filled and no view counted, its pages are freed. A reader counts itself before it looks at the
 // state, and ease() looks at the count after it has changed the state: one of them sees the other.
+// Each rank has counts of its own, so that those of a rank that died do not count.
 //
 // Halves: a word names the chunk that has the half. A rank says which chunks it uses before it looks
 // at the word; a rank that gives the half away marks the word, and then looks at what the others use:
@@ -61,8 +62,7 @@ constexpr std::chrono::seconds kLeavePatience{5};
 constexpr int kOpenAttempts = 20;
 // How often one rank looks whether the tier's memory is wanted back.
 constexpr std::chrono::milliseconds kEaseInterval{250};
-// Others are chosen in the place of a chunk that is still in use after so many looks (5 seconds): a
-// view of a rank that died holds it for ever.
+// Others are chosen in the place of a chunk that is still in use after so many looks (5 seconds).
 constexpr uint32_t kPatientLooks = 20;
 // A tier takes no more bytes after this many failed writes.
 constexpr uint32_t kMaxFailedWrites = 16;
@@ -233,7 +233,7 @@ class NodeCacheImpl final : public NodeCache {
 
   RamView ram_view(uint64_t sample) const noexcept override {
     const auto [begin, size] = range_of(sample);
-    std::atomic<uint32_t>& readers = readers_[first_chunk(begin)];
+    std::atomic<uint32_t>& readers = readers_of(me_)[first_chunk(begin)];
     readers.fetch_add(1);
     RamView view({arena_.data() + begin, static_cast<size_t>(size)}, readers);
     if (state_of(words_[sample].load()) != State::ready) return {};
@@ -307,13 +307,18 @@ class NodeCacheImpl final : public NodeCache {
     uint64_t begin = 0, size = 0;
   };
   uint64_t catalog_bytes() const {
+    const uint64_t rows = 1 + uint64_t{config_.local_world};
     return sizeof(CatalogHeader) + places() * sizeof(PlaceRange) +
-           (2 * chunks() + entries() + sizes_.size()) * sizeof(uint32_t);
+           (rows * row_words(chunks()) + entries() + sizes_.size()) * sizeof(uint32_t);
   }
   uint64_t places() const { return 2 * config_.halves.shape.places; }
   uint64_t entries() const { return sizes_.size() + places(); }
   uint64_t chunks() const {
     return std::max<uint64_t>(1, (arena_bytes_ + chunk_bytes_ - 1) / chunk_bytes_);
+  }
+  // One word per chunk: how many views the rank has.
+  std::atomic<uint32_t>* readers_of(uint32_t local_rank) const noexcept {
+    return chunk_words_ + (1 + uint64_t{local_rank}) * row_words(chunks());
   }
   // Of a sample of the RAM tier, or a place of a half, in the arena. The memory of places is shared.
   Range range_of(uint64_t entry) const noexcept {
@@ -383,6 +388,7 @@ class NodeCacheImpl final : public NodeCache {
   void look_at_leaving();
   bool is_filling(uint64_t sample);
   bool in_use(Leaving& leaving);
+  bool is_read(const Leaving& leaving) const;
   bool give_back(uint64_t chunk);
   void meet(const Placer& place, std::chrono::nanoseconds timeout);
   void go_without(const std::string& why, const Placer& place);
@@ -422,7 +428,6 @@ class NodeCacheImpl final : public NodeCache {
   CatalogHeader* header_ = nullptr;
   PlaceRange* ranges_ = nullptr;
   std::atomic<uint32_t>* chunk_words_ = nullptr;
-  std::atomic<uint32_t>* readers_ = nullptr;
   std::atomic<uint32_t>* words_ = nullptr;
   SampleSums sums_;
   std::vector<Descriptor> tier_files_;
@@ -679,8 +684,7 @@ void NodeCacheImpl::map_shared() {
   header_ = reinterpret_cast<CatalogHeader*>(catalog_.data());
   ranges_ = reinterpret_cast<PlaceRange*>(catalog_.data() + sizeof(CatalogHeader));
   chunk_words_ = reinterpret_cast<std::atomic<uint32_t>*>(ranges_ + places());
-  readers_ = chunk_words_ + chunks();
-  words_ = readers_ + chunks();
+  words_ = readers_of(config_.local_world);  // behind those of all ranks
   sums_ = SampleSums(words_ + entries(), sizes_.size());
   if (arena_file_) {
     if (::fstat(arena_file_.get(), &status) != 0 ||
@@ -759,7 +763,8 @@ void NodeCacheImpl::enter_member() {
   me.reading.store(0);
   me.membership.store(Membership::joined);
   joined_ = true;
-  // Claims of an earlier process of this rank are void.
+  // Claims and views of an earlier process of this rank are void.
+  std::fill_n(readers_of(me_), chunks(), 0u);
   for (uint64_t s = 0; s < entries(); ++s) {
     uint32_t mine = word_of(State::filling, me_);
     words_[s].compare_exchange_strong(mine, word_of(State::empty));
@@ -1021,11 +1026,20 @@ bool NodeCacheImpl::is_filling(uint64_t sample) {
 
 bool NodeCacheImpl::in_use(Leaving& leaving) {
   std::erase_if(leaving.filling, [this](uint64_t s) { return !is_filling(s); });
-  const bool used = !leaving.filling.empty() ||
-                    std::any_of(readers_ + leaving.lowest, readers_ + leaving.chunk + 1,
-                                [](const std::atomic<uint32_t>& n) { return n.load() != 0; });
+  const bool used = !leaving.filling.empty() || is_read(leaving);
   leaving.looks += used ? 1 : 0;
   return used;
+}
+
+// By a rank that lives.
+bool NodeCacheImpl::is_read(const Leaving& leaving) const {
+  for (uint32_t r = 0; r < config_.local_world; ++r) {
+    const std::atomic<uint32_t>* readers = readers_of(r);
+    const bool reads = std::any_of(readers + leaving.lowest, readers + leaving.chunk + 1,
+                                   [](const std::atomic<uint32_t>& n) { return n.load() != 0; });
+    if (reads && ease_lock_.is_held_elsewhere(kFirstMember + r)) return true;
+  }
+  return false;
 }
 
 // One that cannot be given back stays marked, and is tried again at the next look.

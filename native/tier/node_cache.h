@@ -138,11 +138,11 @@ struct PeerFailure {
 };
 
 // The bytes of a sample of the RAM tier, which stay while this object lives. False if the sample is
-// not ready. Ends before the cache. A rank that dies with one leaves its memory in the tier.
+// not ready. Ends before the cache, or with its process.
 class RamView {
  public:
   RamView() = default;
-  // `readers` counts the views of its memory, this one included.
+  // `readers` counts this rank's views of its memory, this one included.
   RamView(std::span<const std::byte> bytes, std::atomic<uint32_t>& readers) noexcept
       : bytes_(bytes), readers_(&readers) {}
   ~RamView() {

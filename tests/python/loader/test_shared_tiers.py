@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
+import signal
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -120,6 +122,66 @@ def test_processes_share_and_keep_what_the_others_read(
 
 def test_other_sources_and_bad_samples_are_refused(
     source: nostall.CustomSource, tmp_path: Path, make_folder: Callable[[int], Path]
+class Stopping(Logged):
+    """With pipes: tells that it reads sample 9, and goes on when the other side has gone."""
+
+    def __init__(self, log: Path, pipes: tuple[int, int] | None = None) -> None:
+        super().__init__(log)
+        self.pipes = pipes
+
+    def read(self, samples: list[int]) -> Sequence[Any]:
+        if self.pipes and 9 in samples:
+            os.write(self.pipes[0], b"9")
+            os.read(self.pipes[1], 1)
+        return super().read(samples)
+
+
+def test_the_others_go_on_where_a_process_dies(tmp_path: Path) -> None:
+    """Killed while it reads samples for the tiers: the first process, which has all files."""
+
+    def open_source(reader: nostall.SampleReader) -> nostall.CustomSource:
+        return nostall.CustomSource(reader, np.arange(40) + 10, range(40), identity=str(tmp_path))
+
+    told, tell = os.pipe()
+    gone, go = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            os.close(go)
+            own = open_source(Stopping(tmp_path / "log", (tell, gone)))
+            with nostall.Tiers(own, ["ram:1MiB"], job="dies") as tiers:
+                tiers.read(range(5))
+                os.write(tell, b"5")
+                os.read(gone, 1)
+                tiers.read(range(5, 15))
+        finally:
+            os._exit(1)
+    assert os.read(told, 1) == b"5"
+    source = open_source(Stopping(tmp_path / "log"))
+    with nostall.Tiers(source, ["ram:1MiB"], job="dies") as tiers:
+        assert tiers.read(range(5)) == [data for data, _ in expected(range(5))]
+        assert tiers.taken == {"ram": 5, "file": 0, "source": 0}
+        os.write(go, b"!")
+        assert os.read(told, 1) == b"9"
+        os.kill(child, signal.SIGKILL)
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+        # What it had begun to read is read by the others, and it is missed by nobody.
+        with nostall.DataLoader(source, 8, tiers=tiers, epochs=2, output="numpy") as loader:
+            for _ in range(2):
+                assert sorted(load(loader)) == sorted(expected(range(40)))
+        assert sum(tiers.kept_bytes) == source.total_bytes
+        # Who comes now gets the files from who is left.
+        here, there = multiprocessing.Pipe(duplex=False)
+        start = multiprocessing.get_context("fork")
+        (process := start.Process(target=_second_rank, args=(source, "dies", there))).start()
+        there.close()
+        assert here.poll(60)
+        assert here.recv()[1] == {"ram": 40, "file": 0, "source": 0}
+        process.join()
+    assert reads(tmp_path) == list(range(40))
+    for descriptor in (told, tell, gone, go):
+        os.close(descriptor)
+
+
 ) -> None:
     root = make_folder(3)
     folder = nostall.ImageFolder(root, index=False)
