@@ -81,11 +81,12 @@ struct LoaderConfig {
   TakeMemory batch_memory = take_from_heap;  // of batches: a device may want it page-locked
   uint64_t keep_bytes = 0;                   // of batches' memory that is free; 0: staging_bytes
   bool labels_in_slab = false;  // of a program: behind its outputs, as a device needs them
-  // Calls what starts threads, and returns when each of them has made its decoders: nothing may change
-  // the environment meanwhile (image/decode.h).
+  // Calls what starts threads, and returns when each of them has made its decoders, or after
+  // `start_limit`: nothing may change the environment meanwhile (image/decode.h).
   std::function<void(const std::function<void()>&)> while_starting = [](const auto& start) {
     start();
   };
+  std::chrono::milliseconds start_limit = std::chrono::seconds(10);
 };
 
 // `config` with the cache that the ranks of `node` share and, with a transport, the exchange with

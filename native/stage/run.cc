@@ -58,7 +58,6 @@ Loader::Run::Run(const LoaderConfig& config, std::shared_ptr<BufferPool> batch_p
       part_batches_(batches_of_part(config)),
       last_{config.job.epochs - 1,
             std::max<uint64_t>(1, plan::batches_in(config.job, config.job.epochs - 1)) - 1},
-      started_(fetchers() + workers()),
       cursor_(start) {
   const uint64_t local = std::max<uint64_t>(
       1, plan::batch_positions(config.job, config.rank, config.job.global_batch).size());
@@ -69,6 +68,7 @@ Loader::Run::Run(const LoaderConfig& config, std::shared_ptr<BufferPool> batch_p
   cached_ = ColdReads::cached_seconds(mean_size) / static_cast<double>(mean_size);
   {
     const MutexLock lock(mutex_);
+    starting_ = fetchers() + workers();
     // Until a batch has shown it: values as large as their records.
     if (transformed() && config.program->ragged() > 0) most_ragged_ = local * mean_size;
     set_most_staged();
@@ -114,15 +114,29 @@ void Loader::Run::start_threads() {
       guarded([this] { transform_loop(stop_.get_token()); });
     });
   }
-  started_.wait();
+  wait_until_started();
 }
 
 fields::Scratch Loader::Run::make_scratch() {
   struct Arrival {
-    std::latch& started;
-    ~Arrival() { started.count_down(); }
-  } const arrival{started_};
+    Run& run;
+    ~Arrival() {
+      {
+        const MutexLock lock(run.mutex_);
+        --run.starting_;
+      }
+      run.started_.notify_all();
+    }
+  } const arrival{*this};
   return fields::Scratch(&decoding_, config_.source->fields());
+}
+
+// A thread that is late makes its decoders without the caller's protection, which costs less than to
+// hold up the program for as long as the thread gets no processor.
+void Loader::Run::wait_until_started() {
+  MutexLock lock(mutex_);
+  started_.wait_for(lock, stop_.get_token(), config_.start_limit,
+                    [this]() NOSTALL_REQUIRES(mutex_) { return starting_ == 0; });
 }
 
 Loader::Run::~Run() { end_threads(); }

@@ -4,7 +4,6 @@
 #include <deque>
 #include <functional>
 #include <future>
-#include <latch>
 #include <map>
 #include <optional>
 #include <queue>
@@ -120,6 +119,7 @@ class Loader::Run {
   void start_threads();
   // The first call of each thread that decodes.
   fields::Scratch make_scratch();
+  void wait_until_started();
   void fetch_loop(std::stop_token stop);
   void transform_loop(std::stop_token stop);
   void own_loop(std::span<const plan::SampleId> samples, std::stop_token stop);
@@ -281,7 +281,6 @@ class Loader::Run {
   const uint64_t part_batches_;
   const Position last_;      // of the job's batches
   uint64_t slab_bytes_ = 0;  // of a whole batch, about
-  std::latch started_;       // of the threads that decode
   double cached_ = 0.0;      // seconds per byte of samples that are read from memory, at most
 
   Mutex mutex_;
@@ -290,7 +289,8 @@ class Loader::Run {
   uint64_t staged_ NOSTALL_GUARDED_BY(mutex_) = 2;       // of them now: staged_now()
   int64_t waits_since_ NOSTALL_GUARDED_BY(mutex_) = 0;   // the consumer; 0: it does not
   uint64_t most_ragged_ NOSTALL_GUARDED_BY(mutex_) = 0;  // bytes of the largest batch so far
-  StopCondition fetchable_, transformable_;
+  StopCondition fetchable_, transformable_, started_;
+  uint32_t starting_ NOSTALL_GUARDED_BY(mutex_) = 0;  // threads that have no decoders yet
   Condition ready_;
   std::map<Part, std::shared_future<Planned>> parts_ NOSTALL_GUARDED_BY(mutex_);
   // Front: the next one to hand out.

@@ -45,12 +45,18 @@ class MemorySource : public source::Source {
     return std::make_unique<MemoryReader>(*this);
   }
 
+  uint32_t fields() const override {
+    if (late.valid()) late.wait();
+    return 2;
+  }
+
   void pretend(uint64_t sample, uint64_t size) { sizes_[sample] = size; }
 
   std::set<uint64_t> broken;
   int error = EIO;  // of those
   std::chrono::microseconds delay{0};
   std::function<void()> before_read;
+  std::shared_future<void> late;  // what threads wait for when they start
   mutable std::atomic<uint64_t> reads{0};
 
  private:
@@ -269,6 +275,18 @@ TEST(Loader, TellsOfAThreadThatTheSystemRefusesToAnother) {
     EXPECT_EQ(error.kind(), ErrorKind::io);
     EXPECT_NE(std::string(error.what()).find("raise the limit"), std::string::npos);
   }
+}
+
+TEST(Loader, GoesOnWithoutThreadsThatAreLate) {
+  std::promise<void> start;
+  const auto source = std::make_shared<MemorySource>(103);
+  source->late = start.get_future().share();
+  LoaderConfig config = config_for(source, 10, 1);
+  config.start_limit = 1ms;
+  Loader loader(config);
+  EXPECT_EQ(loader.next(1ms), nullptr);
+  start.set_value();
+  EXPECT_EQ(must_have(loader)->samples.size(), 10u);
 }
 
 TEST(Loader, StaysInsideItsStagingBuffer) {
