@@ -112,8 +112,8 @@ nb::list texts_of(const PyBatch& b, size_t number) {
 // other, and a close ends a wait in another thread.
 class PyLoader {
  public:
-  explicit PyLoader(stage::LoaderConfig config)
-      : loader_(std::make_unique<stage::Loader>(std::move(config))), owner_pid_(::getpid()) {}
+  explicit PyLoader(std::unique_ptr<stage::Loader> loader)
+      : loader_(std::move(loader)), owner_pid_(::getpid()) {}
   ~PyLoader() {
     const nb::gil_scoped_release release;
     loader_.reset();
@@ -177,8 +177,23 @@ std::map<std::string, uint64_t> peer_counts(stage::Loader& loader) {
 
 std::string string_of(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
 
+// With it goes what may be the last hold on tiers of other readers: to leave them waits for other
+// processes, and for a thread that may be about to log.
+struct PyLoaderConfig : stage::LoaderConfig {
+  PyLoaderConfig() = default;
+  ~PyLoaderConfig() { hold(nullptr); }
+  PyLoaderConfig(const PyLoaderConfig&) = delete;
+  PyLoaderConfig& operator=(const PyLoaderConfig&) = delete;
+
+  void hold(std::shared_ptr<tier::NodeCache> other) {
+    cache.swap(other);
+    const nb::gil_scoped_release release;
+    other.reset();
+  }
+};
+
 void bind_loader_config(nb::module_& m) {
-  using stage::LoaderConfig;
+  using LoaderConfig = PyLoaderConfig;
   nb::class_<LoaderConfig>(m, "LoaderConfig", "What a loader does (native/stage/loader.h).")
       .def(nb::init<>())
       .def_rw("job", &LoaderConfig::job)
@@ -203,7 +218,7 @@ void bind_loader_config(nb::module_& m) {
       .def(
           "share",
           [](LoaderConfig& c, const stage::NodeReader& tiers, std::vector<uint64_t> numbers) {
-            c.cache = tiers.share(std::move(numbers));
+            c.hold(tiers.share(std::move(numbers)));
           },
           nb::arg("tiers"), nb::arg("numbers"),
           "Takes the tiers that others share; sample s is their sample numbers[s], or s without "
@@ -351,16 +366,18 @@ void bind_loader(nb::module_& m) {
   nb::class_<PyLoader>(m, "Loader", "The staging buffer of one rank (native/stage/loader.h).")
       .def(
           "__init__",
-          [](PyLoader* self, const stage::LoaderConfig& config, const stage::NodeSpec& node,
+          [](PyLoader* self, const PyLoaderConfig& config, const stage::NodeSpec& node,
              const peer::ExchangeConfig& peers, bindings::PyTransport* transport) {
-            stage::LoaderConfig attached = bindings::without_gil([&] {
-              return stage::attach(config, node, peers, transport ? transport->take() : nullptr);
-            });
-            attached.while_starting = [](const std::function<void()>& start) {
-              const nb::gil_scoped_acquire gil;  // Python changes the environment with it
-              start();
-            };
-            new (self) PyLoader(std::move(attached));
+            // Made there too: a loader that fails leaves the tiers.
+            new (self) PyLoader(bindings::without_gil([&] {
+              stage::LoaderConfig attached =
+                  stage::attach(config, node, peers, transport ? transport->take() : nullptr);
+              attached.while_starting = [](const std::function<void()>& start) {
+                const nb::gil_scoped_acquire gil;  // Python changes the environment with it
+                start();
+              };
+              return std::make_unique<stage::Loader>(std::move(attached));
+            }));
           },
           nb::arg("config"), nb::arg("node"), nb::arg("peers"), nb::arg("transport").none(),
           "`transport` is None where samples do not travel between nodes.")

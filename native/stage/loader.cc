@@ -8,10 +8,41 @@
 #include "stage/run.h"
 
 namespace nostall::stage {
+namespace {
+
+// Throws Error(usage) if the configuration cannot work.
+void check(const LoaderConfig& config) {
+  plan::validate(config.job);
+  if (!config.source) throw Error(ErrorKind::usage, "a loader needs a source");
+  if (config.job.samples != config.source->size()) {
+    throw Error(ErrorKind::usage, "the plan is for " + std::to_string(config.job.samples) +
+                                      " samples, but the source has " +
+                                      std::to_string(config.source->size()));
+  }
+  if (config.rank >= config.job.world) {
+    throw Error(ErrorKind::usage, "rank " + std::to_string(config.rank) +
+                                      " is not below the world size " +
+                                      std::to_string(config.job.world));
+  }
+  if (config.on_error == OnError::report && config.program) {
+    throw Error(ErrorKind::usage, "only batches of raw bytes can report bad samples");
+  }
+  for (size_t i = 0; config.program && i < config.program->fields().size(); ++i) {
+    const fields::Field& field = config.program->fields()[i];
+    if (field.index >= config.source->fields()) {
+      throw Error(ErrorKind::usage, "field " + field.name + " is number " +
+                                        std::to_string(field.index) + " of a source of " +
+                                        std::to_string(config.source->fields()) + " fields");
+    }
+  }
+  if (config.depth == 0) throw Error(ErrorKind::usage, "depth must be at least 1");
+}
+
+}  // namespace
 
 LoaderConfig attach(LoaderConfig config, const NodeSpec& node, peer::ExchangeConfig peers,
                     std::unique_ptr<peer::Transport> transport) {
-  plan::validate(config.job);
+  check(config);
   config.local_rank = node.local_rank;
   config.local_world = node.local_world;
   if (config.cache) return config;  // shared with others
@@ -56,35 +87,12 @@ Loader::Loader(LoaderConfig config)
       raw_pool_(std::make_shared<BufferPool>(config_.io_bytes)),
       speeds_(config_.peers ? config_.peers->nodes() : 0),
       owner_pid_(::getpid()) {
-  plan::validate(config_.job);
-  if (!config_.source) throw Error(ErrorKind::usage, "a loader needs a source");
-  if (config_.job.samples != config_.source->size()) {
-    throw Error(ErrorKind::usage, "the plan is for " + std::to_string(config_.job.samples) +
-                                      " samples, but the source has " +
-                                      std::to_string(config_.source->size()));
-  }
-  if (config_.rank >= config_.job.world) {
-    throw Error(ErrorKind::usage, "rank " + std::to_string(config_.rank) +
-                                      " is not below the world size " +
-                                      std::to_string(config_.job.world));
-  }
+  check(config_);
   for (size_t t = 0; t < std::min(config_.expected_tiers.size(), Speeds::kTiers); ++t) {
     speeds_.tiers[t].expect(config_.expected_tiers[t]);
   }
   for (SpeedEstimate& node : speeds_.nodes) node.expect(config_.expected_peer);
   speeds_.source.expect(config_.expected_source);
-  if (config_.on_error == OnError::report && config_.program) {
-    throw Error(ErrorKind::usage, "only batches of raw bytes can report bad samples");
-  }
-  for (size_t i = 0; config_.program && i < config_.program->fields().size(); ++i) {
-    const fields::Field& field = config_.program->fields()[i];
-    if (field.index >= config_.source->fields()) {
-      throw Error(ErrorKind::usage, "field " + field.name + " is number " +
-                                        std::to_string(field.index) + " of a source of " +
-                                        std::to_string(config_.source->fields()) + " fields");
-    }
-  }
-  if (config_.depth == 0) throw Error(ErrorKind::usage, "depth must be at least 1");
 }
 
 Loader::~Loader() {

@@ -90,7 +90,8 @@ struct LoaderConfig {
 };
 
 // `config` with the cache that the ranks of `node` share and, with a transport, the exchange with
-// other nodes; `peers` names addresses, secret and timeout. Throws what attach_node_cache throws.
+// other nodes; `peers` names addresses, secret and timeout. Throws what attach_node_cache throws, and
+// before that what Loader throws.
 LoaderConfig attach(LoaderConfig config, const NodeSpec& node, peer::ExchangeConfig peers,
                     std::unique_ptr<peer::Transport> transport);
 

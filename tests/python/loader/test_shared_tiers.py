@@ -17,6 +17,8 @@ import prefork
 import pytest
 
 import nostall
+import nostall.loader._loader
+from nostall import _native
 from nostall.errors import UsageError
 from nostall.loader.testing import check_tier
 
@@ -120,8 +122,6 @@ def test_processes_share_and_keep_what_the_others_read(
     assert reads(tmp_path) == list(range(40))
 
 
-def test_other_sources_and_bad_samples_are_refused(
-    source: nostall.CustomSource, tmp_path: Path, make_folder: Callable[[int], Path]
 class Stopping(Logged):
     """With pipes: tells that it reads sample 9, and goes on when the other side has gone."""
 
@@ -182,6 +182,8 @@ def test_the_others_go_on_where_a_process_dies(tmp_path: Path) -> None:
         os.close(descriptor)
 
 
+def test_other_sources_and_bad_samples_are_refused(
+    source: nostall.CustomSource, tmp_path: Path, make_folder: Callable[[int], Path]
 ) -> None:
     root = make_folder(3)
     folder = nostall.ImageFolder(root, index=False)
@@ -215,9 +217,23 @@ def test_closed_tiers_are_not_entered_again(source: nostall.CustomSource) -> Non
     assert len(list(batches)) == 9  # a loader that has them goes on
 
 
-def test_other_threads_go_on_while_one_leaves(source: nostall.CustomSource) -> None:
+def _by_closing(source: nostall.Source) -> Callable[[], None]:
+    return nostall.Tiers(source, ["ram:1MiB"], job="left slowly").close
+
+
+def _by_the_end_of_a_configuration(source: nostall.Source) -> Callable[[], None]:
+    last = [_native.LoaderConfig()]
+    with nostall.Tiers(source, ["ram:1MiB"], job="left slowly too") as tiers:
+        last[0].share(tiers.native, [])
+    return last.clear
+
+
+@pytest.mark.parametrize("enter", [_by_closing, _by_the_end_of_a_configuration])
+def test_other_threads_go_on_while_one_leaves(
+    source: nostall.CustomSource, enter: Callable[[nostall.Source], Callable[[], None]]
+) -> None:
     before = set(_abstract_sockets())
-    tiers = nostall.Tiers(source, ["ram:1MiB"], job="left slowly")
+    leave = enter(source)
     (giving,) = (n for n in set(_abstract_sockets()) - before if n.startswith("@nostall-"))
     # Another process of the job has the turn: it ends when the one that leaves has come.
     turn = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -233,9 +249,29 @@ def test_other_threads_go_on_while_one_leaves(source: nostall.CustomSource) -> N
 
     holder = threading.Thread(target=end_the_turn)
     holder.start()
-    tiers.close()
+    leave()
     holder.join()
     assert offered == [True]
+
+
+def test_a_loader_that_cannot_work_enters_no_tiers(
+    source: nostall.CustomSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = nostall.DataLoader(source, 8, tiers=["ram:1MiB"], output="numpy", job="depth")
+    number = 0xCBF29CE484222325  # FNV-1a of the name
+    for byte in f"tiers /dev/shm {loader._job}".encode():
+        number = (number ^ byte) * 0x100000001B3 % 2**64
+    name = f"nostall-{os.geteuid()}-{number:016x}-0"
+    # Who enters waits for the turn.
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as turn, monkeypatch.context() as m:
+        turn.bind(f"\0{name}-turn")
+        turn.listen()
+        m.setattr(nostall.loader._loader, "_READS_IN_FLIGHT", 0)
+        with pytest.raises(UsageError, match="depth must be at least 1"):
+            next(iter(loader))
+    assert len(load(loader)) == 40
+    assert f"@{name}-0" in _abstract_sockets()
+    loader.close()
 
 
 def _abstract_sockets() -> list[str]:
