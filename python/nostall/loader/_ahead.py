@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nostall import _native
-from nostall.errors import UsageError
+from nostall.errors import StoppedError, UsageError
 from nostall.loader._usual_steps import Decode, Normalize, ToTensor
 
 if TYPE_CHECKING:
@@ -288,6 +288,8 @@ class Ahead:
             self._arrived.get()
         self._wanted = False
         if not self._ready:
+            if isinstance(self._error, Stopped):  # by another thread
+                raise StoppedError("the loader is closed")
             assert self._error is not None
             raise self._error
         return self._ready.popleft()
