@@ -17,7 +17,7 @@ CLANG_FORMAT := $(firstword $(foreach v,clang-format-14 clang-format-19 clang-fo
 SOURCES := $(shell git ls-files native bindings mpi tools cmake python CMakeLists.txt pyproject.toml 2>/dev/null)
 BENCHMARKS := $(shell git ls-files benchmarks/native benchmarks/nostall_bench benchmarks/CMakeLists.txt benchmarks/pyproject.toml 2>/dev/null)
 
-.PHONY: demo docs test wheel dlio-test native-test python-test build lint format sanitize sanitize-all fuzz campaign bench clean help
+.PHONY: demo docs test wheel dlio-test device-test native-test python-test build lint format sanitize sanitize-all fuzz campaign bench clean help
 
 help:
 	@echo "make demo      train on a slow file system, with and without nostall (under 5 minutes)"
@@ -103,6 +103,12 @@ python-test: build
 	@scripts/stubs $(BIN)/python
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not alone"
 	@$(BIN)/python -m pytest -m alone $(shell grep -rl --include='*.py' mark.alone tests/python benchmarks/tests)
+
+# Tests of the host on the simulated device (tests/device/on_device.py).
+device-test: build
+	@$(BIN)/python tests/device/build_simdev.py
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --device simdev \
+	  $(addprefix tests/python/,loader torch sync checkpoint)
 
 # Portable wheels: $(ARCH), by Zig's clang; those of this machine are tried in new environments of TRY.
 ARCH ?= $(shell uname -m)

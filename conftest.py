@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=0 if os.environ.get("CI") else None,
         help="the most tests that may skip; more end the run with status 1 (in CI: 0, else no limit)",
     )
+    parser.addoption(
+        "--device",
+        choices=["simdev"],
+        help="runs tests of the host on the simulated device (tests/device/on_device.py)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--device"):
+        sys.path.insert(0, str(Path(__file__).parent / "tests" / "device"))
+        import on_device
+
+        config.pluginmanager.register(on_device.Plugin(config))
 
 
 def pytest_terminal_summary(

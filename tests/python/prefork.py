@@ -46,6 +46,8 @@ PIPE, STDOUT, DEVNULL = subprocess.PIPE, subprocess.STDOUT, subprocess.DEVNULL
 # What the dynamic linker and the interpreter read at their start.
 AT_START = ("LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "PYTHONHASHSEED")
 LARGEST = 1 << 20  # bytes of a request
+# Set where tests of the host run on the simulated device (tests/device/on_device.py).
+ON_DEVICE = "TESTS_ON_DEVICE"
 
 
 class Server:
@@ -158,7 +160,7 @@ class Process:
                 "directory": os.fspath(cwd) if cwd else os.getcwd(),
                 "whole": whole or not torch,
             }
-            self.pid, self._pidfd = server(torch).fork(request, given)
+            self.pid, self._pidfd = server(torch or ON_DEVICE in environment).fork(request, given)
         finally:
             for descriptor in given:
                 os.close(descriptor)
@@ -317,6 +319,8 @@ def program(request: dict[str, Any]) -> None:
     np.random.seed()  # the standard library's is another one after a fork
     if "torch" in sys.modules:
         sys.modules["torch.distributed"].set_debug_level_from_env()
+    if ON_DEVICE in os.environ:
+        sys.modules["on_device"].start()
     words = request["arguments"]
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
@@ -379,6 +383,9 @@ if __name__ == "__main__":
         import nostall.torch  # noqa: F401
 
         torch.set_num_threads(1)
+        if ON_DEVICE in os.environ:
+            sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "device"))
+            import on_device  # noqa: F401
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, "a fork has only one of the threads that the imports started"
     gc.collect()

@@ -108,6 +108,14 @@ class SimGloo(Backend):  # type: ignore[misc]
             self.reduce_scatter_single(output, tensor, options)
         return _done(outputs)
 
+    def scatter(self, outputs: Any, inputs: Any, options: Any) -> Work:
+        hosts = [torch.empty_like(tensor, device="cpu") for tensor in outputs]
+        parts = [[tensor.cpu() for tensor in each] for each in inputs]
+        self._gloo.scatter(hosts, parts, options).wait()
+        for tensor, host in zip(outputs, hosts, strict=True):
+            tensor.copy_(host)
+        return _done(list(outputs))
+
     def barrier(self, options: Any = None) -> Work:
         self._gloo.barrier().wait()
         return _done([])

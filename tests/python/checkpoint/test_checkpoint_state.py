@@ -38,7 +38,7 @@ def through_bytes(state: Any) -> Any:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.resolve_conj().contiguous().reshape(-1).view(torch.uint8)
+    return tensor.cpu().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
 
 
 def same(a: Any, b: Any) -> bool:

@@ -28,7 +28,9 @@ class Net(torch.nn.Module):
         return self.b(torch.relu(out))
 def data(step, rank):
     g = torch.Generator().manual_seed(1000 * step + rank)
-    return torch.randn(6, 16, generator=g), torch.randint(0, 4, (6,), generator=g)
+    x = torch.randn(6, 16, generator=g, device="cpu")
+    y = torch.randint(0, 4, (6,), generator=g, device="cpu")
+    return x.to(torch.get_default_device()), y.to(torch.get_default_device())
 loss_of = torch.nn.functional.cross_entropy
 def weights(model):
     return [p.detach().double().sum().item() for p in model.parameters()]
@@ -213,7 +215,7 @@ for step in range(STEPS):
     optimizer.step()
     # What every rank had before the reduction, by another way than the gradients take.
     all_ranks = [np.frombuffer(b, np.float32) for b in optimizer.gradient_sync.engine.all_gather(mine)]
-    mean = torch.from_numpy(np.mean(all_ranks, axis=0))
+    mean = torch.from_numpy(np.mean(all_ranks, axis=0)).to(torch.get_default_device())
     at = 0
     for name, p in named:
         used = not name.startswith(("left", "right")) or any(

@@ -50,7 +50,7 @@ whole = torch.arange(40.0).reshape(10, 4)
 dist.init_process_group(
     "gloo", init_method=f"file://{home}/{mode}-{world}", rank=rank, world_size=world
 )
-mesh = init_device_mesh("cpu", (world,))
+mesh = init_device_mesh(torch.get_default_device().type, (world,))
 if mode == "save":
     sharded = distribute_tensor(whole, mesh, [Shard(0)])
     writer = StorageWriter(home / "c")
