@@ -93,7 +93,7 @@ native_tests = $(BIN)/ctest --test-dir build/$(1) --no-tests=error --output-on-f
 # In the package's build folder: what is tested is what is installed.
 native-test: build
 	@echo "native tests"
-	@$(BIN)/cmake build/wheel -DNOSTALL_TESTS=ON >/dev/null
+	@$(BIN)/cmake build/wheel -DNOSTALL_TESTS=ON -DNOSTALL_PRECOMPILE=ON >/dev/null
 	@$(BIN)/cmake --build build/wheel -j $(JOBS) >build/wheel/build.log || (cat build/wheel/build.log; exit 1)
 	@$(call native_tests,wheel)
 
