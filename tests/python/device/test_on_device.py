@@ -1,0 +1,65 @@
+"""The tests of the host on the simulated device: what fails such a run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+TESTS = """
+import numpy as np
+import pytest
+import torch
+import nostall
+from nostall import transforms as t
+from nostall.torch import _device
+
+def labels(image_folder, **more):
+    steps = [t.Resize((8, 8)), t.ToTensor()]
+    source = nostall.ImageFolder(image_folder, index=False)
+    with nostall.DataLoader(source, 8, transforms=steps, tiers=[], **more) as loader:
+        return [part for _, part in loader]
+
+def test_on_it(image_folder):
+    assert all(isinstance(part, np.ndarray) for part in labels(image_folder, output="numpy"))
+    assert {part.device.type for part in labels(image_folder)} == {"cpu"}
+    assert {part.device.type for part in labels(image_folder, device="simdev")} == {"simdev"}
+
+def test_not_on_it(image_folder):
+    assert nostall.ImageFolder(image_folder, index=False).read(0)
+
+def test_without_a_wait(image_folder, monkeypatch):
+    import simdev
+    monkeypatch.setattr(_device.Sending, "wait_on", lambda self, stream: None)
+    begin = _device.Sending.__init__
+    def slowly(self, to):
+        simdev.speed(0.01, stream=to.stream)
+        begin(self, to)
+    monkeypatch.setattr(_device.Sending, "__init__", slowly)
+    labels(image_folder)
+
+def test_of_a_process(image_folder):
+    import prefork
+    code = "import sys, torch; sys.path[:0] = sys.argv[1:]; import test_on; test_on.run(sys.argv[2])"
+    prefork.run(["-c", code, __file__.rpartition("/")[0], str(image_folder)]).check_returncode()
+
+def run(image_folder):
+    assert len(labels(image_folder)) == 8
+"""
+
+
+def test_what_fails_a_run(tmp_path: Path) -> None:
+    (tmp_path / "test_on.py").write_text(TESTS)
+    root = Path(__file__).resolve().parents[3]
+    words = [sys.executable, "-m", "pytest", "-c", root / "pyproject.toml", "--device", "simdev"]
+    run = subprocess.run(
+        [*words, "-p", "conftest", "-p", "no:cacheprovider", tmp_path / "test_on.py"],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=root,
+    )
+    assert "2 passed" in run.stdout and "2 failed" in run.stdout, run.stdout + run.stderr
+    assert "nothing of it was on simdev: see host_only.toml" in run.stdout
+    assert "no event" in run.stdout
+    assert "2 tests ran on simdev, 0 stay on the host" in run.stdout
