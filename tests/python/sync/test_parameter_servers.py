@@ -258,7 +258,9 @@ def test_what_one_rank_does_wrong_is_told_to_all(tmp_path: Path) -> None:
         assert "Invalid learning rate: -1.0" in told["make"]
         assert ("rank 2 cannot serve its parameters" in told["make"]) == (rank != 2)
         assert "the optimizer of a server failed: ValueError" in told["wrong"]
-        assert "rank 2 has not given gradient 0 for 2 s" in told["late"]
+        # The ranks that were late learn of it from servers, some of which only lost their proxies.
+        words = "PeerError" if rank >= 2 else "rank 2 has not given gradient 0 for 2 s"
+        assert words in told["late"]
 
 
 def linear(kind: torch.dtype = torch.float32, device: str = "cpu") -> torch.nn.Module:
