@@ -245,7 +245,7 @@ class BoundEngine : public sync::GradientEngine {
 };
 
 std::map<std::string, int64_t> stats_of(const BoundEngine& engine) {
-  const sync::GradientStats s = engine.stats();
+  const sync::GradientStats s = bindings::without_gil([&] { return engine.stats(); });
   return {{"steps", int64_t(s.steps)},
           {"reductions", int64_t(s.reductions)},
           {"tensors", int64_t(s.tensors)},
@@ -301,7 +301,9 @@ void bind_gradients(nb::class_<BoundEngine>& engine) {
       .def("wait_for", &BoundEngine::wait_for, nb::arg("tensor"), release)
       .def(
           "contributors",
-          [](const BoundEngine& self) { return bindings::array_of(self.contributors()); },
+          [](const BoundEngine& self) {
+            return bindings::array_of(bindings::without_gil([&] { return self.contributors(); }));
+          },
           nb::rv_policy::automatic);
 }
 
@@ -396,7 +398,7 @@ void bind_sync(nb::module_& m) {
       .def(
           "oversleeps",
           [](const BoundEngine& self) {
-            const auto bins = self.stats().oversleeps;
+            const auto bins = bindings::without_gil([&] { return self.stats().oversleeps; });
             return bindings::array_of(std::vector<uint64_t>(bins.begin(), bins.end()));
           },
           nb::rv_policy::automatic,

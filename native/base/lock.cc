@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <optional>
 #include <utility>
 
 namespace nostall {
@@ -79,13 +80,29 @@ Locked LockFile::try_lock(uint64_t byte, LockMode mode) noexcept {
 
 void LockFile::unlock(uint64_t byte) noexcept { files_->lock(fd_, F_UNLCK, byte); }
 
-bool LockFile::is_held_elsewhere(uint64_t byte) const noexcept {
+namespace {
+
+// The type of the exclusive lock that another file description has on the byte, or F_UNLCK; nothing
+// where the system cannot say.
+std::optional<short> held_elsewhere(int fd, uint64_t byte) noexcept {
   struct flock lock {};
   lock.l_type = F_RDLCK;
   lock.l_whence = SEEK_SET;
   lock.l_start = static_cast<off_t>(byte);
   lock.l_len = 1;
-  return ::fcntl(fd_, F_OFD_GETLK, &lock) == 0 && lock.l_type == F_WRLCK;
+  if (::fcntl(fd, F_OFD_GETLK, &lock) != 0) return std::nullopt;
+  return lock.l_type;
+}
+
+}  // namespace
+
+bool LockFile::is_held_elsewhere(uint64_t byte) const noexcept {
+  return held_elsewhere(fd_, byte) == F_WRLCK;
+}
+
+bool LockFile::is_free_elsewhere(uint64_t byte) const noexcept {
+  const auto type = held_elsewhere(fd_, byte);
+  return type && *type != F_WRLCK;
 }
 
 bool LockFile::is_current(const std::string& path, int directory) const noexcept {

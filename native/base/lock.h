@@ -38,6 +38,8 @@ class LockFile {
   void unlock(uint64_t byte) noexcept;
   // Whether another open file holds the byte exclusively.
   bool is_held_elsewhere(uint64_t byte) const noexcept;
+  // Whether it is certain that nobody else has that: not where the system cannot say.
+  bool is_free_elsewhere(uint64_t byte) const noexcept;
   // Whether the path still names this file, and not a new one or none. Relative to `directory` as
   // in open_own.
   bool is_current(const std::string& path, int directory = kByPath) const noexcept;

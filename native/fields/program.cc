@@ -167,7 +167,9 @@ uint64_t aligned(uint64_t bytes) {
 
 void Scratch::trim(size_t most) noexcept {
   image.trim(most);
-  if (values.size() > most) values.release();
+  small_values =
+      values.take_used() > most ? 0 : std::min(small_values + 1, image::Scratch::kSmallImages);
+  if (small_values >= image::Scratch::kSmallImages && values.size() > most) values.release();
 }
 
 void Scratch::release_above(size_t most) noexcept {

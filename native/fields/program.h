@@ -169,6 +169,7 @@ struct Scratch {
   void release_above(size_t most) noexcept;
   image::Scratch image;
   image::Buffer values;  // of masks and sound
+  int small_values = 0;  // samples in a row that needed little of it
   std::vector<source::FieldBytes> located;
   // Of groups, whose parts are gathered first.
   struct Gathered {

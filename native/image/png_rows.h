@@ -2,7 +2,8 @@
 //
 // libspng decompresses row by row with zlib, which takes most of the time of an image. Almost all
 // files are plain: not interlaced, chunks in order, checksums right. Those are read here; everything
-// else, and everything that is wrong, is left to libspng, whose verdict counts.
+// else is left to libspng, whose verdict counts. Of chunks that no pixel depends on the checksum alone
+// is looked at, where libspng refuses an image for one that comes twice.
 // Total: any bytes give rows or nothing. Thread-safety: an object is for one thread.
 #pragma once
 

@@ -318,20 +318,23 @@ std::shared_ptr<const Mixture::Pattern> Mixture::pattern(size_t stretch, uint64_
   const Stretch& of = stretches_[stretch];
   const uint64_t part = at / kPatternPart;
   const MutexLock lock(mutex_);
-  if (known_.before.empty() || known_.stretch != stretch) {
-    known_ = {stretch, {std::vector<uint32_t>(of.shares.of.size())}, {}};
-  }
-  auto& [newest, older] = known_.last;
+  const auto is_of = [&](const Known& known) {
+    return !known.before.empty() && known.stretch == stretch;
+  };
+  auto& [known, other] = known_;
+  if (!is_of(known)) std::swap(known, other);
+  if (!is_of(known)) known = {stretch, {std::vector<uint32_t>(of.shares.of.size())}, {}};
+  auto& [newest, older] = known.last;
   if (older && older->begin / kPatternPart == part) std::swap(newest, older);
   if (newest && newest->begin / kPatternPart == part) return newest;
   std::shared_ptr<const Pattern> made;
-  for (uint64_t p = std::min<uint64_t>(part, known_.before.size() - 1); p <= part; ++p) {
+  for (uint64_t p = std::min<uint64_t>(part, known.before.size() - 1); p <= part; ++p) {
     const uint64_t begin = p * kPatternPart;
-    std::vector<uint32_t> had = known_.before[p];
+    std::vector<uint32_t> had = known.before[p];
     made = std::make_shared<const Pattern>(
         pattern_of(of.shares, had, begin, std::min(kPatternPart, of.places - begin)));
     worked_out_.fetch_add(made->source.size(), std::memory_order_relaxed);
-    if (p + 1 == known_.before.size()) known_.before.push_back(std::move(had));
+    if (p + 1 == known.before.size()) known.before.push_back(std::move(had));
   }
   older = std::exchange(newest, std::move(made));
   return newest;

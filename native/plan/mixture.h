@@ -129,7 +129,8 @@ class Mixture {
   uint64_t end_ = kEndless;
   mutable std::atomic<uint64_t> worked_out_{0};
   mutable Mutex mutex_;
-  mutable Known known_ NOSTALL_GUARDED_BY(mutex_);
+  // Of two stretches: that where an epoch begins, and that of the batches that are planned.
+  mutable std::array<Known, 2> known_ NOSTALL_GUARDED_BY(mutex_);
 };
 
 // Places in rising order. Refers to the mixture. Thread-safety: one thread at a time.

@@ -135,7 +135,7 @@ void Loader::Run::chunk_loop(std::stop_token stop) {
   Filling filling{config_.source->make_reader(config_.reader, config_.depth)};
   const uint64_t last = chunk_of(last_);
   for (uint64_t next = 0;; ++next) {
-    std::shared_ptr<const plan::KeptChunk> kept;
+    KeptChunk kept;
     {
       MutexLock lock(mutex_);
       if (!next_chunk_.wait(lock, stop,
@@ -146,7 +146,7 @@ void Loader::Run::chunk_loop(std::stop_token stop) {
       if (next > last) return;
       kept = kept_chunk(next);
     }
-    fill_chunk(next, *kept, filling, stop);
+    fill_chunk(next, *kept.get(), filling, stop);
   }
 }
 

@@ -334,11 +334,12 @@ void Loader::Run::use_chunk_of(Position next) {
   next_chunk_.notify_all();
 }
 
-// This one, and the next one ahead of need.
-std::shared_ptr<const plan::KeptChunk> Loader::Run::kept_chunk(uint64_t chunk) {
+// This one, and the next one ahead of need: the thread that reads ahead asks for the chunk behind the
+// consumer's, so that no chunk is worked out while the mutex is held.
+Loader::Run::KeptChunk Loader::Run::kept_chunk(uint64_t chunk) {
   for (uint64_t c = chunk; c < chunk + 2; ++c) {
     if (chunks_.contains(c)) continue;
-    if (c > chunk && (c > chunk_ + 1 || c > chunk_of(last_))) break;
+    if (c > chunk && (c > chunk_ + 2 || c > chunk_of(last_))) break;
     chunks_.emplace(
         c, std::async(std::launch::async | std::launch::deferred, [this, c] {
              const auto elsewhere = [this](plan::SampleId sample) {
@@ -349,7 +350,7 @@ std::shared_ptr<const plan::KeptChunk> Loader::Run::kept_chunk(uint64_t chunk) {
                  config_.chunks->keep(c, config_.half, elsewhere));
            }).share());
   }
-  return chunks_.at(chunk).get();
+  return chunks_.at(chunk);
 }
 
 // Under the mutex: makes the task of the batch under the cursor and moves the cursor past it.
@@ -370,7 +371,7 @@ Task* Loader::Run::open_task() {
   task->ready = task->items.empty();
   task->chunk = chunk_of(cursor_);
   if (config_.chunks && config_.chunks->in_chunk(cursor_.batch)) {
-    task->kept = kept_chunk(task->chunk);
+    task->kept = kept_chunk(task->chunk).get();
   }
   task->batch = std::make_unique<Batch>();
   Batch& batch = *task->batch;

@@ -138,7 +138,8 @@ class Loader::Run {
   void chunk_loop(std::stop_token stop);
   void fill_chunk(uint64_t chunk, const plan::KeptChunk& kept, Filling& filling,
                   std::stop_token stop);
-  std::shared_ptr<const plan::KeptChunk> kept_chunk(uint64_t chunk) NOSTALL_REQUIRES(mutex_);
+  using KeptChunk = std::shared_future<std::shared_ptr<const plan::KeptChunk>>;
+  KeptChunk kept_chunk(uint64_t chunk) NOSTALL_REQUIRES(mutex_);
   // That of a batch; for the one after the job's last, that of no batch.
   uint64_t chunk_of(Position position) const;
   // What the consumer's next batch makes this rank use.
@@ -179,7 +180,7 @@ class Loader::Run {
   plan::RankEpoch plan_of(Part part) const;
   // How an epoch is dealt by what nodes keep (plan/locality.h), which takes its whole order.
   bool dealt_by_owners(uint32_t epoch) const {
-    return config_.peers && config_.locality && epoch > first_epoch_;
+    return config_.peers && config_.locality && epoch > config_.first_epoch;
   }
 
   void fetch(std::vector<Fetch>& chunk, Fetcher& fetcher, std::stop_token stop);

@@ -59,6 +59,8 @@ namespace {
 // A waiter checks at this interval whether it was stopped or the claimer died.
 constexpr std::chrono::milliseconds kWaitSlice{20};
 constexpr std::chrono::seconds kLeavePatience{5};
+// In which all ranks of a node make their loaders; later ones are not waited for.
+constexpr std::chrono::seconds kJoinPatience{10};
 constexpr int kOpenAttempts = 20;
 // How often one rank looks whether the tier's memory is wanted back.
 constexpr std::chrono::milliseconds kEaseInterval{250};
@@ -439,6 +441,7 @@ class NodeCacheImpl final : public NodeCache {
   std::vector<Turns> turns_;  // of reads of file tiers
   uint32_t me_;               // this process's number on the node
   bool joined_ = false;
+  const std::chrono::steady_clock::time_point made_ = std::chrono::steady_clock::now();
   const int owner_pid_;
   Handover handover_;  // ends before what it gives is closed
   // Of the thread that eases:
@@ -1037,7 +1040,7 @@ bool NodeCacheImpl::is_read(const Leaving& leaving) const {
     const std::atomic<uint32_t>* readers = readers_of(r);
     const bool reads = std::any_of(readers + leaving.lowest, readers + leaving.chunk + 1,
                                    [](const std::atomic<uint32_t>& n) { return n.load() != 0; });
-    if (reads && ease_lock_.is_held_elsewhere(kFirstMember + r)) return true;
+    if (reads && !ease_lock_.is_free_elsewhere(kFirstMember + r)) return true;
   }
   return false;
 }
@@ -1149,12 +1152,15 @@ std::optional<PeerFailure> NodeCacheImpl::dead_peer() const {
 
 // ------------------------------------------------------------------------- chunks of sub-batches
 
-// Whether a rank uses the chunk, or may: one that has not said so yet begins with any.
+// Whether a rank uses the chunk, or may: one that has not said so yet begins with any. One that has
+// not come for long may never come; if it does, it finds the chunk gone.
 bool NodeCacheImpl::is_used(uint64_t chunk) const noexcept {
+  const bool absent_for_good = std::chrono::steady_clock::now() - made_ > kJoinPatience;
   for (uint32_t r = 0; r < config_.local_world; ++r) {
     const Member& member = header_->members[r];
     const Membership membership = member.membership.load();
     if (membership == Membership::left) continue;
+    if (membership == Membership::absent && absent_for_good) continue;
     const uint64_t first = member.chunk.load();
     if (membership == Membership::absent || first == 0 || first == chunk + 1 || first == chunk ||
         member.reading.load() == chunk + 1) {
@@ -1165,6 +1171,7 @@ bool NodeCacheImpl::is_used(uint64_t chunk) const noexcept {
 }
 
 Half NodeCacheImpl::half_of(uint64_t chunk, const plan::KeptChunk& kept) {
+  if (!joined_) return Half::gone;  // alone, without tiers
   std::atomic<uint64_t>& half = header_->halves[chunk % 2];
   const uint64_t wanted = (chunk + 1) * 2;
   uint64_t seen = half.load();

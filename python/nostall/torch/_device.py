@@ -304,6 +304,7 @@ class Sending:
         elif not self._copied.query():
             return False
         self._host.clear()
+        self._views = None  # those of a slab are the device's too
         self._end_use()
         return True
 

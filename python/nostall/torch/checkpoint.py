@@ -293,7 +293,11 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
         stored: dict[str, torch.Tensor] = {}  # in memory that is read to later
 
         def ways() -> list[Way]:
-            there = [one.lands() for one in filled if one.is_on_device()]
+            # Tied tensors are stored once: what one of the host takes too is read to the host.
+            on_host = {one.begin for one in filled if not one.is_on_device()}
+            there = [
+                one.lands() for one in filled if one.is_on_device() and one.begin not in on_host
+            ]
             begin = file.data.ctypes.data
             found = [way_to(torch, rows, address - begin) for rows, address in there]
             if not found:
@@ -341,6 +345,7 @@ class _Filled:
     def __init__(self, item: ReadItem, stored: torch.Tensor, target: torch.Tensor) -> None:
         self.item, self.target = item, target
         self._stored = stored
+        self.begin = stored.data_ptr()
         self._rows: torch.Tensor | None = None  # on the target's device
 
     def is_on_device(self) -> bool:

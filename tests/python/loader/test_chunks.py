@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import prefork
 import pytest
-from nodes import free_port
 
 import nostall
 
@@ -70,7 +70,7 @@ def run(
 ) -> list[dict[str, Any]]:
     """What each rank printed; nodes are one machine's, and exchange samples."""
     met = {
-        "NOSTALL_RENDEZVOUS": f"tcp://127.0.0.1:{free_port()}",
+        "NOSTALL_RENDEZVOUS": tempfile.mkdtemp(dir=folder.parent),
         "NOSTALL_SECRET": secrets.token_hex(16),
         "NOSTALL_UCX_TLS": "tcp",
         "NOSTALL_PEER_TIMEOUT_MS": "60000",

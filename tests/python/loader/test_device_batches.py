@@ -452,20 +452,20 @@ def case_page_locked_memory_that_is_given_back_is_free() -> None:
     place = _device.place("simdev")
     assert place is not None
     size = 3 << 20  # that nothing keeps
-    memory = place.memory(size)
-    address = memory.ctypes.data
+    slab = [place.memory(size)]
+    address = slab[0].ctypes.data
     batch: Any = SimpleNamespace(
-        place=(address, 2), output=lambda number: memory[8:24].view(np.int64)
+        place=(address, 2), output=lambda number: slab[0][8:24].view(np.int64)
     )
     views = place.views(batch)
     views[0] = place.view(batch, 0, None)
     assert views[0][0].is_pinned() and views[0][0].data_ptr() == address + 8
     assert place.views(batch) is views
-    del memory
+    slab.clear()
     assert place.views(batch) is not views
     views.clear()
-    memory = place.memory(size)
-    assert memory.ctypes.data == address
+    assert address not in place._slabs
+    assert all(begin != address for begin, _ in place._views)
 
 
 def case_the_next_batch_costs_no_wait_for_its_copy() -> None:

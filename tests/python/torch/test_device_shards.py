@@ -187,6 +187,21 @@ def long_state(value: float) -> dict[str, Any]:
     return {**{name: tensor.to("simdev") for name, tensor in made.items()}, "n": value}
 
 
+def case_tied_tensors_of_device_and_host_are_both_filled() -> None:
+    """They are stored once."""
+    from nostall.torch.checkpoint import StorageReader, StorageWriter
+
+    tied = long_state(3.0)["a"]
+    with tempfile.TemporaryDirectory() as folder:
+        writer = StorageWriter(folder)
+        state = {"there": tied, "here": tied}
+        dcp.save(state, checkpoint_id="1", storage_writer=writer, no_dist=True)
+        writer.close()
+        into = {"there": torch.zeros_like(tied), "here": torch.zeros_like(tied, device="cpu")}
+        dcp.load(into, storage_reader=StorageReader(folder, 1), no_dist=True)
+    assert into["there"].equal(tied) and into["here"].equal(tied.cpu())
+
+
 def case_tensors_land_while_the_file_is_read() -> None:
     """Every byte once, by page-locked memory; each rank alone."""
     import simdev
