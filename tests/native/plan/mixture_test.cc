@@ -379,6 +379,21 @@ TEST(Plan, WorksOutNoMoreOfAMixtureThanItsBatchesNeed) {
   }
 }
 
+TEST(Plan, WorksOutAMixtureThatChangesWithinAnEpochOnce) {
+  JobSpec spec = mixed_job(4, uint64_t{1} << 50);
+  const uint64_t length = epoch_length(spec);
+  const Weights irrational{std::sqrt(2.0), 1.0}, then{1.0, std::sqrt(3.0)};
+  spec.mixture = std::make_shared<const Mixture>(
+      Mixture::Spec{{10, 100}, {{0, irrational}, {2 * length + length / 2, then}}, AtEnd::repeat});
+  const uint64_t first = length / 2 / spec.global_batch + 100;
+  rank_batches(spec, 2, 0, first, first + 1);
+  const uint64_t before = spec.mixture->worked_out();
+  for (uint64_t next = 1; next <= 8; ++next) {
+    rank_batches(spec, 2, 0, first + next, first + next + 1);
+  }
+  EXPECT_LE(spec.mixture->worked_out(), before + kMostSources);
+}
+
 TEST(BucketedOrder, HasBatchesOfOneBucket) {
   const JobSpec spec = bucketed_job();
   validate(spec);
