@@ -14,6 +14,7 @@ import ipaddress
 import json
 import logging
 import os
+import select
 import socket
 import struct
 import threading
@@ -32,6 +33,9 @@ _LARGEST = 256 << 20
 _CHUNK = 4 << 20
 _RETRY_SECONDS = 0.1
 _LOOK_SECONDS = 3600.0
+# What Linux takes: 32767 s for TCP_KEEPIDLE, which is two pauses; an int of ms for TCP_USER_TIMEOUT.
+_LONGEST_PAUSE = 16_383
+_LONGEST_MS = 2**31 - 1
 _ANYWHERE = "192.0.2.1"  # reserved for documentation: the way there is the default route
 _SIOCGIFADDR = 0x8915
 
@@ -50,6 +54,11 @@ class Stream:
         connection.settimeout(timeout)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
+    @property
+    def timeout(self) -> float:
+        """Seconds of each wait."""
+        return self._timeout
+
     def set_timeout(self, seconds: float) -> None:
         """Of each wait from now on."""
         self._timeout = seconds
@@ -58,15 +67,21 @@ class Stream:
     def keep_alive(self, seconds: float) -> None:
         """Ends a wait, with an OSError, if the other side's machine has not answered for so long."""
         probes = 4
-        pause = max(1, round(seconds / (probes + 2)))
+        pause = min(max(1, round(seconds / (probes + 2))), _LONGEST_PAUSE)
         for option, value in (
             (socket.TCP_KEEPIDLE, 2 * pause),
             (socket.TCP_KEEPINTVL, pause),
             (socket.TCP_KEEPCNT, probes),
-            (socket.TCP_USER_TIMEOUT, round(1000 * seconds)),
+            (socket.TCP_USER_TIMEOUT, min(round(1000 * seconds), _LONGEST_MS)),
         ):
             self._socket.setsockopt(socket.IPPROTO_TCP, option, value)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+    def has_news(self) -> bool:
+        """Whether the other side has said something that was not received yet, or has ended."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(0))
 
     def _read(self, size: int) -> bytes:
         parts = []
@@ -84,7 +99,8 @@ class Stream:
 
     def send_bytes(self, data: memoryview) -> None:
         """Bytes of a length that the other side knows."""
-        self._socket.sendall(data)
+        for at in range(0, data.nbytes, _CHUNK):  # the limit of time is for each part
+            self._socket.sendall(data[at : at + _CHUNK])
         self.bytes += data.nbytes
 
     def receive_into(self, data: memoryview) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import threading
 import time
 from collections import Counter, deque
@@ -31,11 +32,14 @@ from nostall.torch._parameter_shard import ENDED, Link, MakeOptimizer, Shard
 _PURPOSE = "parameter servers"
 # Bytes behind the parameters that a proxy hands out: the servers' clock, or an error.
 _NOTE = 4096
-_NOTE_LETTERS = _NOTE // 8  # of an error: JSON has up to six bytes for each
-# Seconds in which a rank that fails tells the servers why.
+_NOTE_LETTERS = _NOTE // 16  # of an error: JSON has up to twelve bytes for each
+# Parts of the time limit after which a proxy that waits tells its group so.
+_PARTS = 4
+# Seconds in which a rank that fails tells the servers why, and in which one whose connection broke
+# learns why.
 _LAST_WORDS = 1.0
-# Seconds of silence that end a conversation: a rank may validate for long. What a step waits for has
-# a limit of its own.
+# Seconds of a proxy's silence that end a conversation: a rank may validate for long. What a step waits
+# for has a limit of its own. No limit is longer.
 _SILENCE = 7 * 86_400.0
 _made = itertools.count()
 
@@ -70,7 +74,8 @@ class ParameterServers:
         groups: "node": the ranks of each node are a group; "flat": each rank is one; or lists of
             ranks, each rank in one of them. A group may span nodes, such as those of a switch.
         servers: the ranks that have a part of the parameters each; all if None.
-        timeout: seconds in which no gradient comes while a rank waits for one.
+        timeout: seconds in which no gradient comes while a rank waits for one, or in which a server
+            does not answer; above 7 days it is 7 days.
 
     Attributes:
         optimizer: that of this rank's part, for schedulers; None if it has none.
@@ -99,7 +104,9 @@ class ParameterServers:
             raise UsageError(f"staleness={staleness!r} is not a number of steps: give 0 or more")
         if not timeout > 0:
             raise UsageError(f"timeout={timeout!r} is not a number of seconds above 0")
-        self._staleness, self._timeout = staleness, float(timeout)
+        if math.isinf(timeout):
+            raise UsageError(f"timeout={timeout!r}: a rank that died needs a limit; give seconds")
+        self._staleness, self._timeout = staleness, min(float(timeout), _SILENCE)
         self._world = world = find_world()
         chosen = _chosen(servers, world.world_size, self._size)
         wanted = _checked(groups, world.world_size)
@@ -123,7 +130,9 @@ class ParameterServers:
         addresses = self._listen(make_optimizer, parts, joined.secret)
         self._among = self._meet()
         # Handed out to the group, with a note behind them.
-        self._out = torch.zeros(self._size * self._kind.itemsize + _NOTE, dtype=torch.uint8)
+        self._out = torch.zeros(
+            self._size * self._kind.itemsize + _NOTE, dtype=torch.uint8, device="cpu"
+        )
         self._flat = self._out[:-_NOTE].view(self._kind)
         self._connect(parts, addresses, joined)
 
@@ -205,18 +214,18 @@ class ParameterServers:
         """Gets the first parameters, which are rank 0's."""
         nodes = joined.node_of_rank
         for rank, (begin, end) in parts.items() if self._is_proxy else ():
-            stream = connect(tuple(addresses[rank]), joined.secret, self._timeout, _PURPOSE)
+            try:
+                stream = connect(tuple(addresses[rank]), joined.secret, self._timeout, _PURPOSE)
+            except PeerError as error:
+                self._fail(self._told() or f"rank {rank} is gone before it began: {error}", error)
+                raise
             stream.keep_alive(self._timeout)
-            stream.set_timeout(_SILENCE)
             far = nodes[rank] != nodes[self._world.rank]
             link = Link(rank, begin, end, self._kind, stream, self._changed, far=far)
             self._links.append(link)
         initial = None
-        if 0 in self._group:
-            first = torch.cat([p.detach().reshape(-1) for p in self._parameters])
-            if self._among is not None:
-                self._together(lambda: dist.broadcast(first, 0, group=self._among))
-            initial = first
+        if self._world.rank == 0:  # the proxy of its group, whose ranks are sorted
+            initial = torch.cat([p.detach().reshape(-1) for p in self._parameters])
         for link in self._links:
             link.start(self._number, initial)
         self._get(lambda: min(link.answered for link in self._links) > 0)
@@ -339,28 +348,20 @@ class ParameterServers:
             with suppress(UsageError, IoError):
                 made: torch.Tensor = self._among.empty(shape, self._kind)
                 return made
-        return torch.empty(shape, dtype=self._kind)
+        return torch.empty(shape, dtype=self._kind, device="cpu")
 
     def _get(self, is_due: Callable[[], bool]) -> int:
         """Gets the servers' parameters when `is_due`; the least clock of the servers.
 
-        The proxy waits, and hands them out.
+        The proxy waits, and hands them out. While it waits it tells its group so, now and then: to
+        the others it would be late, where a server or another group is.
         """
-        note: dict[str, Any] = {"clock": 0, "error": ""}
-        if self._links:
-            with self._changed:
-                self._changed.wait_for(lambda: any(x.error for x in self._links) or is_due())
-                errors = [link.error for link in self._links if link.error]
-                note["error"] = errors[0][:_NOTE_LETTERS] if errors else ""
-                note["clock"] = min(link.clock for link in self._links)
-                for link in self._links:
-                    self._flat[link.begin : link.end].copy_(link.newest)
-        if self._among is not None:
+        note: dict[str, Any] = {"wait": True}
+        while note["wait"]:
             if self._links:
-                text = bytearray(json.dumps(note).encode().ljust(_NOTE))
-                self._out[-_NOTE:] = torch.frombuffer(text, dtype=torch.uint8)
-            self._together(lambda: dist.broadcast(self._out, self._group[0], group=self._among))
-            note = json.loads(bytes(self._out[-_NOTE:].numpy()))
+                note = self._look(is_due)
+            if self._among is not None:
+                note = self._hand_out(note)
         if note["error"]:
             self._fail(str(note["error"]))
         with torch.no_grad():
@@ -369,6 +370,44 @@ class ParameterServers:
                 parameter.copy_(self._flat[at : at + parameter.numel()].view_as(parameter))
                 at += parameter.numel()
         return int(note["clock"])
+
+    def _look(self, is_due: Callable[[], bool]) -> dict[str, Any]:
+        """What the servers have said when `is_due`, or that it still waits for them."""
+        with self._changed:
+            if not self._changed.wait_for(
+                lambda: any(link.error for link in self._links) or is_due(), self._timeout / _PARTS
+            ):
+                return {"wait": True}
+            error = self._cause() if any(link.error for link in self._links) else ""
+            for link in self._links:
+                self._flat[link.begin : link.end].copy_(link.newest)
+            clock = min(link.clock for link in self._links)
+        return {"wait": False, "clock": clock, "error": error[:_NOTE_LETTERS]}
+
+    def _cause(self) -> str:
+        """Why a connection failed; with `_changed`.
+
+        A server that broke off may only have followed one that told the reason: another connection,
+        or this rank's server, may have it a moment later.
+        """
+        deadline = time.monotonic() + _LAST_WORDS
+        while not self._told() and time.monotonic() < deadline:
+            self._changed.wait(_LAST_WORDS / 20)
+        return self._told() or next(link.error for link in self._links if link.error)
+
+    def _told(self) -> str:
+        """The error that a server told; "" if none did."""
+        mine = self._shard.error if self._shard is not None else ""
+        return next((link.error for link in self._links if link.told), mine)
+
+    def _hand_out(self, note: dict[str, Any]) -> dict[str, Any]:
+        """The proxy's note, and its parameters, to its group."""
+        if self._links:
+            text = bytearray(json.dumps(note).encode().ljust(_NOTE))
+            self._out[-_NOTE:] = torch.frombuffer(text, dtype=torch.uint8)
+        self._together(lambda: dist.broadcast(self._out, self._group[0], group=self._among))
+        found: dict[str, Any] = json.loads(bytes(self._out[-_NOTE:].numpy()))
+        return found
 
     def _together(self, operation: Callable[[], Any]) -> None:
         try:
@@ -390,7 +429,7 @@ class ParameterServers:
         deadline = time.monotonic() + _LAST_WORDS
         for link in self._links:
             link.close(deadline)
-        if self._listener is not None and not error:
+        if self._listener is not None:
             self._listener.close()
         self._free, self._sent = [], deque()
         if self._among is not None and not error:

@@ -24,12 +24,31 @@ from nostall.job._stream import Stream
 #: The clock of a group without more gradients, and of a server whose groups have all ended.
 ENDED = 1 << 62
 
+# Seconds after which a server that waits looks whether its proxy has given up, and in which either
+# side looks for the reason of a broken connection.
+_LOOK = 1.0
+# Seconds in which a message goes to a server that may be stuck.
+_LAST_WORD = 0.2
+# A server that waits says so in each such part of the time after which the proxy takes it for stuck.
+_PARTS = 4
+
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a flat tensor."""
     return memoryview(tensor.detach().view(torch.uint8).numpy())
+
+
+def _last_words(stream: Stream) -> str:
+    """The error that the other side said before the connection broke; "" if it said none."""
+    with suppress(OSError, PeerError):
+        stream.set_timeout(_LOOK)
+        while True:
+            message = stream.receive()
+            if "wait" not in message:
+                return str(message.get("error", ""))
+    return ""
 
 
 class Shard:
@@ -58,7 +77,7 @@ class Shard:
         staleness: int,
         timeout: float,
     ) -> None:
-        self.parameter = torch.nn.Parameter(torch.zeros(size, dtype=kind))
+        self.parameter = torch.nn.Parameter(torch.zeros(size, dtype=kind, device="cpu"))
         self.optimizer = make_optimizer([self.parameter])
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             raise UsageError(
@@ -76,6 +95,11 @@ class Shard:
         self._talking = len(self._leaders)
         self._error = ""
 
+    @property
+    def error(self) -> str:
+        """Why it serves no more; "" while it does."""
+        return self._error
+
     # ------------------------------------------------------------------ conversations
 
     def answer(self, question: dict[str, Any], stream: Stream) -> None:
@@ -85,10 +109,10 @@ class Shard:
         try:
             self._talk(group, bool(question["initial"]), stream)
         except OSError as error:
-            self.fail(f"rank {self._leaders[group]} is gone before it finished: {error}")
-        except Exception as error:  # the optimizer is the user's: it may raise anything
-            told = isinstance(error, PeerError)
-            self.fail(str(error) if told else f"the optimizer of a server failed: {error!r}")
+            gone = f"rank {self._leaders[group]} is gone before it finished: {error}"
+            self.fail(_last_words(stream) or gone)
+        except Exception as error:  # the proxy is told, whatever it is
+            self.fail(str(error) if isinstance(error, PeerError) else f"a server failed: {error!r}")
             with suppress(OSError):
                 stream.send({"error": self._error})
         finally:
@@ -121,19 +145,31 @@ class Shard:
         self._reply(stream, outgoing, lambda: self._clock() == ENDED)
 
     def _reply(self, stream: Stream, outgoing: torch.Tensor, is_due: Callable[[], bool]) -> None:
-        """Sends the parameters as they are when `is_due`."""
-        with self._changed:
-            while not self._error and not is_due():
-                before = list(self._clocks)
-                if not self._changed.wait_for(
+        """Sends the parameters as they are when `is_due`; until then says now and then "wait"."""
+        moved = said = time.monotonic()
+        before: list[int] = []
+        while True:
+            pause = self._timeout / _PARTS
+            with self._changed:
+                if self._clocks != before:
+                    moved, before = time.monotonic(), list(self._clocks)
+                self._changed.wait_for(
                     lambda: self._error or is_due() or self._clocks != before,  # noqa: B023
-                    self._timeout,
-                ):
+                    min(pause, _LOOK),
+                )
+                if self._error:
+                    raise PeerError(self._error)
+                if is_due():
+                    outgoing.copy_(self.parameter.detach())
+                    clock = self._clock()
+                    break
+                if self._clocks == before and time.monotonic() - moved >= self._timeout:
                     raise PeerError(self._late())
-            if self._error:
-                raise PeerError(self._error)
-            outgoing.copy_(self.parameter.detach())
-            clock = self._clock()
+            if stream.has_news():  # it is not the proxy's turn: it gives up, or is gone
+                raise PeerError(str(stream.receive().get("error", "a proxy spoke out of turn")))
+            if time.monotonic() - said >= pause:
+                said = time.monotonic()
+                stream.send({"wait": True})
         stream.send({"clock": clock})
         stream.send_bytes(bytes_of(outgoing))
 
@@ -176,7 +212,12 @@ class Shard:
             first.add_(other)
         self._given = {}
         self.parameter.grad = first.div_(self._workers)
-        self.optimizer.step()
+        try:
+            self.optimizer.step()
+        except Exception as error:  # it is the user's: it may raise anything
+            # All conversations find the reason when they get the lock.
+            self.fail(f"the optimizer of a server failed: {error!r}")
+            raise PeerError(self._error) from error
         self.parameter.grad = None
         self.updates += 1
 
@@ -194,6 +235,10 @@ class Shard:
             return self._changed.wait_for(lambda: self._talking == 0, timeout)
 
 
+class _Told(Exception):
+    """The error that a server said."""
+
+
 @dataclass
 class _Push:
     clock: int
@@ -208,7 +253,7 @@ class Link:
         rank: of the server.
         begin, end: the server's part of the flat parameters.
         stream: to it.
-        changed: notified when `clock`, `answered`, `newest` or `error` changed; it guards them.
+        changed: notified when `clock`, `answered`, `newest`, `error` or `told` changed; it guards them.
         far: whether the server is on another node.
     """
 
@@ -228,9 +273,14 @@ class Link:
         self.clock = -1
         self.answered = 0
         self.error = ""
-        self.newest, self._spare = (torch.empty(end - begin, dtype=kind) for _ in range(2))
+        self.told = False  # the error, by the server
+        self.newest, self._spare = (
+            torch.empty(end - begin, dtype=kind, device="cpu") for _ in range(2)
+        )
         self._stream, self._changed = stream, changed
         self._pushes: queue.SimpleQueue[_Push | dict[str, Any]] = queue.SimpleQueue()
+        self._last: dict[str, Any] = {}
+        self._sending = threading.Lock()
         self._thread = threading.Thread(
             target=self._run, name=f"nostall-parameters-{rank}", daemon=True
         )
@@ -257,13 +307,20 @@ class Link:
         self._pushes.put({"end": True})
 
     def give_up(self, error: str) -> None:
-        """Tells the server why no more gradients come."""
-        self._pushes.put({"error": error})
+        """Tells the server why no more gradients come, at the latest in `close`."""
+        self._last = {"error": error}
+        self._pushes.put(self._last)
 
     def close(self, deadline: float) -> None:
         """Ends the conversation; what it is at may end by itself until `deadline` (monotonic)."""
         if self._thread.ident is not None:
             self._thread.join(max(0.0, deadline - time.monotonic()))
+            # The thread waits for an answer, or is amid a gradient, behind which nothing would be read.
+            if self._last and self._thread.is_alive() and self._sending.acquire(timeout=_LAST_WORD):
+                with suppress(OSError):
+                    self._stream.set_timeout(_LAST_WORD)
+                    self._stream.send(self._last)
+                self._sending.release()
         self._stream.close()
 
     def _run(self) -> None:
@@ -272,27 +329,39 @@ class Link:
             while True:
                 push = self._pushes.get()
                 if isinstance(push, dict):
-                    self._stream.send(push)
+                    with self._sending:
+                        self._stream.send(push)
                     if "error" in push:
                         return
                     self._receive()
                     return
-                self._stream.send({"clock": push.clock, "workers": push.workers})
-                self._stream.send_bytes(bytes_of(push.gradient))
+                with self._sending:
+                    self._stream.send({"clock": push.clock, "workers": push.workers})
+                    self._stream.send_bytes(bytes_of(push.gradient))
                 self.messages += 1
                 self._receive()
+        except _Told as error:
+            self._fail(str(error), told=True)
+        except TimeoutError:
+            self._fail(
+                f"rank {self.rank} has said nothing for {self._stream.timeout:g} s; is it alive? "
+                "A longer timeout= waits longer"
+            )
         except (OSError, ValueError, KeyError, PeerError) as error:
-            told = isinstance(error, PeerError)
-            with self._changed:
-                self.error = (
-                    str(error) if told else f"rank {self.rank} is gone before it finished: {error}"
-                )
-                self._changed.notify_all()
+            words = "" if isinstance(error, PeerError) else _last_words(self._stream)
+            gone = f"rank {self.rank} is gone before it finished: {error}"
+            self._fail(words or gone, told=bool(words))
+
+    def _fail(self, error: str, *, told: bool = False) -> None:
+        with self._changed:
+            self.error, self.told = error, told
+            self._changed.notify_all()
 
     def _receive(self) -> None:
-        answer = self._stream.receive()
+        while "wait" in (answer := self._stream.receive()):
+            pass
         if "error" in answer:
-            raise PeerError(str(answer["error"]))
+            raise _Told(str(answer["error"]))
         self._stream.receive_into(bytes_of(self._spare))
         self.messages += 1
         with self._changed:

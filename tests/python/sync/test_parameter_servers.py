@@ -6,6 +6,10 @@ Four ranks stand for two nodes of two.
 from __future__ import annotations
 
 import inspect
+import json
+import socket
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +17,10 @@ import pytest
 import torch
 from sync_ranks import run_ranks
 
-from nostall.errors import UsageError
-from nostall.torch import ParameterServers
+from nostall.errors import PeerError, UsageError
+from nostall.job._stream import Stream
+from nostall.torch import ParameterServers, _parameter_servers
+from nostall.torch._parameter_shard import ENDED, Link, Shard
 
 SETUP = """
 import json, os, signal, time
@@ -210,6 +216,40 @@ def test_the_death_of_a_rank_is_told_to_all(
         assert any(name in told[rank] for name in names), told
 
 
+STUCK = """
+model = torch.nn.Linear(50, 50)
+ended, pids = shared("ended"), shared("pids")
+servers = nt.ParameterServers(model, sgd(lr=0.1), groups="flat", servers=[2])
+model.weight.grad = torch.ones_like(model.weight)
+servers.step()
+while servers._links[0].answered < 2:  # no wait has begun with the long limit
+    time.sleep(0.001)
+pids[rank] = os.getpid()
+while not pids.all():
+    time.sleep(0.001)
+if rank == 2:
+    os.kill(os.getpid(), signal.SIGSTOP)
+for link in servers._links:  # meeting has longer
+    link._stream.set_timeout(2.0)
+def go_on():
+    while True:
+        servers.step()
+result = tell(go_on)
+ended[rank] = 1
+while rank == 0 and ended.sum() < 3:
+    time.sleep(0.01)
+if rank == 0:
+    os.kill(int(pids[2]), signal.SIGKILL)
+"""
+
+
+@pytest.mark.multi
+def test_a_stuck_server_is_told_to_all(tmp_path: Path) -> None:
+    told = ranks(STUCK, tmp_path, check=False, timeout=60)
+    for rank in (0, 1, 3):
+        assert "PeerError: rank 2 " in told[rank], told
+
+
 WRONG = """
 class Wrong(torch.optim.SGD):
     def step(self):
@@ -258,7 +298,7 @@ def test_what_one_rank_does_wrong_is_told_to_all(tmp_path: Path) -> None:
         assert "Invalid learning rate: -1.0" in told["make"]
         assert ("rank 2 cannot serve its parameters" in told["make"]) == (rank != 2)
         assert "the optimizer of a server failed: ValueError" in told["wrong"]
-        # The ranks that were late learn of it from servers, some of which only lost their proxies.
+        # The ranks that were late learn of it from servers, if these have not ended by then.
         words = "PeerError" if rank >= 2 else "rank 2 has not given gradient 0 for 2 s"
         assert words in told["late"]
 
@@ -274,6 +314,8 @@ def linear(kind: torch.dtype = torch.float32, device: str = "cpu") -> torch.nn.M
         ({"staleness": True}, "staleness=True is not a number of steps"),
         ({"staleness": 0.5}, "staleness=0.5 is not a number of steps"),
         ({"timeout": 0}, "timeout=0 is not a number of seconds"),
+        ({"timeout": float("nan")}, "timeout=nan is not a number of seconds"),
+        ({"timeout": float("inf")}, "timeout=inf: a rank that died needs a limit"),
         ({"groups": "rack"}, "groups='rack' is neither"),
         ({"groups": 2}, "groups=2 is not a list of lists of ranks"),
         ({"groups": [0]}, "a list of groups=0 is not a list of ranks"),
@@ -320,3 +362,149 @@ def test_a_rank_alone_trains_as_its_optimizer_does() -> None:
     servers.finish()
     for mine, right in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(mine, right)
+
+
+def test_a_device_that_is_the_default_and_any_time_limit_do_no_harm() -> None:
+    model = linear()
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    torch.set_default_device("meta")
+    try:
+        servers = ParameterServers(model, lambda p: torch.optim.SGD(p, lr=1.0), timeout=1e12)
+        model.weight.grad = torch.full((2, 2), 3.0, device="cpu")
+        servers.step()
+        servers.finish()
+    finally:
+        torch.set_default_device(None)
+    assert model.weight.tolist() == [[-2.0] * 2] * 2
+
+
+def test_every_error_fits_behind_the_parameters() -> None:
+    letters = _parameter_servers._NOTE_LETTERS
+    note = {"wait": False, "clock": ENDED, "error": "\U0001f600" * letters}
+    assert len(json.dumps(note)) <= _parameter_servers._NOTE
+
+
+@pytest.fixture
+def streams() -> Iterator[Any]:
+    made: list[Stream] = []
+
+    def pair() -> list[Stream]:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            near = socket.create_connection(server.getsockname())
+            ends = [Stream(one, 60.0) for one in (near, server.accept()[0])]
+        made.extend(ends)
+        return ends
+
+    yield pair
+    for one in made:
+        one.close()
+
+
+class Proxies:
+    """A server's conversations, whose other sides a test plays."""
+
+    def __init__(
+        self, streams: Any, optimizer: Any = torch.optim.SGD, timeout: float = 60.0
+    ) -> None:
+        self.shard = Shard(
+            2,
+            torch.float32,
+            lambda p: optimizer(p, lr=0.1),
+            [0, 1],
+            workers=2,
+            staleness=0,
+            timeout=timeout,
+        )
+        self.ends = []
+        for group in (0, 1):
+            near, far = streams()
+            question = {"group": group, "initial": group == 0}
+            threading.Thread(target=self.shard.answer, args=(question, far), daemon=True).start()
+            self.ends.append(near)
+        self.ends[0].send_bytes(memoryview(bytearray(8)))
+        for end in self.ends:
+            assert end.receive() == {"clock": 0}
+            end.receive_into(memoryview(bytearray(8)))
+
+    def push(self, group: int) -> None:
+        self.ends[group].send({"clock": 0, "workers": 1})
+        self.ends[group].send_bytes(memoryview(bytearray(8)))
+
+
+def test_a_server_that_waits_says_so(streams: Any) -> None:
+    proxies = Proxies(streams, timeout=2.0)
+    proxies.push(0)
+    assert [proxies.ends[0].receive() for _ in range(2)] == [{"wait": True}] * 2
+    while (answer := proxies.ends[0].receive()) == {"wait": True}:
+        pass
+    assert "rank 1 has not given gradient 0 for 2 s" in answer["error"]
+
+
+def test_a_server_hears_why_a_proxy_gave_up(streams: Any) -> None:
+    proxies = Proxies(streams)
+    proxies.push(0)
+    proxies.ends[0].send({"error": "rank 7 is late"})  # it is not its turn
+    proxies.ends[0].close()
+    assert proxies.shard.wait_for_end(0.0) is False
+    with proxies.shard._changed:
+        assert proxies.shard._changed.wait_for(lambda: proxies.shard.error, 60.0)
+    assert proxies.shard.error == "rank 7 is late"
+    proxies.push(1)
+    assert proxies.ends[1].receive() == {"error": "rank 7 is late"}
+
+
+class Broken(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        raise FileNotFoundError("the user's file")
+
+
+def test_the_error_of_an_optimizer_is_told_as_its_own(streams: Any) -> None:
+    proxies = Proxies(streams, Broken)
+    for group in (0, 1):
+        proxies.push(group)
+    for end in proxies.ends:
+        answer = end.receive()
+        assert "the optimizer of a server failed: FileNotFoundError" in answer["error"]
+
+
+def begin(stream: Stream, changed: threading.Condition) -> Link:
+    link = Link(5, 0, 2, torch.float32, stream, changed, far=False)
+    link.start(0, None)
+    return link
+
+
+def test_a_proxy_that_waits_for_an_answer_says_why_it_gives_up(streams: Any) -> None:
+    near, far = streams()
+    changed = threading.Condition()
+    link = begin(near, changed)
+    assert far.receive() == {"group": 0, "initial": False}
+    for _ in range(3):
+        far.send({"wait": True})
+    far.send({"clock": 0})
+    far.send_bytes(memoryview(bytearray(8)))
+    with changed:
+        assert changed.wait_for(lambda: link.answered == 1, 60.0)
+    link.push(0, 1, torch.ones(2))
+    assert far.receive() == {"clock": 0, "workers": 1}
+    far.receive_into(memoryview(bytearray(8)))
+    link.give_up("rank 7 is late")
+    link.close(0.0)
+    assert far.receive() == {"error": "rank 7 is late"}
+
+
+def test_what_a_server_told_comes_before_what_broke(streams: Any) -> None:
+    servers = ParameterServers(linear(), lambda p: torch.optim.SGD(p, lr=0.1))
+    pairs = [streams() for _ in range(2)]
+    links = [begin(near, servers._changed) for near, _ in pairs]
+    servers._links = links + servers._links
+    pairs[0][1].close()
+    with servers._changed:
+        assert servers._changed.wait_for(lambda: links[0].error, 60.0)
+    assert links[0].error.startswith("rank 5 is gone")
+    pairs[1][1].send({"error": "rank 7 is late"})
+    listener = servers._listener
+    assert listener is not None
+    with pytest.raises(PeerError, match="rank 7 is late"):
+        servers.step()
+    assert listener._closed.is_set()
