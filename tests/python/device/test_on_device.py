@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -41,7 +42,8 @@ def test_without_a_wait(image_folder, monkeypatch):
 def test_of_a_process(image_folder):
     import prefork
     code = "import sys, torch; sys.path[:0] = sys.argv[1:]; import test_on; test_on.run(sys.argv[2])"
-    prefork.run(["-c", code, __file__.rpartition("/")[0], str(image_folder)]).check_returncode()
+    done = prefork.run(["-c", code, __file__.rpartition("/")[0], str(image_folder)])
+    assert done.returncode == 0, done.stderr
 
 def run(image_folder):
     assert len(labels(image_folder)) == 8
@@ -58,6 +60,8 @@ def test_what_fails_a_run(tmp_path: Path) -> None:
         text=True,
         timeout=200,
         cwd=root,
+        # A run of its own, whose processes are not those of this one.
+        env={k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")},
     )
     assert "2 passed" in run.stdout and "2 failed" in run.stdout, run.stdout + run.stderr
     assert "nothing of it was on simdev: see host_only.toml" in run.stdout
