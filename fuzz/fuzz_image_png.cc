@@ -6,27 +6,12 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <memory>
 
 #include "../tests/native/image/png_builder.h"
 #include "image/decode.h"
 #include "image/labels.h"
 
 namespace image = nostall::image;
-
-namespace {
-
-std::vector<uint8_t> by_libspng(const std::vector<uint8_t>& file, spng_format format) {
-  const std::unique_ptr<spng_ctx, decltype(&spng_ctx_free)> png(spng_ctx_new(0), &spng_ctx_free);
-  spng_set_png_buffer(png.get(), file.data(), file.size());
-  size_t size = 0;
-  if (spng_decoded_image_size(png.get(), format, &size) != 0 || size > 1 << 22) return {};
-  std::vector<uint8_t> out(size);
-  if (spng_decode_image(png.get(), out.data(), size, format, 0) != 0) return {};
-  return out;
-}
-
-}  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   static image::Buffer buffer;
@@ -45,7 +30,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const auto file = builder.stream(stream, data[4] + size_t{1}).end();
   const auto bytes = std::as_bytes(std::span(file));
 
-  const auto pixels = by_libspng(file, SPNG_FMT_RGBA8);
+  const auto pixels = image::by_libspng(file, SPNG_FMT_RGBA8);
   const auto bitmap = image::decode_png(
       bytes, 1 << 16, [](int64_t, int64_t) { return image::Wanted{}; }, buffer);
   // 16 bits of grey are refused whatever they are.
@@ -56,7 +41,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     }
   }
   const auto labels = image::decode_labels(bytes, 1 << 16, buffer);
-  const auto stored = by_libspng(file, SPNG_FMT_PNG);
+  const auto stored = image::by_libspng(file, SPNG_FMT_PNG);
   if (color == 0 || color == 3) {
     if (bool(labels) != !stored.empty()) std::abort();
     if (labels && bits >= 8 &&

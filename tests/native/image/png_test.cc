@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <array>
 #include <bit>
-#include <memory>
 #include <random>
 
 #include "image/decode.h"
@@ -20,17 +19,6 @@ constexpr uint64_t kMost = 1 << 20;
 
 std::span<const std::byte> bytes_of(const std::vector<uint8_t>& file) {
   return std::as_bytes(std::span(file));
-}
-
-// What libspng alone makes of the file; empty where it refuses it, or beyond the cap of these tests.
-std::vector<uint8_t> by_libspng(const std::vector<uint8_t>& file, spng_format format) {
-  const std::unique_ptr<spng_ctx, decltype(&spng_ctx_free)> png(spng_ctx_new(0), &spng_ctx_free);
-  spng_set_png_buffer(png.get(), file.data(), file.size());
-  size_t size = 0;
-  if (spng_decoded_image_size(png.get(), format, &size) != 0 || size > 1 << 22) return {};
-  std::vector<uint8_t> out(size);
-  if (spng_decode_image(png.get(), out.data(), size, format, 0) != 0) return {};
-  return out;
 }
 
 // Red, green and blue of each pixel.
