@@ -167,7 +167,7 @@ def test_blocks_are_read_in_every_way_and_size(
 
 
 @pytest.mark.multi
-def test_the_order_of_the_plan_gives_the_same_batches_in_fewer_reads(
+def test_the_orders_of_a_database_give_the_same_batches_and_that_of_the_plan_without_gaps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reason = slowfs.missing()
@@ -180,9 +180,12 @@ def test_the_order_of_the_plan_gives_the_same_batches_in_fewer_reads(
     assert [(r["tier"], r["layout"]) for r in rows] == [
         (tier, order) for tier in ("none", "memory") for order in lmdb.layout.ORDERS
     ]
-    reads = {(r["tier"], r["layout"]): r["runs"][0]["operations"] for r in rows}
-    assert reads["none", "plan"] < reads["none", "source"] / 2
-    assert all(r["runs"][0]["read_bytes"] >= 320 * 8_000 for r in rows)
+    runs = {(r["tier"], r["layout"]): r["runs"][0] for r in rows}
+    assert all(run["read_bytes"] >= 320 * 8_000 and run["operations"] > 0 for run in runs.values())
+    # How many reads there are depends on what reads and bytes are found to cost, in either order.
+    # In the order of the plan no byte lies between samples that are wanted together, so whatever
+    # is merged, their pages are read and those of the tree.
+    assert runs["none", "plan"]["read_bytes"] <= 320 * 8_192 + 64 * 4_096
 
 
 def test_a_wrong_record_is_no_measurement() -> None:

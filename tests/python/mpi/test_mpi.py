@@ -269,8 +269,10 @@ def test_a_profile_has_every_collective(which: str, tmp_path: Path) -> None:
     assert profile.left_out == {
         "nonblocking calls on communicators without a blocking call before": 1
     }
-    assert profile.alpha(4 << 20) > profile.alpha(8) > 0
-    assert len(profile.alpha.measured) > 3
+    # How the times compare is the machine's affair: on a busy one short messages may take longer.
+    sizes, times = zip(*profile.alpha.measured, strict=True)
+    assert sizes == (8, 1 << 10, 16 << 10, 128 << 10, 1 << 20, 4 << 20)
+    assert min(times) > 0
 
 
 @pytest.mark.parametrize(("most", "kept"), [(1 << 20, 600), (150, 150)])
