@@ -6,12 +6,13 @@ Everything that the next start must know is in the directories (`_store.py`), no
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 from nostall import _native
@@ -52,6 +53,8 @@ class BackgroundWriter:
         # Rank 0 clears up; in a fast directory of a node's own the node's first rank does.
         self._cleans = nodes.leader if nodes is not None else rank == 0
         self._retain_due = self._retaining = False
+        self._looking = 0  # restores that are looking or reading
+        self._removing = self._retain_later = False
         self.gate = _native.Gate()
         self._cleaner = Cleaner(fast, durable, settings, owns_durable=rank == 0)
         if self._cleans:
@@ -622,10 +625,34 @@ class BackgroundWriter:
         """Ids that restore found unusable: they never count as kept."""
         return self._cleaner.damaged
 
+    @contextlib.contextmanager
+    def all_stays(self) -> Iterator[None]:
+        """Inside a ``with`` nothing that is complete is removed: what a restore has seen can be read.
+
+        A save that is drained meanwhile would else be missed: not yet durable when that storage is
+        looked at, and gone from the fast one when it is read.
+        """
+        with self._lock:
+            self._looking += 1
+            self._lock.wait_for(lambda: not self._removing)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._looking -= 1
+                if self._retain_later and not self._looking:
+                    self._retain_later = False
+                    self._retain_due = not self._start("drain")
+                    self._lock.notify_all()
+
     def _retain(self) -> None:
         if not self._cleans:
             return
         with self._lock:
+            if self._looking:
+                self._retain_later = True
+                return
+            self._removing = True
             waiting = [*self._drains, *self._postponed]
             if self._draining is not None:
                 waiting.append(self._draining)
@@ -633,6 +660,10 @@ class BackgroundWriter:
             self._cleaner.retain({drain.manifest.id for drain in waiting})
         except Exception as error:
             _log.warning("old checkpoints stay: %s", _words(error))
+        finally:
+            with self._lock:
+                self._removing = False
+                self._lock.notify_all()
 
     def _say(self, saved: Saved | None, problem: str) -> None:
         _log.warning("%s", problem)

@@ -451,7 +451,10 @@ class Checkpointer:
             self._background.damaged,
             Landing(into, self._device_streams) if into is not None else None,
         )
-        restored = search.run(step, progress)
+        with self._background.all_stays():
+            if self.world_size > 1:
+                self._allgather(b"")  # no rank looks before all have stopped removing
+            restored = search.run(step, progress)
         if restored is None:
             return None
         if into is not None:

@@ -14,6 +14,7 @@ from test_checkpointer import World, ranked
 
 import nostall
 from nostall import Keep
+from nostall.checkpoint._background import BackgroundWriter
 from nostall.checkpoint._format import Branch, Manifest, Part
 from nostall.checkpoint._lineage import STRIDE, Lineage, add, branches, is_past
 from nostall.checkpoint._retention import decide
@@ -443,3 +444,57 @@ def test_retention_takes_no_manifest_that_comes_meanwhile(
     store.remove(6, old.id)
     publisher.join(60)
     assert store.find(6, new.id) == new
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_restore_finds_a_save_that_is_drained_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: int
+) -> None:
+    fast, durable = tmp_path / "fast", tmp_path / "durable"
+    one = {"job": "j"}
+
+    def save(rank: int, gather: Any) -> None:
+        ranks = {"rank": rank, "world_size": world, "gather": gather, **one} if world > 1 else {}
+        with nostall.Checkpointer(fast, durable, level="durable", **ranks) as ckpt:
+            ckpt.save(state_of(10, 1), 10)
+        with nostall.Checkpointer(fast, level="fast", keep=Keep(4), **ranks) as ckpt:
+            ckpt.save(state_of(10, 2), 10)
+            ckpt.save(state_of(20, 2), 20)
+
+    assert World(world).run(save) == [None] * world
+    go, listed = threading.Event(), threading.Barrier(world)
+    drain, entries = BackgroundWriter._drain, Store.entries
+
+    def wait_and_drain(background: BackgroundWriter, *what: Any) -> None:
+        assert go.wait(60)
+        drain(background, *what)
+
+    def list_and_drain(store: Store) -> Any:
+        """All has been drained and cleared up between the look at the durable storage and the read."""
+        found = entries(store)
+        if store.kind == "durable" and threading.current_thread() in restoring:
+            restoring.remove(threading.current_thread())
+            listed.wait(60)
+            go.set()
+            for background in backgrounds:
+                assert background.wait(drained=True, timeout=60)
+        return found
+
+    monkeypatch.setattr(BackgroundWriter, "_drain", wait_and_drain)
+    monkeypatch.setattr(Store, "entries", list_and_drain)
+    restoring: list[threading.Thread] = []
+    backgrounds: list[BackgroundWriter] = []
+
+    def restore(rank: int, gather: Any) -> Any:
+        ranks = {"rank": rank, "world_size": world, "gather": gather, **one} if world > 1 else {}
+        with nostall.Checkpointer(fast, durable, keep=Keep(4), **ranks) as ckpt:
+            backgrounds.append(ckpt._background)
+            restoring.append(threading.current_thread())
+            gather(b"")
+            found = ckpt.restore(10)
+            assert found is not None and ckpt._background.wait(drained=True, timeout=60)
+            gather(b"")  # rank 0 has cleared up
+            return found.state, found.tier, saves_in(fast), sorted(saves_in(durable))
+
+    for result in World(world).run(restore):
+        assert result == (state_of(10, 2), "fast", [20], [10, 20])
