@@ -38,8 +38,8 @@ _CLIENT = 8 * _WORD
 _SERVERS = _HEAD + MAX_CLIENTS * _CLIENT
 _SERVER = 8 * _WORD
 _PAGE_BYTES = _SERVERS + MAX_SERVERS * _SERVER
-_START_SECONDS = 10.0
-_CLOSED = 5.0  # seconds in which the files of a process that has ended are closed
+_START_SECONDS = 60.0
+_CLOSED = 60.0  # seconds in which the files of a process that has ended are closed
 
 
 def find_program() -> Path:

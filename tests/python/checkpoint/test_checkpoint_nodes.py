@@ -235,7 +235,7 @@ def test_a_save_that_one_rank_cannot_write_is_none_on_all_nodes(tmp_path: Path) 
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert results == {0: "rank 1: its disk is gone", 1: "rank 1: its disk is gone"}
     assert first.store.entries() == [] and second.store.entries() == []
     for nodes in (first, second):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -19,11 +20,25 @@ import prefork
 RANK = Path(__file__).with_name("rank.py")
 
 
+_taken: list[socket.socket] = []
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port of this machine that no other test gets, and no process that asks for any."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = lowest - 1 - secrets.randbelow(8000)
+        with (
+            contextlib.suppress(OSError),
+            socket.socket() as probe,
+            contextlib.ExitStack() as stack,
+        ):
+            name = stack.enter_context(socket.socket(socket.AF_UNIX))
+            name.bind(f"\0nostall-test-port-{port}")  # until this process ends
+            probe.bind(("127.0.0.1", port))
+            _taken.append(name)
+            stack.pop_all()
+            return port
 
 
 @dataclass
@@ -97,7 +112,7 @@ class Job:
                 started.append(prefork.Process(words, env=environment, stdout=pipe, stderr=pipe))
         return started
 
-    def run(self, timeout: float = 60) -> list[dict[str, Any]]:
+    def run(self, timeout: float = 250) -> list[dict[str, Any]]:
         """What each rank printed; fails if one failed."""
         results = []
         started = self.start()

@@ -23,7 +23,7 @@ def fork_and_forget(loader: nostall.DataLoader) -> None:
         loader._finalizer.detach()
         loader._loader = None
         os._exit(0)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while os.waitpid(child, os.WNOHANG) == (0, 0):
         if time.monotonic() > deadline:
             os.kill(child, signal.SIGKILL)

@@ -30,7 +30,7 @@ from nostall.job._world import World
 WORLD = 3
 
 
-def gather_all(env: Mapping[str, str], timeout: float = 10) -> list[list[bytes]]:
+def gather_all(env: Mapping[str, str], timeout: float = 60) -> list[list[bytes]]:
     def one(rank: int) -> list[bytes]:
         gather = find_rendezvous(rank, WORLD, "test", environment=env, timeout=timeout)
         assert gather is not None

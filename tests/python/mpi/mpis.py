@@ -43,7 +43,7 @@ def run(
     ranks: int,
     program: list[str],
     directory: Path | None = None,
-    timeout: float = 100,
+    timeout: float = 250,
     launched: tuple[str, ...] = (),
     **settings: str,
 ) -> subprocess.CompletedProcess[str]:

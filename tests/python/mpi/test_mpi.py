@@ -41,7 +41,7 @@ def launch(
         mpi.command(words, variables),
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         env={**os.environ, **root},
     )
 
@@ -175,7 +175,7 @@ def test_a_revoked_communicator_ends_for_those_who_wait() -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_an_error_between_nodes_is_returned_on_all_ranks(which: str, ranks: int) -> None:
     program = [sys.executable, str(RANK), "disagreeing_nodes"]
-    result = run(which, ranks, program, timeout=60, TEST_NODES="2")
+    result = run(which, ranks, program, TEST_NODES="2")
     assert "all right" in result.stdout, result.stdout + result.stderr
     assert "the MPI's part of bcast between nodes failed: " in result.stderr
 
@@ -184,14 +184,14 @@ def test_an_error_between_nodes_is_returned_on_all_ranks(which: str, ranks: int)
 def test_an_error_in_the_allreduce_by_arrival_is_returned_on_all_ranks(which: str) -> None:
     settings = {"TEST_NODES": "2", "NOSTALL_MPI_BETWEEN": "arrival"}
     program = [sys.executable, str(RANK), "disagreeing_by_arrival"]
-    result = run(which, 4, program, timeout=60, **settings)
+    result = run(which, 4, program, **settings)
     assert "all right" in result.stdout, result.stdout + result.stderr
 
 
 @pytest.mark.parametrize("which", MPIS)
 def test_an_absence_on_one_node_ends_the_waiting_on_the_other(which: str) -> None:
     program = [sys.executable, str(RANK), "absent_elsewhere"]
-    result = run(which, 4, program, timeout=60, TEST_NODES="2")
+    result = run(which, 4, program, TEST_NODES="2")
     assert "all right" in result.stdout, result.stdout + result.stderr
     assert "on the node of rank" in result.stderr
 
@@ -200,18 +200,18 @@ def test_an_absence_on_one_node_ends_the_waiting_on_the_other(which: str) -> Non
 @pytest.mark.parametrize(("which", "ranks"), [("openmpi", 2), ("mpich", 4)])
 def test_a_node_that_does_not_come_is_an_error(which: str, ranks: int, between: str) -> None:
     settings = {"TEST_NODES": "2", "NOSTALL_MPI_BETWEEN": between, "NOSTALL_MPI_TIMEOUT": "3"}
-    result = run(which, ranks, [sys.executable, str(RANK), "absent_node"], timeout=60, **settings)
+    result = run(which, ranks, [sys.executable, str(RANK), "absent_node"], **settings)
     assert "all right" in result.stdout, result.stdout + result.stderr
     assert "rank 0 waited 2.7000 s for other nodes in allreduce" in result.stderr
 
 
 def test_a_revocation_reaches_those_who_wait_on_other_nodes() -> None:
     program = [sys.executable, str(RANK), "revoked_elsewhere"]
-    result = run("openmpi", 6, program, timeout=60, TEST_NODES="2")
+    result = run("openmpi", 6, program, TEST_NODES="2")
     assert "all right" in result.stdout, result.stdout + result.stderr
     program = [sys.executable, str(RANK), "revoked_by_mpi"]
     ulfm = ("--with-ft", "ulfm")
-    result = run("openmpi", 4, program, timeout=60, launched=ulfm, TEST_NODES="2")
+    result = run("openmpi", 4, program, launched=ulfm, TEST_NODES="2")
     assert "all right" in result.stdout, result.stdout + result.stderr
 
 

@@ -9,7 +9,6 @@ import json
 import math
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -403,12 +402,9 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
         "n = len(a.analyze(sys.argv[1:]).rounds)\n"
         "print(n, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base)\n"
     )
-    begin = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", code, str(file)], check=True, capture_output=True, text=True
     )
-    took = time.monotonic() - begin
     counted, grown = map(int, done.stdout.split())
     assert counted == rounds - 1
     assert grown < 64 << 10  # KiB
-    assert took < 60

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 import re
-import socket
 from pathlib import Path
 
 import prefork
 import pytest
+from nodes import free_port
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples"
@@ -48,9 +47,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_frameworks_have_the_same_batches_on_two_ranks(data: Path) -> None:
     needs("pytorch_lightning", "accelerate", "transformers")
     names = ["train-lightning", "train-accelerate", "train-trainer"]
-    with contextlib.closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     ranks = []
     for rank in range(2):
         # What torchrun sets.

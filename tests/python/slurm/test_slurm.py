@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import getpass
 import itertools
 import os
 import platform
-import random
 import re
 import socket
 import subprocess
@@ -18,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from nodes import free_port
 from slurm_rank import batches
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -103,17 +102,6 @@ class Cluster:
             time.sleep(0.05)
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports that no process gets which asks for any."""
-    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    free: set[int] = set()
-    while len(free) < count:
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", random.randrange(lowest - 8000, lowest)))
-            free.add(int(probe.getsockname()[1]))
-    return sorted(free)
-
-
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     home = tmp_path_factory.mktemp("slurm")
@@ -122,7 +110,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     text = CONFIGURATION.format(
         name=f"test{os.getpid()}",
         host=socket.gethostname().partition(".")[0],
-        ports=free_ports(3),
+        ports=sorted(free_port() for _ in range(3)),
         user=getpass.getuser(),
         home=home,
         plugins=LIBRARIES / "slurm-wlm",

@@ -209,7 +209,7 @@ def test_the_death_of_a_rank_is_told_to_all(
     way: str, victim: int, names: list[str], tmp_path: Path
 ) -> None:
     code = ENDS.replace("WAY", way).replace("VICTIM", str(victim))
-    told = ranks(code, tmp_path, check=False, timeout=60)
+    told = ranks(code, tmp_path, check=False)
     assert told[victim] == ""
     for rank in {0, 1, 2, 3} - {victim}:
         assert "PeerError" in told[rank], told
@@ -245,7 +245,7 @@ if rank == 0:
 
 @pytest.mark.multi
 def test_a_stuck_server_is_told_to_all(tmp_path: Path) -> None:
-    told = ranks(STUCK, tmp_path, check=False, timeout=60)
+    told = ranks(STUCK, tmp_path, check=False)
     for rank in (0, 1, 3):
         assert "PeerError: rank 2 " in told[rank], told
 
@@ -288,7 +288,7 @@ result = {
 
 @pytest.mark.multi
 def test_what_one_rank_does_wrong_is_told_to_all(tmp_path: Path) -> None:
-    results = ranks(WRONG, tmp_path, timeout=100)
+    results = ranks(WRONG, tmp_path)
     for rank, told in enumerate(results):
         assert "the ranks of the job disagree: staleness is 0 on rank 0 and 1" in told["alike"]
         assert "the ranks of the job disagree: model is" in told["models"]
