@@ -6,10 +6,11 @@ Records are real files of the profile's size, on slowed storage (`SlowFS`) whose
 beside it; bytes really read from it are counted, for a cache in front of it inflates utilisation. What
 the storage allows (`allowed`) follows from the bytes that it must give by each step.
 
-Profiles are those of MLPerf Storage v2.0 for one H100: ResNet-50 (114,660 bytes a record, 400 a
-batch, 0.224 s), 3D U-Net (146.6 MB, 7, 0.323 s), CosmoFlow (2.83 MB, 1, 3.5 ms). --scale makes records
-smaller, and with them the bandwidth that an accelerator needs. By its OPEN rules a loader may know the
-seed in advance; by its CLOSED rules it may not: these are not CLOSED results.
+Profiles are those of MLPerf Storage. Of v2.0, for one H100: ResNet-50 (114,660 bytes a record, 400 a
+batch, 0.224 s), 3D U-Net (146.6 MB, 7, 0.323 s), CosmoFlow (2.83 MB, 1, 3.5 ms). Of v3.0: 3D U-Net for
+one B200 (0.162 s), RetinaNet (322,957 bytes) for one B200 (24, 47.55 ms) and one MI355 (32, 63.4 ms).
+--scale makes records smaller, and with them the bandwidth that an accelerator needs. By its OPEN rules
+a loader may know the seed in advance; by its CLOSED rules it may not: these are not CLOSED results.
 """
 
 from __future__ import annotations
@@ -47,6 +48,10 @@ PROFILES = {
     "resnet50": Profile(114_660, 400, 0.224, 0.9),
     "unet3d": Profile(146_600_628, 7, 0.323, 0.9),
     "cosmoflow": Profile(2_828_486, 1, 0.0035, 0.7),
+    # v3.0
+    "unet3d-b200": Profile(146_600_628, 7, 0.162, 0.9),
+    "retinanet-b200": Profile(322_957, 24, 0.04755, 0.85),
+    "retinanet-mi355": Profile(322_957, 32, 0.0634, 0.85),
 }
 # Name in the table -> (loader, share of the data that the tiers hold, worker processes).
 LOADERS = {
