@@ -315,6 +315,8 @@ class Plan:
             sequence of sample ids used in every epoch.
         steps: global batches of the job, instead of `epochs`: the last epoch ends with them.
         scheme: how a global batch is divided [Böhringer 2020, sec. 4.1.3].
+        order_world: the ranks that padding and dropping follow; 1 pads nothing. `world_size` if None.
+        global_batch_size: samples of a batch over all ranks, instead of `batch_size`.
 
     Raises:
         UsageError: arguments that cannot be planned, named with their value.
@@ -333,6 +335,7 @@ class Plan:
         scheme: Literal["uniform", "whole", "imbalanced"] = "uniform",
         order_world: int | None = None,
         steps: int | None = None,
+        global_batch_size: int | None = None,
     ) -> None:
         for name, value, least, beyond in (
             ("samples", samples, 0, 2**63),
@@ -341,6 +344,7 @@ class Plan:
             ("epochs", epochs, 1, 2**31),
             ("seed", seed, 0, 2**64),
             ("steps", 1 if steps is None else steps, 1, 2**63),
+            ("global_batch_size", 1 if global_batch_size is None else global_batch_size, 1, 2**63),
         ):
             if not isinstance(value, (int, np.integer)) or not least <= value < beyond:
                 raise UsageError(
@@ -348,7 +352,9 @@ class Plan:
                 )
         spec = _native.JobSpec()
         spec.samples = samples
-        spec.global_batch = batch_size * world_size
+        spec.global_batch = (
+            batch_size * world_size if global_batch_size is None else global_batch_size
+        )
         spec.epochs = epochs
         spec.world = world_size
         spec.order_world = world_size if order_world is None else order_world

@@ -309,6 +309,14 @@ _LOADER = (
         "what ToTensor implies",
     ),
     _loader(
+        "global_batch_size",
+        _or_none(_integer(1, 2**31 - 1)),
+        None,
+        "samples of a batch over all ranks, instead of `batch_size`, for any number of ranks: their "
+        "parts differ by one at most, and an epoch has each sample once",
+        "`batch_size` times the ranks",
+    ),
+    _loader(
         "scheme",
         _one_of("uniform", "whole", "imbalanced"),
         "uniform",

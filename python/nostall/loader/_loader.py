@@ -44,6 +44,7 @@ from nostall.plan import (
     Order,
     Plan,
     RepeatedAugmentation,
+    SubBatches,
     order_name,
 )
 from nostall.source._source import Source
@@ -171,7 +172,7 @@ class DataLoader:
 
     Args:
         dataset: where samples come from, for example ``nostall.ImageFolder(path)``.
-        batch_size: samples per rank and batch.
+        batch_size: samples per rank and batch; or pass `global_batch_size`, those of all ranks.
         epochs: how many epochs the job has; None if it has no end: then each iteration of the loader
             gives the next epoch. Many epochs cost no more than few.
         seed: fixes order and augmentation. If None, rank 0 draws one and all ranks take it, for which
@@ -206,7 +207,7 @@ class DataLoader:
     def __init__(
         self,
         dataset: Source,
-        batch_size: int,
+        batch_size: int | None = None,
         *,
         epochs: int | None = None,
         seed: int | None = 0,
@@ -226,7 +227,6 @@ class DataLoader:
             )
         chosen = self._options = with_arguments(options, rare)
         self.dataset = dataset if chosen.fields is None else dataset.select(chosen.fields)
-        self._batch_size: int = checked("loader.batch_size", batch_size)
         self.epochs_total: int | None = checked("loader.epochs", epochs)
         if chosen.steps is not None and epochs is not None:
             raise UsageError(
@@ -247,6 +247,7 @@ class DataLoader:
         self._order_name = order_name(self._order)
         self._shared = tiers if isinstance(tiers, Tiers) else None
         self._find_place()
+        self._size_batches(batch_size)
         self._seed_drawn = given is None
         self.seed = self._drawn_seed() if given is None else given
         self._calibration = _calibration(chosen.calibration)
@@ -264,7 +265,6 @@ class DataLoader:
         self._recipe.refuse_idle(rare, transforms)
         if self.world.rank == 0:
             self._recipe.tell_steps()
-        self._order_world = self.world.world_size
         self._spec = self._make_spec()
         self._batches = int(_native.batches_per_epoch(self._spec))
         self._position = (0, 0)
@@ -298,6 +298,28 @@ class DataLoader:
         self._cluster: Cluster | None = None
         self._joins = 0  # a resumed loader meets the others again
         self._peer_counts: dict[str, int] = {}
+
+    def _size_batches(self, given: int | None) -> None:
+        """Sizes of batches, and the ranks that padding follows."""
+        whole, ranks = self._options.global_batch_size, self.world.world_size
+        if (given is None) == (whole is None):
+            raise UsageError(
+                f"batch_size={given} and global_batch_size={whole}: pass one of them, the samples of a "
+                "batch for each rank or for all ranks together"
+            )
+        if whole is None:
+            self._batch_size: int = checked("loader.batch_size", given)
+            self._global_batch = self._batch_size * ranks
+        elif whole < ranks:
+            raise UsageError(
+                f"global_batch_size={whole} is less than a sample for each of {ranks} ranks"
+            )
+        else:
+            self._batch_size = (whole + ranks - 1 - self.world.rank) // ranks
+            self._global_batch = whole
+        # Without a size for each rank nothing needs to be repeated; sub-batches are those of ranks.
+        padded = whole is None or isinstance(self._order, SubBatches)
+        self._order_world = ranks if padded else 1
 
     def _drawn_seed(self) -> int:
         """A seed for all ranks, which meet for it."""
@@ -504,7 +526,7 @@ class DataLoader:
             "epoch": epoch,
             "batch": batch,
             "seed": self.seed,
-            "global_batch": self._batch_size * self.world.world_size,
+            "global_batch": self._global_batch,
             "order_world": self._order_world,
             "samples": len(self.dataset),
             "dataset": self.dataset.fingerprint,
@@ -522,8 +544,8 @@ class DataLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues exactly where `state` was taken, on any number of ranks.
 
-        The global batch must be the same: on w ranks pass ``batch_size=global_batch / w``. A loader
-        whose seed was drawn takes that of the state.
+        The global batch must be the same: on w ranks pass ``batch_size=global_batch / w``, or always
+        ``global_batch_size=``. A loader whose seed was drawn takes that of the state.
 
         Raises:
             UsageError: the state is of another dataset, seed, order or global batch.
@@ -546,9 +568,9 @@ class DataLoader:
                     grew = extent[key] - state[key]
                     hint = f": the files {'grew' if grew > 0 else 'shrank'} by {abs(grew)} {key}"
                 if key == "global_batch" and key in state:
-                    hint = (
-                        f": with {self.world.world_size} ranks pass batch_size="
-                        f"{state[key] / self.world.world_size:g}"
+                    each, rest = divmod(state[key], self.world.world_size)
+                    hint = f": with {self.world.world_size} ranks pass " + (
+                        f"global_batch_size={state[key]}" if rest else f"batch_size={each}"
                     )
                 if key == "dataset" and not self.dataset._pairs:
                     hint = ": it is another data set, or was opened with other options or fields="
@@ -680,7 +702,7 @@ class DataLoader:
 
     @property
     def batch_size(self) -> int:
-        """Samples per rank and batch; fixed, because the plan follows from it."""
+        """Samples of this rank in a whole batch; fixed, because the plan follows from it."""
         return self._batch_size
 
     @batch_size.setter
@@ -728,6 +750,7 @@ class DataLoader:
         self._planned: dict[str, Any] = {
             "samples": len(self.dataset),
             "batch_size": self._batch_size,
+            "global_batch_size": self._global_batch,
             "world_size": self.world.world_size,
             "epochs": _ENDLESS if self.epochs_total is None else self.epochs_total,
             "seed": self.seed,
@@ -796,7 +819,8 @@ class DataLoader:
         for key in ("version", "epoch", "batch", "global_batch"):
             del state[key]
         return {
-            "batch_size": self.batch_size,
+            "batch_size": self._batch_size if self._options.global_batch_size is None else None,
+            "global_batch_size": self._options.global_batch_size,
             "epochs": self.epochs_total,
             "steps": self._options.steps,
             **state,

@@ -31,6 +31,7 @@ class LoaderOptions:
     device_ahead: int | str = in_force("loader.device_ahead")
     dtype: Literal["uint8", "float16", "float32"] | None = in_force("loader.dtype")
     layout: Literal["chw", "hwc"] | None = in_force("loader.layout")
+    global_batch_size: int | None = in_force("loader.global_batch_size")
     scheme: Literal["uniform", "whole", "imbalanced"] = in_force("loader.scheme")
     steps: int | None = in_force("loader.steps")
     decode: bool | None = in_force("loader.decode")
@@ -66,6 +67,7 @@ class LoaderArguments(TypedDict, total=False):
     device_ahead: int | str
     dtype: Literal["uint8", "float16", "float32"] | None
     layout: Literal["chw", "hwc"] | None
+    global_batch_size: int | None
     scheme: Literal["uniform", "whole", "imbalanced"]
     steps: int | None
     decode: bool | None

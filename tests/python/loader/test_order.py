@@ -124,6 +124,82 @@ def test_resume_on_another_world_size_gives_the_same_global_batches(
         assert head + tail == whole, f"after {take} batches"
 
 
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_any_number_of_ranks_shares_a_global_batch(image_folder: Path, drop_last: bool) -> None:
+    folder = nostall.ImageFolder(image_folder)
+    ids = content(folder)
+
+    def parts(world: int, state: dict[str, object] | None, take: int | None) -> tuple[list, dict]:
+        """The parts of the ranks in every global batch, and the state after `take` of them."""
+        of_rank, states = [], []
+        for rank in range(world):
+            with nostall.DataLoader(
+                folder,
+                global_batch_size=6,
+                epochs=2,
+                drop_last=drop_last,
+                tiers=["ram:1MiB"],
+                rank=rank,
+                world_size=world,
+                local_rank=0,
+                local_world_size=1,
+                job=f"any-{drop_last}-{world}-{rank}",
+            ) as loader:
+                assert loader.batch_size == len(range(rank, 6, world))
+                if state:
+                    loader.load_state_dict(state)
+                seen = [
+                    [ids[raw[i].tobytes()] for i in range(len(raw))]
+                    for raw, _ in itertools.islice(
+                        itertools.chain.from_iterable(loader.epochs()), take
+                    )
+                ]
+                states.append(loader.state_dict())
+                of_rank.append(seen)
+        assert all(s == states[0] for s in states)
+        return [list(batch) for batch in zip(*of_rank, strict=True)], states[0]
+
+    def whole_batches(found: list) -> list[list[int]]:
+        return [sorted(itertools.chain(*batch)) for batch in found]
+
+    alone = whole_batches(parts(1, None, None)[0])
+    epoch = len(alone) // 2
+    lengths = [6] * (len(folder) // 6) + ([] if drop_last else [len(folder) % 6])
+    assert len(folder) % 6 == 1  # of the last batch all ranks but one have nothing
+    for part in (alone[:epoch], alone[epoch:]):
+        assert [len(batch) for batch in part] == lengths
+        assert len(set(itertools.chain(*part))) == sum(lengths)
+    for old, new, take in ((4, 2, 4), (2, 5, epoch), (5, 4, epoch + 2)):
+        head, state = parts(old, None, take)
+        tail, _ = parts(new, state, None)
+        assert whole_batches(head + tail) == alone
+        for world, found in ((old, head), (new, tail)):
+            for batch in found:
+                sizes = [len(part) for part in batch]
+                assert len(sizes) == world and max(sizes) - min(sizes) <= 1
+
+
+def test_batch_size_is_that_of_a_rank_or_of_all(image_folder: Path) -> None:
+    folder = nostall.ImageFolder(image_folder)
+    with pytest.raises(UsageError, match="batch_size=None and global_batch_size=None: pass one"):
+        nostall.DataLoader(folder)
+    with pytest.raises(UsageError, match="batch_size=2 and global_batch_size=4: pass one"):
+        nostall.DataLoader(folder, 2, global_batch_size=4)
+    with pytest.raises(UsageError, match="global_batch_size=2 is less than a sample for each of 3"):
+        nostall.DataLoader(folder, global_batch_size=2, rank=0, world_size=3)
+    with pytest.raises(UsageError, match="global_batch_size"):
+        nostall.DataLoader(folder, global_batch_size=0)
+    with nostall.DataLoader(folder, 6, rank=0, world_size=2) as loader:
+        state = loader.state_dict()
+    with (
+        nostall.DataLoader(folder, 4, rank=0, world_size=5) as loader,
+        pytest.raises(UsageError, match="with 5 ranks pass global_batch_size=12"),
+    ):
+        loader.load_state_dict(state)
+    with nostall.DataLoader(folder, global_batch_size=12, rank=0, world_size=5) as loader:
+        loader.load_state_dict(state)
+
+
 def test_resume_in_mid_epoch_repeats_images_bit_for_bit(image_folder: Path) -> None:
     from nostall import transforms as t
 
