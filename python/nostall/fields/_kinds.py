@@ -136,6 +136,7 @@ class Image(Kind):
     fill: bytes | None = None
 
     transformed: ClassVar[bool] = True
+    _single: ClassVar[bool] = True  # a sample has one
 
     def _native_kind(self) -> Any:
         return _native.BytesField()

@@ -78,6 +78,8 @@ class UnitImages(Image):
     """All images of the units of a batch, one after the other: (images, ...) as transforms make them,
     or `Ragged` bytes as they are stored."""
 
+    _single: ClassVar[bool] = False
+
     def _in_group(self, kind: Any, pipeline: _native.Pipeline) -> Any:
         return _native.images_of_units(pipeline)
 

@@ -174,23 +174,19 @@ class Records:
         native = all(isinstance(step, Transform) for _, steps, _ in groups for step in steps)
         for group, steps, is_mixed in groups:
             types = dtype, layout or group.layout
-            if native and finishes(is_mixed):
+            images = {n: k for n in group.names if isinstance(k := schema[n], Image)}
+            # Of samples with any number of images, each batch has another shape.
+            if native and finishes(is_mixed) and all(kind._single for kind in images.values()):
                 every = steps
                 steps, finish = finished_there(steps, *types)
                 if finish is not None:
                     types = "uint8", "hwc"
                     self.of_device += [name_of(step) for step in every if step not in steps]
-                    images = [n for n in group.names if isinstance(schema[n], Image)]
                     self._finishes.update(dict.fromkeys(images, finish))
             if any(map(_takes_boxes_out, steps)):
                 _check_followers(schema, group.names)
-            made = arrange(
-                steps,
-                dtype=types[0],
-                layout=types[1],
-                pixels=source.pixels,
-                kinds=group.kinds,
-            )
+            (of, way), pixels = types, source.pixels
+            made = arrange(steps, dtype=of, layout=way, pixels=pixels, kinds=group.kinds)
             self.arranged.append(made)
             if made.pipeline is not None:
                 moved = [name for name in group.names if schema[name].transformed]
