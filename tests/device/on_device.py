@@ -230,11 +230,13 @@ def _values() -> None:
     def array(original: Any, self: torch.Tensor, *arguments: Any, **named: Any) -> Any:
         return original(self.cpu() if self.device.type == NAME else self, *arguments, **named)
 
+    process = os.getpid()
     for name in ("get_rng_state", "set_rng_state", "manual_seed"):
 
         @_changed(torch, name)
         def generator(original: Any, *arguments: Any) -> Any:
-            torch.accelerator.synchronize()
+            if os.getpid() == process:  # a worker of torch's loader has no device
+                torch.accelerator.synchronize()
             return original(*arguments)
 
 
@@ -276,7 +278,7 @@ def _file(item: pytest.Item) -> str:
 
 
 def _listed() -> dict[str, str]:
-    """By name of a test or of a file, why it stays on the host."""
+    """By name of a test, of one of its parameters or of a file, why it stays on the host."""
     listed = {}
     for entry in tomllib.loads(LIST.read_text())["stays"]:
         for name in entry["tests"]:
@@ -302,9 +304,13 @@ class Plugin:
         stay, go = [], []
         for item in items:
             file = _file(item)
-            name = f"{file}::{getattr(item, 'originalname', item.name)}"
-            found |= {file, name}
-            (stay if {file, name} & listed.keys() else go).append(item)
+            names = {
+                file,
+                f"{file}::{getattr(item, 'originalname', item.name)}",
+                f"{file}::{item.name}",
+            }
+            found |= names
+            (stay if names & listed.keys() else go).append(item)
         files = {name for name in found if "::" not in name}
         gone = [name for name in listed if name.partition("::")[0] in files and name not in found]
         if gone and not any("::" in argument for argument in self._config.args):

@@ -15,6 +15,7 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "device"))
 
 import cases
+import mutations
 import numpy as np
 import pytest
 import torch
@@ -112,21 +113,6 @@ def case_save_returns_while_its_copies_are_held() -> None:
     assert training_goes_on() == []
 
 
-def case_without_the_wait_for_earlier_work() -> None:
-    with mock.patch.object(_device, "follow", lambda side, current: None):
-        assert any("no event" in line for line in training_goes_on())
-
-
-def case_without_the_wait_of_later_work() -> None:
-    with mock.patch.object(_device, "hold_back", lambda current, copied: None):
-        assert any("no event" in line for line in training_goes_on())
-
-
-def case_without_the_wait_of_the_writer() -> None:
-    with mock.patch.object(_device.DeviceCopies, "await_all", lambda self: None):
-        assert any("early" in line for line in training_goes_on())
-
-
 def window(attached: bool = True, clamps: bool = False) -> tuple[list[str], list[str]]:
     """Saves with `window` while the copies are held; the save's problems, and the device's reports."""
     import simdev
@@ -163,12 +149,6 @@ def window(attached: bool = True, clamps: bool = False) -> tuple[list[str], list
 
 def case_a_window_holds_the_update_alone() -> None:
     assert window() == window(attached=False) == ([], [])
-
-
-def case_without_the_wait_of_the_update() -> None:
-    with mock.patch.object(_device, "hold_back", lambda current, copied: None):
-        for attached in (True, False):
-            assert any("no event" in line for line in window(attached)[1])
 
 
 def case_a_weight_that_changes_in_its_window_is_not_saved() -> None:
@@ -289,21 +269,6 @@ def case_without_memory_for_a_copy_on_the_device() -> None:
         assert several_steps() == ([], pytest.approx(0.012))
 
 
-def case_without_the_copy_on_the_device() -> None:
-    with mock.patch.object(_device, "set_aside", lambda tensor: tensor):
-        assert any("no event" in line for line in several_steps()[0])
-
-
-def case_without_the_wait_for_the_copy_on_the_device() -> None:
-    with mock.patch.object(_device, "follow_aside", lambda side, current: None):
-        assert any("no event" in line for line in several_steps()[0])
-
-
-def case_without_record_stream_of_the_copy_on_the_device() -> None:
-    with mock.patch.object(_device, "keep_for", lambda tensor, side: None):
-        assert any("no event" in line for line in several_steps()[0])
-
-
 def case_without_an_update_the_writer_copies_the_rest() -> None:
     import simdev
 
@@ -386,27 +351,6 @@ def restored() -> list[str]:
 
 def case_a_state_lands_on_its_devices() -> None:
     assert restored() == []
-
-
-def case_without_the_wait_for_what_makes_the_tensors() -> None:
-    with mock.patch.object(_landing, "follow", lambda side, current: None):
-        assert any("no event" in line for line in restored())
-
-
-def case_without_the_wait_before_a_slab_is_read_to_again() -> None:
-    import simdev
-
-    with (
-        mock.patch.object(_landing, "await_copies", lambda copied: None),
-        pytest.raises(nostall.errors.CorruptionError, match="Bad address"),
-    ):
-        restored()
-    simdev.reports()
-
-
-def case_without_the_wait_for_what_has_landed() -> None:
-    with mock.patch.object(_landing, "await_end", lambda side: None):
-        assert any("no event" in line for line in restored())
 
 
 @contextmanager
@@ -797,9 +741,47 @@ def case_memory_of_a_dropped_tensor_is_not_reused() -> None:
     assert dropped_at_once() == []
 
 
-def case_without_record_stream() -> None:
-    with mock.patch.object(_device, "keep_for", lambda tensor, side: None):
-        assert any("no event" in line for line in dropped_at_once())
+def damaged_or_reported() -> list[str]:
+    import simdev
+
+    try:
+        return restored()
+    except nostall.errors.CorruptionError as error:
+        return [str(error)]
+    finally:
+        torch.accelerator.synchronize()
+        simdev.reports()
+
+
+NEEDED = {
+    "DeviceCopies.enqueue: follow": (training_goes_on, "no event"),
+    "DeviceCopies.enqueue: hold_back": (training_goes_on, "no event"),
+    "DeviceCopies._copy: record": (training_goes_on, "no event"),
+    "DeviceCopies.await_all: synchronize": (training_goes_on, "early"),
+    "DeviceCopies.release: hold_back": (lambda: window()[1], "no event"),
+    "DeviceCopies.release: set_aside": (lambda: several_steps()[0], "no event"),
+    "DeviceCopies.release: follow_aside": (lambda: several_steps()[0], "no event"),
+    "DeviceCopies._copy: keep_for": (dropped_at_once, "no event"),
+    "_Slabs.__init__: follow": (restored, "no event"),
+    "_Slabs.free: await_copies": (damaged_or_reported, "Bad address"),
+    "_Slabs.send: record": (damaged_or_reported, "Bad address"),
+    "_Slabs.finish: await_end": (restored, "no event"),
+}
+MEASURES = "nothing is ordered by it: how fast the bus is, is measured by it"
+PACES = (
+    "what it waits for is waited for again: an update waits for a piece of the rest, not for all"
+)
+OTHERS = {
+    "Pace.look: query": MEASURES,
+    "_moment: record": MEASURES,
+    "DeviceCopies._copy_the_rest: synchronize": PACES,
+    "DeviceCopies._copy_the_rest: synchronize 2": PACES,
+}
+
+
+def case_without_any_one_wait_or_record_stream() -> None:
+    modules = ("nostall.checkpoint._device", "nostall.checkpoint._landing")
+    mutations.check(modules, NEEDED, OTHERS)
 
 
 def case_pinning_refused() -> None:

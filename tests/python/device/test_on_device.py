@@ -67,3 +67,16 @@ def test_what_fails_a_run(tmp_path: Path) -> None:
     assert "nothing of it was on simdev: see host_only.toml" in run.stdout
     assert "no event" in run.stdout
     assert "2 tests ran on simdev, 0 stay on the host" in run.stdout
+
+
+def test_every_place_that_orders_a_device_is_known() -> None:
+    """Those in mutations.MODULES are taken away, each in turn, by the tests on the device."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "device"))
+    import mutations
+
+    others = {
+        "nostall.base._device_clock",  # reads times, which order nothing
+        "nostall.torch._group",  # passes on what torch.distributed asks for
+        "nostall.torch._optimizer",  # Horovod's word for the end of a step
+    }
+    assert mutations.files() == {*mutations.MODULES, *others}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "device"))
 
 import cases
+import mutations
 import numpy as np
 import pytest
 import torch
@@ -233,6 +235,23 @@ def case_ragged_fields() -> None:
     same(fields=["image", "label"], steps=None)
 
 
+def case_images_in_texts() -> None:
+    """Each batch has another number of images."""
+    folder = Path(tempfile.mkdtemp())
+    ids = np.arange(1, 200, dtype=np.uint16)
+    ids[ids % 10 == 0] = 1  # an image
+    ids[ids % 25 == 0] = 0  # the end of a document
+    ids[-1] = 0
+    ids.tofile(folder / "tokens.bin")
+    count = int((ids == 1).sum())
+    for i in range(count):
+        Image.fromarray(np.full((8, 9, 3), i, np.uint8)).save(folder / f"{i:02d}.png")
+    images = nostall.FileList(sorted(path.name for path in folder.glob("*.png")), root=folder)
+    tokens = nostall.Tokens(folder / "tokens.bin", dtype="uint16", end=0)
+    units = nostall.Interleaved(tokens, images, 96, image=1, cost=3)
+    same(source=units, steps={"images": FLOATS}, size=2)
+
+
 def case_an_epoch_again_after_a_break() -> None:
     with loader(device="simdev") as source:
         whole = [labels.cpu().tolist() for _, labels in source]
@@ -332,47 +351,58 @@ def case_a_batch_is_kept_until_its_consumer_has_used_it() -> None:
     assert slow_consumer() == []
 
 
-def case_without_the_wait_for_the_copy() -> None:
+def used_at_once() -> list[str]:
+    """A batch is used while its copy is held."""
     import simdev
 
-    from nostall.torch import _device
-
-    wait = mock.patch.object(_device.Sending, "wait_on", lambda self, stream: None)
-    with wait, loader(device="simdev") as source:
+    with loader(device="simdev") as source:
         running = iter(source)
         with simdev.held(on_side(source)):
             images, _ = next(running)
             total = images.sum()
+        torch.accelerator.synchronize()
         running.close()
-    assert any("no event" in line for line in simdev.reports())
     del total
+    return simdev.reports()
 
 
-def case_without_record_stream() -> None:
-    from nostall.torch import _device
-
-    with mock.patch.object(_device, "use_on", lambda tensor, stream: None):
-        assert any("no event" in line for line in slow_consumer())
-
-
-def case_without_the_fence_before_memory_is_reused() -> None:
+def copied_late(slabs: int, looks: str) -> list[str]:
+    """Copies are held until the host looks at one of their events in this way."""
     import simdev
 
     from nostall.torch import _device
 
-    def at_once(self: Any, wait: bool) -> bool:
-        self._host.clear()
-        return True
+    class Looked(torch.Event):
+        pass
 
-    with mock.patch.object(_device.Sending, "is_copied", at_once):
-        slab = 4 * 3 * SIZE[0] * SIZE[1]
-        with loader(device="simdev", staging=2 * slab, device_ahead=1) as source:
-            running = iter(source)
-            next(running)
-            with simdev.held(on_side(source)):
-                for _ in range(6):
-                    next(running)
-    assert any("reused" in line for line in simdev.reports())
+    def look(event: torch.Event) -> Any:
+        simdev.release(stream)
+        return getattr(torch.Event, looks)(event)
+
+    setattr(Looked, looks, look)
+    made = mock.patch.object(_device.Device, "event", lambda self: Looked(device=self.device))
+    slab = 4 * 3 * SIZE[0] * SIZE[1]
+    with made, loader(device="simdev", staging=slabs * slab) as source:
+        stream, running = source._recipe.place.stream, iter(source)
+        with simdev.held(stream):
+            held = list(itertools.islice(running, 6))
+        running.close()
+    torch.accelerator.synchronize()
+    del held
+    return simdev.reports()
+
+
+NEEDED = {
+    "Sending.sent: record": (used_at_once, "no event"),
+    "Sending.wait_on: wait_event": (used_at_once, "no event"),
+    "Sending.hand_over: use_on": (slow_consumer, "no event"),
+    "Sending.is_copied: synchronize": (functools.partial(copied_late, 4, "synchronize"), "reused"),
+    "Sending.is_copied: query": (functools.partial(copied_late, 2, "query"), "reused"),
+}
+
+
+def case_without_any_one_wait_or_record_stream() -> None:
+    mutations.check(("nostall.torch._device",), NEEDED, {})
 
 
 def case_memory_is_taken_once() -> None:
