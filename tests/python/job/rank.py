@@ -100,6 +100,12 @@ def main(s: dict) -> None:
                 read = loader.stats().source_bytes
                 print(json.dumps({"state": state, "source_bytes": read}), flush=True)
                 return
+            if s.get("counts") and batches % 5 == 0:
+                origins = [e.origins for e in loader.stats().epochs]
+                told = (sum(o[kind].samples for o in origins) for kind in ("peer", "source"))
+                written = Path(s["counts"], f"counts-{s['rank']}.new")
+                written.write_text(" ".join(map(str, told)))
+                written.replace(written.with_suffix(""))
             if until := s.get("until"):
                 counts = loader.stats().peers
                 if counts["returned_ranks"] and back is None:
@@ -116,9 +122,7 @@ def main(s: dict) -> None:
     wait_for_all(s)
     loader.close()  # until then the others may fetch from here
     stats = loader.stats().to_dict()
-    timeline = stats.pop("batches")
-    if s.get("timeline"):
-        stats["timeline"] = timeline
+    del stats["batches"]
     print(json.dumps({**stats, "stream": stream.hexdigest(), "batches": batches}), flush=True)
 
 
