@@ -16,7 +16,7 @@ from nostall.observe.timelines import analyze
 
 STEPS, LATE = 6, 0.03
 TRAIN = """
-import time, torch, nostall, nostall.torch
+import pathlib, time, torch, nostall, nostall.torch
 from nostall.sync import SyncOptions
 torch.set_num_threads(1)
 result = []
@@ -25,21 +25,23 @@ for mode in ("planned", "negotiated"):
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))
     optimizer = nostall.torch.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters(),
-        SyncOptions(mode=mode, threshold=20_000, cycle=0.001{more}))
-    for _ in range({steps}):
+        SyncOptions(mode=mode, threshold=20_000, cycle=0.001))
+    for step in range({steps}):
         loss = model(torch.ones(4, 64)).square().mean()
-        time.sleep({late} * rank)
+        done = pathlib.Path({home!r}, f"{{mode}} {{step}}")
+        if rank == 1:  # its gradients are late, whatever else the machine does
+            while not done.exists():
+                time.sleep(0.001)
+            time.sleep({late})
         loss.backward()
+        if rank == 0:
+            done.touch()
         optimizer.step()
         optimizer.zero_grad()
     result.append(optimizer.gradient_sync.engine.stats())
     optimizer.gradient_sync.close()
     del optimizer
 """
-
-
-def program(more: str = "") -> str:
-    return TRAIN.format(steps=STEPS, late=LATE, more=more)
 
 
 def intervals(events: list[dict[str, Any]], name: str) -> set[tuple[int, int]]:
@@ -62,7 +64,7 @@ def test_a_training_in_both_modes_is_analysed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("NOSTALL_TIMELINE", str(tmp_path / "t.json"))
-    counters, _ = run_ranks(2, program())
+    counters, _ = run_ranks(2, TRAIN.format(steps=STEPS, late=LATE, home=str(tmp_path)))
     for stats, name in zip(counters, ("t.json", "t.1.json"), strict=True):
         events = json.loads((tmp_path / name).read_text())
         # What the file says is what the engine counted.
