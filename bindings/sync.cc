@@ -234,7 +234,8 @@ void bind_options(nb::module_& m) {
 }
 
 // Its progress thread may be in Python, for a network of Python's, when the last reference goes:
-// it needs the GIL to come to an end.
+// it needs the GIL to come to an end. It must have ended before Python does (nostall.sync): Python
+// ends threads that take the GIL later by an unwinding, which no exception handler may stop.
 class BoundEngine : public sync::GradientEngine {
  public:
   using GradientEngine::GradientEngine;
@@ -337,7 +338,8 @@ void bind_sync(nb::module_& m) {
   bind_options(m);
   const auto release = nb::call_guard<nb::gil_scoped_release>();
   nb::class_<BoundEngine> engine(m, "GradientEngine",
-                                 "Reduces gradients over all ranks (native/sync).");
+                                 "Reduces gradients over all ranks (native/sync).",
+                                 nb::is_weak_referenceable());
   engine
       .def(
           "__init__",
@@ -394,6 +396,8 @@ void bind_sync(nb::module_& m) {
             return out;
           },
           nb::arg("data"))
+      .def("stop", &BoundEngine::stop, release,
+           "Ends the progress thread, after the reduction that is under way; no step may follow.")
       .def("stats", &stats_of)
       .def(
           "oversleeps",

@@ -134,6 +134,15 @@ void GradientEngine::check_usable(const char* call) const {
   }
 }
 
+void GradientEngine::check_runs(const char* call) const {
+  if (step_->error) std::rethrow_exception(step_->error);
+  if (step_->stop) {
+    throw Error(ErrorKind::usage, std::string(call) +
+                                      ": the gradient engine was stopped, as all are "
+                                      "at the end of a program");
+  }
+}
+
 void GradientEngine::submit(uint32_t tensor, void* gradient, bool present) {
   const Coordinator::Place place = enter(tensor, gradient, gradient, present);
   if (place.bucket) fill(tensor, place, present ? gradient : nullptr);
@@ -174,7 +183,7 @@ Coordinator::Place GradientEngine::enter(uint32_t tensor, void* result, const vo
   }
   if (present && step_->options.check_finite) check_finite(tensor, gradient);
   const MutexLock lock(step_->mutex);
-  if (step_->error) std::rethrow_exception(step_->error);
+  check_runs("submit");
   Pending& p = step_->pending[tensor];
   if (p.submitted) {
     throw Error(ErrorKind::usage, "gradient " + step_->tensors[tensor].name +
@@ -213,6 +222,7 @@ void GradientEngine::wait() {
                 "rank " + std::to_string(step_->collectives->rank()) +
                     " waits for gradients that it did not submit: " + step_->names(absent));
   }
+  if (step_->reduced < step_->tensors.size()) check_runs("wait");
   while (step_->reduced < step_->tensors.size() && !step_->error) step_->done.wait(lock);
   // A step that is complete is good, even if a rank has closed its engine since.
   if (step_->reduced < step_->tensors.size()) std::rethrow_exception(step_->error);
@@ -227,6 +237,7 @@ void GradientEngine::wait_for(uint32_t tensor) {
     throw Error(ErrorKind::usage, "there is no gradient number " + std::to_string(tensor));
   }
   MutexLock lock(step_->mutex);
+  if (!step_->pending[tensor].reduced) check_runs("wait_for");
   ++watchers_;
   while (!step_->pending[tensor].reduced && !step_->error) step_->done.wait(lock);
   --watchers_;

@@ -90,12 +90,13 @@ class GradientEngine {
   GradientStats stats() const;
 
   // Ends the progress thread, after the reduction that is under way; the destructor does so too.
-  // Nothing but the destructor may follow.
+  // Calls that would wait for it throw Error(usage) afterwards.
   void stop() noexcept;
 
  private:
   void check_usable(const char* call) const;
   void check_quiet(const char* call) const NOSTALL_REQUIRES(step_->mutex);
+  void check_runs(const char* call) const NOSTALL_REQUIRES(step_->mutex);
   void compare_tensors();
   void check_finite(uint32_t tensor, const void* gradient) const;
   Coordinator::Place enter(uint32_t tensor, void* result, const void* gradient, bool present);

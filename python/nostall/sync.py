@@ -7,7 +7,9 @@ For PyTorch use ``nostall.torch.DistributedOptimizer``, which reduces while the 
 
 from __future__ import annotations
 
+import atexit
 import itertools
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +37,15 @@ Spec = tuple[str, int, str, str]
 # Engines of the same ranks are numbered; those ranks make them in the same order.
 _made: Counter[tuple[int, ...]] = Counter()
 _timelines = itertools.count()
+# Engines whose threads call Python, for a network of Python's.
+_calling: weakref.WeakSet[_native.GradientEngine] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_with_program() -> None:
+    """Python ends threads that call it later, and the process with them."""
+    for engine in list(_calling):
+        engine.stop()
 
 
 @dataclass(frozen=True)
@@ -198,6 +209,8 @@ def make_engine(
         network=network,
         fixed_order=options.fixed_order,
     )
+    if network is not None:
+        _calling.add(engine)
     return engine, specs
 
 

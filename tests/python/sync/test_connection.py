@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+from pathlib import Path
 
 import numpy as np
+import prefork
 import pytest
 
-from nostall.errors import Error
+from nostall.errors import Error, UsageError
 from nostall.sync import Network, Ranks, SyncOptions, make_engine
 
 
@@ -84,3 +86,81 @@ def test_what_the_connection_raises_ends_the_step(network: Doubled, words: str) 
     with pytest.raises(Error, match=words):
         engine.submit(0, gradient.ctypes.data, True)
         engine.wait()
+
+
+# What keeps a thread in Python while the program ends: every call of the connection takes a while.
+ENDING = """
+import os, signal, sys, time
+import numpy as np
+sys.path[:0] = [sys.argv[1], os.path.dirname(sys.argv[1])]
+from test_connection import Doubled
+from nostall.sync import Ranks, SyncOptions, make_engine
+
+class Slow(Doubled):
+    def _called(self, name):
+        super()._called(name)
+        for _ in range(200):
+            time.sleep(0)
+
+def step(engine):
+    for tensor in range(8):
+        engine.submit(tensor, gradient.ctypes.data, True)
+
+mode, ending = sys.argv[2:]
+gradient = np.ones(5, "f4")
+options = SyncOptions(mode=mode, cycle=0.0001)
+specs = [(f"w{i}", 5, "float32") for i in range(8)]
+engine, _ = make_engine(specs, options, Ranks(0, 2, "slow", Slow()))
+if mode == "planned":
+    engine.set_plan([[i] for i in range(8)])
+step(engine)
+if ending == "waited":
+    engine.wait()
+elif ending == "held":
+    import builtins
+    builtins.engine = engine  # is not destroyed before the interpreter
+elif ending == "exception":
+    raise RuntimeError("meant")
+elif ending == "exit":
+    sys.exit(3)
+elif ending == "_exit":
+    os._exit(4)
+elif ending == "term":
+    os.kill(os.getpid(), signal.SIGTERM)
+elif ending == "term handled":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))
+    os.kill(os.getpid(), signal.SIGTERM)
+elif ending == "fork":
+    child = os.fork()
+    if child:
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+elif ending == "deleted":
+    del engine
+"""
+
+ENDINGS = {
+    "return": 0, "waited": 0, "held": 0, "exception": 1, "exit": 3, "_exit": 4, "term": -15,
+    "term handled": 9, "fork": 0, "deleted": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["planned", "negotiated"])
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_program_that_ends_amid_a_step_ends_as_it_meant(ending: str, mode: str) -> None:
+    words = ["-c", ENDING, str(Path(__file__).parent), mode, ending]
+    ended = prefork.run(words, 60, whole=True)
+    assert ended.returncode == ENDINGS[ending], ended.stderr
+    assert "terminate" not in ended.stderr
+
+
+def test_a_stopped_engine_says_so() -> None:
+    options = SyncOptions(mean=False)
+    engine, _ = make_engine([("w", 5, "float32")], options, Ranks(0, 2, "doubled", Doubled()))
+    engine.set_plan([[0]])
+    gradient = np.ones(5, "f4")
+    engine.submit(0, gradient.ctypes.data, True)
+    engine.wait()
+    engine.stop()
+    engine.stop()
+    with pytest.raises(UsageError, match=r"submit: the gradient engine was stopped, as all are"):
+        engine.submit(0, gradient.ctypes.data, True)
