@@ -41,8 +41,6 @@ constexpr std::chrono::milliseconds kSlice{10};
 // The longest wait while the consumer waits for that batch: the time of this many reads of the
 // sample from the source, plus this many seconds in which the other node may not be scheduled.
 constexpr double kWaitForReads = 20.0, kWaitSeconds = 0.05;
-// The longest wait for another rank of this node that is reading the sample.
-constexpr std::chrono::seconds kLocalPatience{10};
 // An origin that is avoided is tried again at this interval.
 constexpr int64_t kProbeNs = 2'000'000'000;
 // Limits of what is read beside the wanted samples: bytes, and seconds at the source's speed, since
@@ -206,7 +204,7 @@ void Loader::Run::fetch(std::vector<Fetch>& chunk, Fetcher& fetcher, std::stop_t
     for (Fetch* f : open) {
       f->patient =
           now - begun < kPatience && now - heard < kSilence && worth_waiting(*f, now - begun);
-      f->patient_locally = now - begun < kLocalPatience;
+      f->patient_locally = now - begun < config_.local_patience;
       switch (route(*f)) {
         case Route::done:
           finished.push_back(f->work);
@@ -341,6 +339,8 @@ Loader::Run::Route Loader::Run::route(Fetch& fetch) {
   Task::Item& item = fetch.work.task->items[fetch.work.index];
   const plan::SampleId sample = item.sample;
   tier::NodeCache* const cache = config_.cache.get();
+  // A tier without memory has no halves to wait for.
+  if (item.entry != sample && !cache->placed(item.entry)) item.entry = sample;
   if (item.entry != sample) {
     const tier::Half half = cache->half_of(task.chunk, *task.kept);
     if (half == tier::Half::awaited && worth_waiting_for_half(fetch)) return Route::wait;
@@ -403,7 +403,7 @@ bool Loader::Run::worth_waiting_for_half(Fetch& fetch) {
   const int64_t now = now_ns();
   if (fetch.waited_since == 0) fetch.waited_since = now;
   const std::chrono::nanoseconds waited(now - fetch.waited_since);
-  if (waited < kLocalPatience) return true;
+  if (waited < config_.local_patience) return true;
   if (!lapsed_.exchange(true)) {
     log(LogLevel::warning,
         "another rank of this node is so far behind that its sub-batches are still in the RAM "

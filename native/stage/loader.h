@@ -87,6 +87,9 @@ struct LoaderConfig {
     start();
   };
   std::chrono::milliseconds start_limit = std::chrono::seconds(10);
+  // The longest wait for another rank of this node that is reading a sample, or uses what is in the
+  // half of a chunk that the consumer waits for.
+  std::chrono::milliseconds local_patience = std::chrono::seconds(10);
 };
 
 // `config` with the cache that the ranks of `node` share and, with a transport, the exchange with

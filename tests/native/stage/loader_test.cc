@@ -577,5 +577,111 @@ TEST(Loader, ASampleTwiceInAChunkIsNotWaitedForByTheThreadThatReadsIt) {
   EXPECT_EQ(::rmdir(pattern), 0);
 }
 
+class NoArena : public FileSystem {
+ public:
+  int truncate(int, uint64_t) override { return -ENOSPC; }
+};
+
+// Two ranks of a node that share the halves of a RAM tier; the first one never moves to its second
+// chunk.
+class BesideARankThatStops : public testing::Test {
+ protected:
+  void SetUp() override {
+    char pattern[] = "/tmp/nostall-stage-XXXXXX";
+    shm_ = ::mkdtemp(pattern);
+    set_log_sink([this](LogLevel, const std::string& message) {
+      const std::scoped_lock lock(mutex_);
+      told_.push_back(message);
+    });
+  }
+  void TearDown() override {
+    set_log_sink({});
+    EXPECT_EQ(::rmdir(shm_.c_str()), 0);
+  }
+
+  LoaderConfig rank(uint32_t rank, FileSystem* files = nullptr) {
+    const auto source = std::make_shared<MemorySource>(240);
+    LoaderConfig config = config_for(source, 8, 4);
+    config.rank = config.local_rank = rank;
+    config.job.world = config.local_world = 2;
+    config.job.order = plan::OrderKind::sub_batch;
+    config.job.sub_batches = {2, 5, 1};
+    const uint64_t room = source->total_bytes() / 4;
+    config.chunks = std::make_shared<const plan::Chunks>(config.job, 0, 2, source->sizes());
+    config.half = config.chunks->shape(room, 0);
+    tier::NodeCacheConfig node;
+    node.job = "a rank that stops";
+    node.local_rank = rank;
+    node.local_world = 2;
+    node.dataset = source->fingerprint();
+    node.tiers = {{tier::TierKind::ram, room, "", false}};
+    node.halves = {0, config.half};
+    node.shm_directory = shm_;
+    node.files = files;
+    plan::Placement placement;
+    placement.tier.assign(source->size(), plan::kNoTier);
+    placement.offset.assign(source->size(), 0);
+    placement.used = {0};
+    placement.fill.resize(1);
+    config.cache = tier::NodeCache::attach(node, source->sizes(), tier::fixed(placement));
+    return config;
+  }
+
+  // All batches that are left; false if one is late or not the plan's.
+  static bool go_on(Loader& loader) {
+    const LoaderConfig& config = loader.config();
+    for (Position at = loader.position(); at.epoch < 4; at = loader.position()) {
+      const plan::RankEpoch mine = plan::rank_epoch(config.job, at.epoch, config.rank);
+      const uint64_t begin = at.batch == 0 ? 0 : mine.batch_ends[at.batch - 1];
+      const auto batch = must_have(loader);
+      if (!batch || batch->position != at) return false;
+      for (size_t i = 0; i < batch->samples.size(); ++i) {
+        if (batch->samples[i] != mine.samples[begin + i]) return false;
+        const std::byte* bytes = batch->buffer->data() + batch->offsets[i];
+        for (uint64_t k = 0; k < batch->lengths[i]; ++k) {
+          if (bytes[k] != std::byte(batch->samples[i] % 251)) return false;
+        }
+      }
+    }
+    return true;
+  }
+
+  uint64_t times_told(const std::string& words) {
+    const std::scoped_lock lock(mutex_);
+    return static_cast<uint64_t>(std::count_if(told_.begin(), told_.end(), [&](const auto& m) {
+      return m.find(words) != std::string::npos;
+    }));
+  }
+
+  std::string shm_;
+  std::mutex mutex_;
+  std::vector<std::string> told_;
+};
+
+TEST_F(BesideARankThatStops, TheOtherOneGoesOnAfterAWhile) {
+  LoaderConfig first = rank(0), second = rank(1);
+  ASSERT_GT(first.half.places, 0u);
+  second.local_patience = 100ms;
+  Loader stopped(first), goes_on(second);
+  ASSERT_NE(must_have(stopped), nullptr);
+  EXPECT_TRUE(go_on(goes_on));
+  // It waited once, for all that came after.
+  EXPECT_EQ(times_told("another rank of this node is so far behind"), 1u);
+  EXPECT_TRUE(go_on(stopped));
+  EXPECT_EQ(times_told("another rank of this node"), 1u);
+}
+
+TEST_F(BesideARankThatStops, NobodyWaitsForHalvesOfATierWithoutMemory) {
+  NoArena files;
+  LoaderConfig first = rank(0, &files), second = rank(1, &files);
+  second.local_patience = 24h;
+  Loader stopped(first), goes_on(second);
+  ASSERT_NE(must_have(stopped), nullptr);
+  EXPECT_TRUE(go_on(goes_on));
+  EXPECT_TRUE(go_on(stopped));
+  EXPECT_EQ(times_told("there is no RAM tier"), 1u);
+  EXPECT_EQ(times_told("another rank of this node"), 0u);
+}
+
 }  // namespace
 }  // namespace nostall::stage

@@ -8,8 +8,10 @@
 #include <deque>
 #include <filesystem>
 
+#include "../peer/parts.h"
 #include "base/crc32c.h"
 #include "peer/session.h"
+#include "plan/locality.h"
 #include "stage/loader.h"
 
 namespace nostall::stage {
@@ -282,6 +284,54 @@ TEST_F(BesideASlowDisk, AFasterSourceIsReadInstead) {
   const auto samples = taken();
   EXPECT_LE(disk_.reads * 2, static_cast<int>(kEpochs * kSamples));
   EXPECT_GE(samples[size_t(Origin::source)], samples[size_t(Origin::file)]);
+}
+
+// Whoever seeks: ranks that begin at different places must deal an epoch alike.
+TEST(LoaderWithPeers, SamplesGoToTheirOwnersAfterASeekToo) {
+  char pattern[] = "/tmp/nostall-stage-XXXXXX";
+  const std::filesystem::path root = ::mkdtemp(pattern);
+  LoaderConfig config;
+  config.source = std::make_shared<ImageSource>();
+  config.job.samples = config.job.global_batch = kSamples;
+  config.job.epochs = 4;
+  config.job.world = 2;
+  config.locality = true;
+  const std::vector<uint64_t> sizes(kSamples, kPng.size());
+  config.cache = peer::cache_below(root, "after a seek", tier::TierKind::ram, sizes);
+  peer::ExchangeConfig peers;
+  peers.node_of_rank = {0, 1};
+  peers.addresses = {"", ""};
+  peers.secret = kSecret;
+  plan::Ownership ownership;
+  for (uint64_t s = 0; s < kSamples; ++s) {
+    ownership.owner.push_back(s < kSamples / 2 ? 0 : 1);
+    ownership.first_reader.push_back(ownership.owner.back());
+    ownership.first_access.push_back(0);
+  }
+  config.peers =
+      std::make_shared<peer::Exchange>(std::make_unique<Answering>(std::as_bytes(std::span(kPng))),
+                                       peers, ownership, config.source->sizes(), config.cache);
+  Loader loader(config);
+  bool differs = false;
+  for (const uint32_t begin : {0u, 1u, 2u, 1u, 3u, 0u}) {
+    loader.seek({begin, 0});
+    for (uint32_t e = begin; e < 4; ++e) {
+      const auto batch = loader.next(20s);
+      ASSERT_NE(batch, nullptr);
+      ASSERT_EQ(batch->position, (Position{e, 0}));
+      const std::vector<plan::SampleId> planned = plan::rank_epoch(config.job, e, 0).samples;
+      // No owner has its samples in the epoch in which they are read for the first time.
+      const std::vector<plan::SampleId> expected =
+          e == 0 ? planned
+                 : plan::local_rank_epoch(config.job, plan::epoch_order(config.job, e), 0,
+                                          ownership, peers.node_of_rank)
+                       .samples;
+      EXPECT_EQ(batch->samples, expected) << "epoch " << e << " after a seek to " << begin;
+      differs = differs || (e == begin && expected != planned);
+    }
+  }
+  EXPECT_TRUE(differs);
+  std::filesystem::remove_all(root);
 }
 
 }  // namespace
