@@ -2,6 +2,7 @@
 #include "nonblocking.h"
 
 #include <atomic>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -27,6 +28,20 @@ Requests& requests() {
 std::atomic<uint64_t>& under_way() {
   static std::atomic<uint64_t> count{0};
   return count;
+}
+
+void tell_of_no_thread(const std::system_error& error) {
+  static std::atomic<bool> told{false};
+  if (told.exchange(true)) return;
+  int rank = 0;
+  PMPI_Comm_rank(MPI_COMM_WORLD, &rank);
+  std::fprintf(
+      stderr,
+      "nostall: rank %d gets no thread for nonblocking collectives (%s), so it completes "
+      "them where they are called, which hangs if other ranks call others first: raise the "
+      "limit of processes, or leave them to the MPI by NOSTALL_MPI_NONBLOCKING=off on all "
+      "ranks\n",
+      rank, error.code().message().c_str());
 }
 
 // The calls of a generalized request; its state is the result of the operation.
@@ -90,8 +105,9 @@ int Queue::start(std::function<int()> operation, MPI_Request* request) {
     under_way().fetch_add(1, std::memory_order_relaxed);
     try {
       if (!thread_.joinable()) thread_ = std::thread([this] { serve(); });
-    } catch (const std::system_error&) {
-      until = started_;  // the system gives no thread
+    } catch (const std::system_error& refused) {
+      tell_of_no_thread(refused);
+      until = started_;
     }
   }
   if (until > 0) run_until(until);

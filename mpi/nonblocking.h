@@ -36,7 +36,7 @@ class Queue : public std::enable_shared_from_this<Queue> {
   Queue& operator=(const Queue&) = delete;
 
   // Appends an operation that returns an MPI error code; *request is complete when it has run. Runs
-  // it here if the system gives no thread for it.
+  // it here, and says so once, if the system gives no thread for it.
   int start(std::function<int()> operation, MPI_Request* request);
   // Runs what was started before, if anything; blocking calls begin with it.
   void drain();

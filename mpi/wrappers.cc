@@ -1,10 +1,12 @@
 // The functions that a program calls instead of its MPI's.
 #include "wrappers.h"
 
+#include <array>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "base/clock.h"
@@ -186,6 +188,28 @@ int barrier(MPI_Comm comm) {
   return traced.ours(state, 0);
 }
 
+// A preloaded library does not end a program for a setting: it says what it does instead.
+void check_settings() {
+  int rank = 0;
+  PMPI_Comm_rank(MPI_COMM_WORLD, &rank);
+  if (rank != 0) return;
+  const auto one_of = [](const char* name, std::array<std::string_view, 2> values,
+                         const char* hint) {
+    const char* given = std::getenv(name);
+    if (given == nullptr || *given == '\0' || std::string_view(given) == values[0] ||
+        std::string_view(given) == values[1]) {
+      return;
+    }
+    std::fprintf(stderr, "nostall: %s=%s is neither \"%s\" nor \"%s\": it is taken as \"%s\"%s\n",
+                 name, given, values[0].data(), values[1].data(), values[0].data(), hint);
+  };
+  const char* between = std::getenv("NOSTALL_MPI_BETWEEN");
+  const bool is_old = between != nullptr && std::string_view(between) == "exchange";
+  one_of("NOSTALL_MPI", {"replace", "off"}, "");
+  one_of("NOSTALL_MPI_BETWEEN", {"allreduce", "arrival"},
+         is_old ? "; \"arrival\" was called \"exchange\"" : "");
+}
+
 void report() {
   const char* verbose = std::getenv("NOSTALL_MPI_VERBOSE");
   int rank = 0;
@@ -226,6 +250,7 @@ int fail(MPI_Comm comm, const Error& error) {
 }
 
 void begin() {
+  check_settings();
   state_of(MPI_COMM_WORLD);
   if (profiling()) profile_begin();
 }

@@ -176,6 +176,24 @@ def windows() -> None:
     window.Free()
 
 
+def threadless() -> None:
+    """Nonblocking calls of a process that gets no more threads."""
+    world.Barrier()
+    libc = ctypes.CDLL(None)
+    attributes = ctypes.create_string_buffer(64)
+    assert libc.pthread_attr_init(attributes) == 0
+    # No address space has room for such a stack.
+    assert libc.pthread_attr_setstacksize(attributes, ctypes.c_size_t(1 << 48)) == 0
+    assert libc.pthread_setattr_default_np(attributes) == 0
+    data = [np.full(100_000, float(rank + 1)) for _ in range(2)]
+    requests = [world.Iallreduce(MPI.IN_PLACE, array) for array in data]
+    source, received = np.full(10, float(rank)), np.empty(10)
+    world.Sendrecv(source, (rank + 1) % size, 0, received, (rank - 1) % size)
+    MPI.Request.Waitall(requests)
+    assert (received == (rank - 1) % size).all()
+    assert all((array == size * (size + 1) / 2).all() for array in data)
+
+
 def background() -> None:
     """Nonblocking calls in every order that MPI allows, beside blocking ones and messages."""
     other = world.Dup()

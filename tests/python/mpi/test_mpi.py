@@ -101,6 +101,28 @@ def test_nonblocking_calls_are_left_to_the_mpi_on_demand(which: str) -> None:
     assert counted(result.stderr)["background"] == 0
 
 
+def test_nonblocking_calls_complete_where_the_system_gives_no_thread() -> None:
+    result = run("mpich", 2, [sys.executable, str(RANK), "threadless"])
+    assert "all right" in result.stdout, result.stderr
+    assert counted(result.stderr)["background"] == 2
+    for rank in range(2):
+        assert result.stderr.count(f"nostall: rank {rank} gets no thread for nonblocking") == 1
+    assert "or leave them to the MPI by NOSTALL_MPI_NONBLOCKING=off" in result.stderr
+
+
+def test_a_setting_that_is_none_is_told_once() -> None:
+    settings = {"NOSTALL_MPI_BETWEEN": "exchange", "NOSTALL_MPI": "on"}
+    result = run("mpich", 2, [sys.executable, str(RANK), "random_delays"], **settings)
+    assert "all right" in result.stdout, result.stderr
+    old = (
+        'nostall: NOSTALL_MPI_BETWEEN=exchange is neither "allreduce" nor "arrival": it is taken as '
+        '"allreduce"; "arrival" was called "exchange"\n'
+    )
+    assert result.stderr.count(old) == 1
+    words = 'nostall: NOSTALL_MPI=on is neither "replace" nor "off": it is taken as "replace"\n'
+    assert result.stderr.count(words) == 1
+
+
 def test_two_nodes_reduce_in_two_levels() -> None:
     result = launch(["collectives", "operations", "types", "pending"], 4, nodes=2)
     assert "all right" in result.stdout, result.stderr
