@@ -159,9 +159,11 @@ class Checkpointer:
         )
         atexit.register(self._closer)
         if chosen.on_signal is not None:
-            self._signals.append(Signals(chosen.on_signal))
+            self._signals.append(signals := Signals(chosen.on_signal))
             if self.world_size > 1:
-                self._signals[0].meet(self.rank, begun.key, begun.several, self._allgather)
+                signals.meet(self.rank, begun.key, begun.several, self._allgather)
+            elif signals.refusal:
+                raise UsageError(signals.refusal)
 
     def _alike(self, partner: bool) -> dict[str, Any]:
         """What all ranks must be given alike."""

@@ -39,13 +39,14 @@ class Signals:
     Args:
         names: of the signals, apart by spaces or commas.
 
-    Raises:
-        UsageError: not in the main thread, where Python handles signals.
+    Attributes:
+        refusal: why it does not work in this thread; "" if it does. `meet` tells all ranks.
     """
 
     def __init__(self, names: str) -> None:
+        self.refusal = ""
         if threading.current_thread() is not threading.main_thread():
-            raise UsageError(
+            self.refusal = (
                 f'on_signal="{names}" needs a Checkpointer that the main thread makes: Python handles '
                 "signals there"
             )
@@ -59,7 +60,7 @@ class Signals:
         self._addresses: list[tuple[str, int]] = []
         self._listener: Listener | None = None
         self._closed = False
-        numbers = [signal.Signals[name] for name in names_of(names)]
+        numbers = [] if self.refusal else [signal.Signals[name] for name in names_of(names)]
         self._before = {number: signal.signal(number, self._handle) for number in numbers}
 
     def meet(
@@ -72,11 +73,13 @@ class Signals:
         """All ranks exchange the addresses at which they listen.
 
         Raises:
-            UsageError: a rank has no address.
+            UsageError: a rank has no address, or did not make this in its main thread.
         """
         self._rank, self._key = rank, key
         note: dict[str, Any] = {}
         try:
+            if self.refusal:
+                raise UsageError(self.refusal)
             self._listener = Listener(self._answer, key, 3 * _ANSWER_SECONDS, several)
             note["address"] = self._listener.address
         except (Error, OSError) as error:

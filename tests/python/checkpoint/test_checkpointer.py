@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -640,6 +641,33 @@ def test_ranks_that_disagree_are_told_the_argument_and_both_values(
     assert World(2).run(work) == [None, None]
     with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable") as ckpt:
         ckpt.save(state_of(1), 1, level="durable")  # nobody has the directories
+
+
+def test_signals_outside_of_a_main_thread_are_refused_on_all_ranks_alike(tmp_path: Path) -> None:
+    told: dict[int, str] = {}
+    world = World(2)
+
+    def make(rank: int) -> None:
+        try:
+            nostall.Checkpointer(
+                tmp_path, rank=rank, world_size=2, gather=world.gather(rank), job="test",
+                on_signal="SIGUSR2",
+            )  # fmt: skip
+        except UsageError as error:
+            told[rank] = str(error)
+
+    before = signal.getsignal(signal.SIGUSR2)
+    other = threading.Thread(target=make, args=(1,))
+    other.start()
+    make(0)
+    other.join()
+    words = (
+        'rank 1 cannot listen for signals: on_signal="SIGUSR2" needs a Checkpointer that the main'
+    )
+    assert told[0] == told[1] and told[0].startswith(words)
+    assert signal.getsignal(signal.SIGUSR2) == before
+    with nostall.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(state_of(1), 1)  # nobody has the directory
 
 
 def test_replicated_state_is_written_once_and_read_by_any_world(tmp_path: Path) -> None:
