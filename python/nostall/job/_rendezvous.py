@@ -117,8 +117,8 @@ def _by_store(store: Any, rank: int, world_size: int, name: str, timeout: float)
             store.wait(keys, timedelta(seconds=timeout))
         except Exception as error:
             raise PeerError(
-                f"rank {rank} waited {timeout:g} s for all {world_size} ranks to make their loader: "
-                f"{error}"
+                f"rank {rank} waited {timeout:g} s in vain for all {world_size} ranks to meet for "
+                f'"{name}": {error}'
             ) from error
         parts = [bytes(store.get(key)) for key in keys]
         # The last reader removes all entries, so that strangers cannot read them later.

@@ -24,6 +24,7 @@ from nostall.base import _owned as owned
 from nostall.base._sizes import parse_tiers
 from nostall.errors import IoError, PeerError, UsageError
 from nostall.job import _cluster as cluster
+from nostall.job import _rendezvous as rendezvous
 from nostall.job._rendezvous import find_rendezvous
 from nostall.job._world import World
 
@@ -277,6 +278,27 @@ def test_by_files_names_who_is_missing(tmp_path: Path) -> None:
         with pytest.raises(PeerError, match="rank 1 waited in vain"):
             other.result()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_by_a_store_says_for_what_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Store:
+        host, port = "node1", 29500
+
+        def set(self, _key: str, _value: bytes) -> None:
+            pass
+
+        def wait(self, keys: list[str], _timeout: object) -> None:
+            raise RuntimeError(f"{keys[1]} is not there")
+
+    monkeypatch.setattr(rendezvous, "initialised_store", lambda: Store())
+    gather = find_rendezvous(0, 2, "checkpointer 0 1", environment={}, timeout=1.5)
+    assert gather is not None
+    words = (
+        'rank 0 waited 1.5 s in vain for all 2 ranks to meet for "checkpointer 0 1": '
+        "nostall/checkpointer 0 1/1 is not there"
+    )
+    with pytest.raises(PeerError, match=re.escape(words)):
+        gather(b"mine")
 
 
 def test_an_address_that_is_none_is_refused() -> None:
