@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import shutil
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from nostall_bench import harness, simulated_device
 
 WAYS = ("nostall", "torch.save", "torch.distributed.checkpoint.async_save")
 _TENSORS = 64
+_AIM = 1.02  # of steps without saves
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,6 +68,13 @@ def report(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 harness.spread((r["stored"] for r in runs), "{:.2f}"),
             )
         harness.console().print(table)
+        for row in rows:
+            if row["way"] == "nostall" and row["bus"] == bus:
+                ratio = statistics.median(r["seconds"] / r["without"] for r in row["runs"])
+                carried = measured["alone"] <= arguments.window / 1e3
+                words = f"steps of nostall with saves take at most {_AIM} times those without"
+                of_bus = f"that {'carries' if carried else 'cannot carry'} the state in a step"
+                harness.verdict(ratio <= _AIM, f"{words}: {ratio:.4f}, on a bus {of_bus}")
     return rows
 
 

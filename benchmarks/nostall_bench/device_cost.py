@@ -50,6 +50,11 @@ def report(ways: Sequence[str], batches: int) -> list[dict[str, Any]]:
             limit = str(LIMITS[key]) if row["way"] == "nostall" else ""
             table.add_row(row["way"], name, *(f"{us:.1f}" for us in (*numbers, *own)), limit)
     harness.console().print(table)
+    for row in rows:
+        for key, most in LIMITS.items() if row["way"] == "nostall" else ():
+            own = row[key]["own"]["median"]
+            words = f"{_NAMES[key]} of a batch that is ready, at most {most} us without the device"
+            harness.verdict(own <= most, f"{words}: median {own:.1f}")
     found: list[dict[str, Any]] = rows
     return found
 

@@ -278,6 +278,11 @@ def console(width: int = 160) -> Console:
     return found if found.is_terminal else Console(width=width)
 
 
+def verdict(holds: bool, words: str) -> None:
+    """Prints whether what was aimed at was reached."""
+    console().print(f"{'reached' if holds else 'NOT REACHED'}: {words}", highlight=False)
+
+
 def table(title: str, *headings: str, left: int = 1, caption: str | None = None) -> Table:
     """An empty table whose first `left` columns hold words, and the others numbers."""
     from rich.markup import escape
