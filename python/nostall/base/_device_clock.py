@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nostall import _native
+from nostall.base._streams import awaited
 
 _log = logging.getLogger("nostall")
 
@@ -156,7 +157,7 @@ class DeviceClock:
             self._items.put(item)
 
     def _record(self, stream: Any) -> Any:
-        event = self._torch.Event(device=self._device, enable_timing=True, blocking=True)
+        event = awaited(self._torch, self._device, enable_timing=True)
         event.record(stream)
         return event
 

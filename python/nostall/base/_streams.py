@@ -1,4 +1,4 @@
-"""Streams of torch's accelerator that several threads use."""
+"""Streams and events of torch's accelerator that several threads use."""
 
 from __future__ import annotations
 
@@ -18,3 +18,11 @@ def on_stream(torch: Any, stream: Any) -> Iterator[None]:
     finally:
         torch.accelerator.set_stream(before)
         torch.accelerator.set_device_index(device)
+
+
+def awaited(torch: Any, device: Any, enable_timing: bool = False) -> Any:
+    """An event that a thread of the host waits for.
+
+    It asks for a wait that keeps no core busy. CUDA's events can; torch's, up to 2.15, ignore it.
+    """
+    return torch.Event(device=device, enable_timing=enable_timing, blocking=True)

@@ -22,7 +22,7 @@ import numpy as np
 
 from nostall import _native
 from nostall.base._device_clock import waiting
-from nostall.base._streams import on_stream
+from nostall.base._streams import awaited, on_stream
 from nostall.checkpoint._tree import Leaf
 from nostall.checkpoint._window import changes_of, tensors_of, torn_words
 
@@ -185,7 +185,7 @@ class DeviceCopies:
             keep_for(piece.source, side)
             some.append(piece)
             if piece is pieces[-1] or sum(each.source.nbytes for each in some) >= _PIECE:
-                copied = self._torch.Event(device=side.device)
+                copied = awaited(self._torch, side.device)
                 copied.record(side)
                 for each in some:
                     each.copied = copied

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nostall import _native
-from nostall.base._streams import on_stream
+from nostall.base._streams import awaited, on_stream
 from nostall.checkpoint._device import follow, pinned, side_of
 from nostall.checkpoint._format import header_bytes, parse
 from nostall.checkpoint._restore import check_fit, fits, is_array
@@ -204,7 +204,7 @@ class _Slabs:
                 target.copy_(slab[first - begin : last - begin], non_blocking=True)
         copied = []
         for device in {way.bytes.device for way in ways}:
-            copied.append(self._torch.Event(device=device))
+            copied.append(awaited(self._torch, device))
             copied[-1].record(self._sides[device])
         self._slabs.append((slab, copied))
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from nostall import _native
 from nostall.base._device_clock import end_step, waiting, waits_of
-from nostall.base._streams import on_stream
+from nostall.base._streams import awaited, on_stream
 from nostall.errors import UsageError
 from nostall.loader._ahead import Finish, aligned
 from nostall.loader._mixing import Mixed
@@ -146,7 +146,8 @@ class Device:
         try:
             return self.events.pop()
         except IndexError:
-            return torch.Event(device=self.device)
+            event: torch.Event = awaited(torch, self.device)
+            return event
 
     def is_full(self, error: BaseException) -> bool:
         return isinstance(error, torch.OutOfMemoryError)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from nostall import _native
 from nostall.base._device_clock import waiting
-from nostall.base._streams import on_stream
+from nostall.base._streams import awaited, on_stream
 from nostall.errors import PeerError, UsageError
 from nostall.job._world import find_world
 from nostall.sync import WIRES, Ranks, Spec, SyncOptions, find_ranks, members_of
@@ -184,7 +184,7 @@ class StagedSync(_DeviceSync):
         self._submitted[i] = memory
         follow(self._side, self._mine())
         use_on(memory, self._side)
-        copied = torch.Event(device=self._place.device)
+        copied = awaited(torch, self._place.device)
         with on_stream(torch, self._side):
             if present:
                 self._slabs[i].copy_(memory, non_blocking=True)
@@ -233,7 +233,7 @@ class StagedReduction:
         slab = torch.from_numpy(self._place.memory(tensor.nbytes)).view(tensor.dtype)
         follow(side, torch.accelerator.current_stream(device))
         use_on(tensor, side)
-        copied = torch.Event(device=device)
+        copied = awaited(torch, device)
         with on_stream(torch, side):
             slab.copy_(tensor, non_blocking=True)
             copied.record(side)
@@ -455,7 +455,7 @@ class CollectiveSync(_DeviceSync):
         turn.work = None
         follow(self._side, mine)
         turn.counts = self._memory(len(turn.numbers), torch.float32)
-        turn.counted = torch.Event(device=self._place.device)
+        turn.counted = awaited(torch, self._place.device)
         with torch.no_grad(), on_stream(torch, self._side):
             turn.counts.copy_(turn.buffer[turn.flags :].float(), non_blocking=True)
             turn.counted.record(self._side)
