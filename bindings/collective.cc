@@ -3,6 +3,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <exception>
 #include <memory>
@@ -226,7 +227,22 @@ void bind_moves(nb::class_<Communicator>& communicator) {
           [](Communicator& self, uintptr_t in, uintptr_t out, uint64_t bytes) {
             self.allgather(address(in), writable(out), bytes);
           },
-          nb::arg("source"), nb::arg("target"), nb::arg("bytes"), no_gil, "`bytes` of each rank.");
+          nb::arg("source"), nb::arg("target"), nb::arg("bytes"), no_gil, "`bytes` of each rank.")
+      .def(
+          "allgatherv",
+          [](Communicator& self, uintptr_t in, const std::vector<uintptr_t>& targets,
+             const std::vector<uint64_t>& bytes) {
+            if (targets.size() != bytes.size()) {
+              throw Error(ErrorKind::usage, "allgatherv needs as many targets as sizes");
+            }
+            std::vector<Gathered> parts;
+            for (size_t r = 0; r < bytes.size(); ++r) {
+              parts.push_back({writable(targets[r]), bytes[r]});
+            }
+            self.allgatherv(address(in), parts);
+          },
+          nb::arg("source"), nb::arg("targets"), nb::arg("bytes"), no_gil,
+          "bytes[r] of each rank r, to targets[r].");
 }
 
 }  // namespace

@@ -7,7 +7,7 @@
 
 namespace nostall::mpi {
 
-// As the records of a profile number them. The first four may be answered here.
+// As the records of a profile number them. The first six may be answered here.
 enum class Call : uint8_t {
   allreduce,
   reduce,
@@ -27,8 +27,8 @@ enum class Call : uint8_t {
   scan,
   exscan
 };
-inline constexpr int kAnswered = 4;
-const char* name_of(Call call) noexcept;  // of these four
+inline constexpr int kAnswered = 6;
+const char* name_of(Call call) noexcept;  // of these six
 
 // Why a call was left to the MPI.
 enum class Fallback : uint8_t {

@@ -13,6 +13,7 @@
 #include "between.h"
 #include "collective/selection.h"
 #include "mpi_state.h"
+#include "profile.h"
 
 #ifdef MPIX_STREAM_NULL
 // Not in every MPI of MPICH's ABI.
@@ -169,14 +170,23 @@ bool join_node(CommunicatorState& state, MPI_Comm node, bool is_world) {
   return true;
 }
 
-// Nothing if the communicator is not good for anything: a revoked one.
-std::optional<uint64_t> agree_on_name(const CommunicatorState& state, MPI_Comm comm) {
+uint64_t new_name() {
   static std::atomic<uint64_t> made{0};
-  uint64_t name = 0;
-  if (state.rank == 0) {
-    name = (static_cast<uint64_t>(::getpid()) << 32 ^ static_cast<uint64_t>(now_ns()) << 8 ^
-            made.fetch_add(1)) &
-           ((uint64_t{1} << 53) - 1);  // JSON's numbers
+  return (static_cast<uint64_t>(::getpid()) << 32 ^ static_cast<uint64_t>(now_ns()) << 8 ^
+          made.fetch_add(1)) &
+         ((uint64_t{1} << 53) - 1);  // JSON's numbers
+}
+
+// Nothing if the communicator is not good for anything: a revoked one.
+std::optional<uint64_t> agree_on_name(const CommunicatorState& state, MPI_Comm comm, bool inter) {
+  uint64_t name = state.rank == 0 ? new_name() : 0;
+  if (inter) {
+    // Each group gets the other's name, then its own back.
+    uint64_t theirs = 0, ours = 0;
+    if (PMPI_Allreduce(&name, &theirs, 1, MPI_UINT64_T, MPI_BXOR, comm) != MPI_SUCCESS) return {};
+    name = state.rank == 0 ? theirs : 0;
+    if (PMPI_Allreduce(&name, &ours, 1, MPI_UINT64_T, MPI_BXOR, comm) != MPI_SUCCESS) return {};
+    return ours ^ theirs;
   }
   if (PMPI_Bcast(&name, 1, MPI_UINT64_T, 0, comm) != MPI_SUCCESS) return std::nullopt;
   return name;
@@ -257,8 +267,13 @@ CommunicatorState* look_up(MPI_Comm comm, bool make) {
   PMPI_Comm_test_inter(comm, &inter);
   PMPI_Comm_rank(comm, &made->rank);
   PMPI_Comm_size(comm, &made->ranks);
-  if (inter == 0) {
-    const auto name = agree_on_name(*made, comm);
+  if (inter != 0) {
+    int others = 0;
+    PMPI_Comm_remote_size(comm, &others);
+    made->ranks += others;
+  }
+  if (inter == 0 || profiling()) {
+    const auto name = agree_on_name(*made, comm, inter != 0);
     if (!name) return nullptr;
     made->name = *name;
   }

@@ -92,59 +92,121 @@ NOSTALL_FORTRAN(init_thread, INIT_THREAD, Fint*, Fint*, Fint*);
 NOSTALL_EXPORT void ompi_finalize_f(Fint* error) { answer(error, MPI_Finalize()); }
 NOSTALL_FORTRAN(finalize, FINALIZE, Fint*);
 
-NOSTALL_EXPORT void ompi_allreduce_f(void* send, void* receive, Fint* count, Fint* type, Fint* op,
-                                     Fint* comm, Fint* error) {
-  answer(error, MPI_Allreduce(buffer_of(send), buffer_of(receive), *count, PMPI_Type_f2c(*type),
-                              PMPI_Op_f2c(*op), PMPI_Comm_f2c(*comm)));
-}
-NOSTALL_FORTRAN(allreduce, ALLREDUCE, void*, void*, Fint*, Fint*, Fint*, Fint*, Fint*);
+namespace {
 
-NOSTALL_EXPORT void ompi_reduce_f(void* send, void* receive, Fint* count, Fint* type, Fint* op,
-                                  Fint* root, Fint* comm, Fint* error) {
-  answer(error, MPI_Reduce(buffer_of(send), buffer_of(receive), *count, PMPI_Type_f2c(*type),
-                           PMPI_Op_f2c(*op), *root, PMPI_Comm_f2c(*comm)));
-}
-NOSTALL_FORTRAN(reduce, REDUCE, void*, void*, Fint*, Fint*, Fint*, Fint*, Fint*, Fint*);
+MPI_Datatype type_of(const Fint* type) { return PMPI_Type_f2c(*type); }
+MPI_Op op_of(const Fint* op) { return PMPI_Op_f2c(*op); }
+MPI_Comm comm_of(const Fint* comm) { return PMPI_Comm_f2c(*comm); }
 
-NOSTALL_EXPORT void ompi_bcast_f(void* buffer, Fint* count, Fint* type, Fint* root, Fint* comm,
-                                 Fint* error) {
-  answer(error,
-         MPI_Bcast(buffer_of(buffer), *count, PMPI_Type_f2c(*type), *root, PMPI_Comm_f2c(*comm)));
+// A type for each rank that a call names.
+std::vector<MPI_Datatype> types_of(const Fint* types, const Fint* comm) {
+  int inter = 0, ranks = 0;
+  PMPI_Comm_test_inter(comm_of(comm), &inter);
+  inter != 0 ? PMPI_Comm_remote_size(comm_of(comm), &ranks) : PMPI_Comm_size(comm_of(comm), &ranks);
+  std::vector<MPI_Datatype> all;
+  for (int r = 0; r < ranks; ++r) all.push_back(PMPI_Type_f2c(types[r]));
+  return all;
 }
-NOSTALL_FORTRAN(bcast, BCAST, void*, Fint*, Fint*, Fint*, Fint*, Fint*);
+
+}  // namespace
+
+// A collective and its nonblocking form, of which both take the same arguments first.
+#define NOSTALL_LIST(...) __VA_ARGS__
+#define NOSTALL_COLLECTIVE(lower, UPPER, Name, parameters, arguments)                          \
+  NOSTALL_EXPORT void ompi_##lower##_f(NOSTALL_LIST parameters, Fint* error) {                 \
+    answer(error, MPI_##Name arguments);                                                       \
+  }                                                                                            \
+  NOSTALL_FORTRAN(lower, UPPER, NOSTALL_LIST parameters, Fint* error);                         \
+  NOSTALL_EXPORT void ompi_i##lower##_f(NOSTALL_LIST parameters, Fint* request, Fint* error) { \
+    MPI_Request made = MPI_REQUEST_NULL;                                                       \
+    const int result = MPI_I##lower(NOSTALL_LIST arguments, &made);                            \
+    started(request, error, result, made);                                                     \
+  }                                                                                            \
+  NOSTALL_FORTRAN(i##lower, I##UPPER, NOSTALL_LIST parameters, Fint* request, Fint* error)
+
+NOSTALL_COLLECTIVE(allreduce, ALLREDUCE, Allreduce,
+                   (void* send, void* receive, Fint* count, Fint* type, Fint* op, Fint* comm),
+                   (buffer_of(send), buffer_of(receive), *count, type_of(type), op_of(op),
+                    comm_of(comm)));
+NOSTALL_COLLECTIVE(reduce, REDUCE, Reduce,
+                   (void* send, void* receive, Fint* count, Fint* type, Fint* op, Fint* root,
+                    Fint* comm),
+                   (buffer_of(send), buffer_of(receive), *count, type_of(type), op_of(op), *root,
+                    comm_of(comm)));
+NOSTALL_COLLECTIVE(bcast, BCAST, Bcast,
+                   (void* buffer, Fint* count, Fint* type, Fint* root, Fint* comm),
+                   (buffer_of(buffer), *count, type_of(type), *root, comm_of(comm)));
+NOSTALL_COLLECTIVE(allgather, ALLGATHER, Allgather,
+                   (void* send, Fint* in, Fint* from, void* receive, Fint* out, Fint* to,
+                    Fint* comm),
+                   (buffer_of(send), *in, type_of(from), buffer_of(receive), *out, type_of(to),
+                    comm_of(comm)));
+NOSTALL_COLLECTIVE(allgatherv, ALLGATHERV, Allgatherv,
+                   (void* send, Fint* in, Fint* from, void* receive, Fint* out, Fint* places,
+                    Fint* to, Fint* comm),
+                   (buffer_of(send), *in, type_of(from), buffer_of(receive), out, places,
+                    type_of(to), comm_of(comm)));
+NOSTALL_COLLECTIVE(gather, GATHER, Gather,
+                   (void* send, Fint* in, Fint* from, void* receive, Fint* out, Fint* to,
+                    Fint* root, Fint* comm),
+                   (buffer_of(send), *in, type_of(from), buffer_of(receive), *out, type_of(to),
+                    *root, comm_of(comm)));
+NOSTALL_COLLECTIVE(gatherv, GATHERV, Gatherv,
+                   (void* send, Fint* in, Fint* from, void* receive, Fint* out, Fint* places,
+                    Fint* to, Fint* root, Fint* comm),
+                   (buffer_of(send), *in, type_of(from), buffer_of(receive), out, places,
+                    type_of(to), *root, comm_of(comm)));
+NOSTALL_COLLECTIVE(scatter, SCATTER, Scatter,
+                   (void* send, Fint* in, Fint* from, void* receive, Fint* out, Fint* to,
+                    Fint* root, Fint* comm),
+                   (buffer_of(send), *in, type_of(from), buffer_of(receive), *out, type_of(to),
+                    *root, comm_of(comm)));
+NOSTALL_COLLECTIVE(scatterv, SCATTERV, Scatterv,
+                   (void* send, Fint* in, Fint* places, Fint* from, void* receive, Fint* out,
+                    Fint* to, Fint* root, Fint* comm),
+                   (buffer_of(send), in, places, type_of(from), buffer_of(receive), *out,
+                    type_of(to), *root, comm_of(comm)));
+NOSTALL_COLLECTIVE(alltoall, ALLTOALL, Alltoall,
+                   (void* send, Fint* in, Fint* from, void* receive, Fint* out, Fint* to,
+                    Fint* comm),
+                   (buffer_of(send), *in, type_of(from), buffer_of(receive), *out, type_of(to),
+                    comm_of(comm)));
+NOSTALL_COLLECTIVE(alltoallv, ALLTOALLV, Alltoallv,
+                   (void* send, Fint* in, Fint* at, Fint* from, void* receive, Fint* out,
+                    Fint* places, Fint* to, Fint* comm),
+                   (buffer_of(send), in, at, type_of(from), buffer_of(receive), out, places,
+                    type_of(to), comm_of(comm)));
+NOSTALL_COLLECTIVE(reduce_scatter, REDUCE_SCATTER, Reduce_scatter,
+                   (void* send, void* receive, Fint* counts, Fint* type, Fint* op, Fint* comm),
+                   (buffer_of(send), buffer_of(receive), counts, type_of(type), op_of(op),
+                    comm_of(comm)));
+NOSTALL_COLLECTIVE(reduce_scatter_block, REDUCE_SCATTER_BLOCK, Reduce_scatter_block,
+                   (void* send, void* receive, Fint* count, Fint* type, Fint* op, Fint* comm),
+                   (buffer_of(send), buffer_of(receive), *count, type_of(type), op_of(op),
+                    comm_of(comm)));
+NOSTALL_COLLECTIVE(scan, SCAN, Scan,
+                   (void* send, void* receive, Fint* count, Fint* type, Fint* op, Fint* comm),
+                   (buffer_of(send), buffer_of(receive), *count, type_of(type), op_of(op),
+                    comm_of(comm)));
+NOSTALL_COLLECTIVE(exscan, EXSCAN, Exscan,
+                   (void* send, void* receive, Fint* count, Fint* type, Fint* op, Fint* comm),
+                   (buffer_of(send), buffer_of(receive), *count, type_of(type), op_of(op),
+                    comm_of(comm)));
+
+NOSTALL_EXPORT void ompi_alltoallw_f(void* send, Fint* in, Fint* at, Fint* from, void* receive,
+                                     Fint* out, Fint* places, Fint* to, Fint* comm, Fint* error) {
+  void* const given = buffer_of(send);
+  const auto sent = given == MPI_IN_PLACE ? std::vector<MPI_Datatype>() : types_of(from, comm);
+  answer(error, MPI_Alltoallw(given, in, at, sent.data(), buffer_of(receive), out, places,
+                              types_of(to, comm).data(), comm_of(comm)));
+}
+NOSTALL_FORTRAN(alltoallw, ALLTOALLW, void*, Fint*, Fint*, Fint*, void*, Fint*, Fint*, Fint*, Fint*,
+                Fint*);
 
 NOSTALL_EXPORT void ompi_barrier_f(Fint* comm, Fint* error) {
   answer(error, MPI_Barrier(PMPI_Comm_f2c(*comm)));
 }
 NOSTALL_FORTRAN(barrier, BARRIER, Fint*, Fint*);
-
-NOSTALL_EXPORT void ompi_iallreduce_f(void* send, void* receive, Fint* count, Fint* type, Fint* op,
-                                      Fint* comm, Fint* request, Fint* error) {
-  MPI_Request made = MPI_REQUEST_NULL;
-  const int result =
-      MPI_Iallreduce(buffer_of(send), buffer_of(receive), *count, PMPI_Type_f2c(*type),
-                     PMPI_Op_f2c(*op), PMPI_Comm_f2c(*comm), &made);
-  started(request, error, result, made);
-}
-NOSTALL_FORTRAN(iallreduce, IALLREDUCE, void*, void*, Fint*, Fint*, Fint*, Fint*, Fint*, Fint*);
-
-NOSTALL_EXPORT void ompi_ireduce_f(void* send, void* receive, Fint* count, Fint* type, Fint* op,
-                                   Fint* root, Fint* comm, Fint* request, Fint* error) {
-  MPI_Request made = MPI_REQUEST_NULL;
-  const int result = MPI_Ireduce(buffer_of(send), buffer_of(receive), *count, PMPI_Type_f2c(*type),
-                                 PMPI_Op_f2c(*op), *root, PMPI_Comm_f2c(*comm), &made);
-  started(request, error, result, made);
-}
-NOSTALL_FORTRAN(ireduce, IREDUCE, void*, void*, Fint*, Fint*, Fint*, Fint*, Fint*, Fint*, Fint*);
-
-NOSTALL_EXPORT void ompi_ibcast_f(void* buffer, Fint* count, Fint* type, Fint* root, Fint* comm,
-                                  Fint* request, Fint* error) {
-  MPI_Request made = MPI_REQUEST_NULL;
-  const int result = MPI_Ibcast(buffer_of(buffer), *count, PMPI_Type_f2c(*type), *root,
-                                PMPI_Comm_f2c(*comm), &made);
-  started(request, error, result, made);
-}
-NOSTALL_FORTRAN(ibcast, IBCAST, void*, Fint*, Fint*, Fint*, Fint*, Fint*, Fint*);
 
 NOSTALL_EXPORT void ompi_ibarrier_f(Fint* comm, Fint* request, Fint* error) {
   MPI_Request made = MPI_REQUEST_NULL;

@@ -2,7 +2,8 @@
 //
 // Loaded with LD_PRELOAD into an unmodified program, it answers MPI_Allreduce, MPI_Reduce,
 // MPI_Bcast and MPI_Barrier from collective/ on communicators within a node, and in two levels on
-// others, and their nonblocking forms within a node (nonblocking.h); MPI_Alloc_mem gives memory in
+// others, and their nonblocking forms within a node (nonblocking.h); within a node it answers
+// MPI_Allgather and MPI_Allgatherv too (gathers.cc). MPI_Alloc_mem gives memory in
 // which allreduces of MPI_COMM_WORLD need no copy. All else reaches the MPI untouched. NOSTALL_MPI
 // chooses: "replace" (the default), "off"; with NOSTALL_MPI_PROFILE=DIRECTORY every collective is
 // recorded (profile.cc), those that the MPI always answers too (recorded.cc).
@@ -37,9 +38,9 @@ namespace nostall::mpi {
 
 // A communicator of the program, as we see it; one attribute on it holds this.
 struct CommunicatorState {
-  int rank = 0, ranks = 1;
-  uint32_t id = 0;    // in the order of first use on this rank
-  uint64_t name = 0;  // the same on all its ranks, different for any other
+  int rank = 0, ranks = 1;  // between two groups: the rank in its own, and the ranks of both
+  uint32_t id = 0;          // in the order of first use on this rank
+  uint64_t name = 0;        // the same on all its ranks, different for any other
   Fallback passed = Fallback::no;
   bool recorded = false;                           // it is in the profile
   std::unique_ptr<collective::Communicator> node;  // its ranks on this node

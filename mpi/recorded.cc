@@ -1,5 +1,5 @@
-// The collectives that the MPI always answers. They stand here so that a profile has them; without
-// one they cost a comparison.
+// The collectives that the MPI always answers, of allgathers the nonblocking ones. They stand here so
+// that a profile has them; without one they cost a comparison.
 //
 // Bytes of a call are what this rank gives: to all others together where it gives each its own
 // part (alltoall), and what it receives where the root alone gives (scatter).
@@ -98,21 +98,23 @@ namespace own = nostall::mpi;
     return own::recorded(                                                                    \
         own::Call::call, comm, [&] { return size; }, [&] { return PMPI_##Name arguments; }); \
   }                                                                                          \
-  NOSTALL_EXPORT int MPI_##Iname(NOSTALL_LIST parameters, MPI_Request* request) {            \
-    return own::started(                                                                     \
-        own::Call::call, comm, [&] { return size; }, request,                                \
-        [&] { return PMPI_##Iname(NOSTALL_LIST arguments, request); });                      \
+  NOSTALL_STARTED(Iname, call, size, parameters, arguments)
+#define NOSTALL_STARTED(Iname, call, size, parameters, arguments)                 \
+  NOSTALL_EXPORT int MPI_##Iname(NOSTALL_LIST parameters, MPI_Request* request) { \
+    return own::started(                                                          \
+        own::Call::call, comm, [&] { return size; }, request,                     \
+        [&] { return PMPI_##Iname(NOSTALL_LIST arguments, request); });           \
   }
 
 // All of them, with counts and displacements of one type each; S is the suffix of their names.
 #define NOSTALL_RECORDED_ALL(S, Count, Place)                                                      \
-  NOSTALL_RECORDED(Allgather##S, Iallgather##S, allgather,                                         \
-                   (send == MPI_IN_PLACE ? own::given(out, to) : own::given(in, from)),            \
-                   (const void* send, Count in, MPI_Datatype from, void* receive, Count out,       \
-                    MPI_Datatype to, MPI_Comm comm),                                               \
-                   (send, in, from, receive, out, to, comm))                                       \
-  NOSTALL_RECORDED(                                                                                \
-      Allgatherv##S, Iallgatherv##S, allgatherv,                                                   \
+  NOSTALL_STARTED(Iallgather##S, allgather,                                                        \
+                  (send == MPI_IN_PLACE ? own::given(out, to) : own::given(in, from)),             \
+                  (const void* send, Count in, MPI_Datatype from, void* receive, Count out,        \
+                   MPI_Datatype to, MPI_Comm comm),                                                \
+                  (send, in, from, receive, out, to, comm))                                        \
+  NOSTALL_STARTED(                                                                                 \
+      Iallgatherv##S, allgatherv,                                                                  \
       (send == MPI_IN_PLACE ? own::given(out[own::rank_of(comm)], to) : own::given(in, from)),     \
       (const void* send, Count in, MPI_Datatype from, void* receive, const Count* out,             \
        const Place* places, MPI_Datatype to, MPI_Comm comm),                                       \

@@ -13,39 +13,11 @@
 #include "base/error.h"
 #include "between.h"
 #include "mpi_state.h"
-#include "profile.h"
+#include "traced.h"
 #include "two_level.h"
 
 namespace nostall::mpi {
 namespace {
-
-// Times one call for the profile, and counts it.
-class Traced {
- public:
-  Traced(Call call, uint64_t count)
-      : call_(call), count_(count), arrived_(profiling() ? ticks() : 0) {}
-  int passed(CommunicatorState* state, Fallback why, MPI_Datatype type, int result) {
-    counters().passed[static_cast<size_t>(why)].fetch_add(1, std::memory_order_relaxed);
-    if (profiling()) record(call_, state, count_, bytes_of(count_, type), arrived_, false);
-    return result;
-  }
-  int ours(CommunicatorState* state, uint64_t bytes) {
-    counters().ours[static_cast<size_t>(call_)].fetch_add(1, std::memory_order_relaxed);
-    if (profiling()) record(call_, state, count_, bytes, arrived_, true);
-    return MPI_SUCCESS;
-  }
-
- private:
-  const Call call_;
-  const uint64_t count_;
-  const uint64_t arrived_;
-};
-
-// What a call returns when its node, or another one, has failed.
-int failed(CommunicatorState& state, MPI_Comm comm, const Error& error) {
-  notify_other_nodes(state, error);
-  return fail(comm, error);
-}
 
 template <typename Pass>
 int allreduce(const void* send, void* receive, uint64_t count, MPI_Datatype type, MPI_Op op,
@@ -256,8 +228,8 @@ void begin() {
 }
 
 const char* name_of(Call call) noexcept {
-  static constexpr std::array<const char*, kAnswered> names{"allreduce", "reduce", "bcast",
-                                                            "barrier"};
+  static constexpr std::array<const char*, kAnswered> names{"allreduce", "reduce",    "bcast",
+                                                            "barrier",   "allgather", "allgatherv"};
   return names[static_cast<size_t>(call)];
 }
 const char* name_of(Fallback passed) noexcept {

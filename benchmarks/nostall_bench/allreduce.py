@@ -1,6 +1,7 @@
 """``nostall bench allreduce``: our collectives against Gloo and MPI, ranks arriving together or not.
 
-With --operation reduce, of a reduce to rank 0, in which the other ranks may leave early.
+With --operation reduce, of a reduce to rank 0, in which the other ranks may leave early; with
+--operation allgather, of one in which each rank gives a message of the size.
 
 [Mohammadalizadehbakhtevari 2021, listings 4.1 and 4.2]: a barrier, a computation of up to MIF times a
 message's latency, the allreduce. Times are medians over iterations and repeats: the
@@ -65,7 +66,9 @@ PEERS = ("gloo", "openmpi", "openmpi yield", "mpich")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``nostall bench allreduce``."""
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--operation", choices=("allreduce", "reduce"), default="allreduce")
+    parser.add_argument(
+        "--operation", choices=("allreduce", "reduce", "allgather"), default="allreduce"
+    )
     parser.add_argument("--sizes", nargs="+", default=[str(s) for s in SIZES], help="bytes")
     parser.add_argument("--mif", type=float, nargs="+", default=[0, 20], help="0: balanced")
     parser.add_argument("--engines", nargs="+", choices=list(ENGINES), metavar="ENGINE")
@@ -103,6 +106,9 @@ def run(arguments: argparse.Namespace) -> int:
     sizes = [parse_size(s) for s in arguments.sizes]
     if any(s < 4 or s % 4 for s in sizes):
         raise UsageError("sizes are multiples of 4 bytes")
+    chosen = [e for e in engines if ENGINES[e][1].keys() & {"algorithm", "fixed"}]
+    if arguments.operation == "allgather" and chosen:
+        raise UsageError(f"an allgather has one algorithm and no sums: leave out {chosen}")
     rows: list[Row] = []
     least = {size: least_times(size) for size in sizes}
     for ranks in arguments.ranks:
@@ -157,8 +163,8 @@ def _fastest(way: Callable[[], Any]) -> float:
 def bounds(
     least: Mapping[int, tuple[float, float]], operation: str, ranks: int, mif: float
 ) -> dict[int, float]:
-    """Microseconds that no engine can be below, by size; none for a reduce, whose ranks may leave."""
-    if operation == "reduce":
+    """Microseconds that no engine can be below, by size, of an allreduce: ranks may leave a reduce."""
+    if operation != "allreduce":
         return {}
     if not mif:
         return {size: 1e6 * passed for size, (passed, _) in least.items()}
@@ -380,7 +386,7 @@ def draw(rows: list[Row], operation: str, path: str) -> None:
     with harness.figure(path, 1, len(panels), (1 + 4.6 * len(panels), 4.4)) as (drawn, axes):
         for axis, (ranks, mif) in zip(axes[0], panels, strict=True):
             # Of a reduce most ranks leave early: what it costs them is the time in the call.
-            what = "after_last" if mif and operation == "allreduce" else "in_call"
+            what = "after_last" if mif and operation != "reduce" else "in_call"
             of_panel = [r for r in rows if (r.ranks, r.mif) == (ranks, mif)]
             for engine in dict.fromkeys(r.engine for r in of_panel):
                 points = sorted((r.size, r) for r in of_panel if r.engine == engine)

@@ -20,7 +20,7 @@ Buffer = NDArray[np.float32]
 
 
 class Collectives(Protocol):
-    """What is measured; `collective` sums in place, for all ranks or for rank 0."""
+    """What is measured; `collective` works in place: sums, for all ranks or for rank 0, or gathers."""
 
     rank: int
 
@@ -42,8 +42,9 @@ class Nostall:
         self._options = settings["options"]
         self._communicator = Communicator(settings["job"], self.rank, settings["ranks"])
         self._live = self._communicator._live()
-        self._reduces = settings["operation"] == "reduce"
-        self._call = self._live.reduce if self._reduces else self._live.allreduce
+        self._operation = settings["operation"]
+        self._ranks = int(settings["ranks"])
+        self._call = getattr(self._live, self._operation)
         self.barrier = self._live.barrier
 
     def buffer(self, count: int) -> Buffer:
@@ -55,9 +56,12 @@ class Nostall:
         from nostall._native import Reducer
 
         address = buffer.__array_interface__["data"][0]
+        if self._operation == "allgather":
+            mine = buffer.nbytes // self._ranks
+            return (address + mine * self.rank, address, mine)
         algorithm = self._options.get("algorithm", "cooperative")
         fixed = bool(self._options.get("fixed"))
-        root = (0,) if self._reduces else ()
+        root = (0,) if self._operation == "reduce" else ()
         return (address, address, buffer.size, Reducer("sum", "float32"), *root, algorithm, fixed)
 
     def collective(self, prepared: Any) -> None:
@@ -84,10 +88,14 @@ class Gloo:
             world_size=settings["ranks"],
         )
         self.barrier = self._distributed.barrier
-        self._reduces = settings["operation"] == "reduce"
+        self._operation = settings["operation"]
+        self._ranks = int(settings["ranks"])
 
     def collective(self, prepared: Any) -> None:
-        if self._reduces:
+        if self._operation == "allgather":
+            mine = prepared.view(self._ranks, -1)[self.rank]
+            self._distributed.all_gather_into_tensor(prepared, mine)
+        elif self._operation == "reduce":
             self._distributed.reduce(prepared, 0)
         else:
             self._distributed.all_reduce(prepared)
@@ -109,7 +117,7 @@ class Mpi:
         self._mpi: Any = MPI
         self.rank = MPI.COMM_WORLD.rank
         self.barrier = MPI.COMM_WORLD.Barrier
-        self._reduces = settings["operation"] == "reduce"
+        self._operation = settings["operation"]
 
     def buffer(self, count: int) -> Buffer:
         return np.empty(count, np.float32)
@@ -118,7 +126,9 @@ class Mpi:
         return [buffer, self._mpi.FLOAT]
 
     def collective(self, prepared: Any) -> None:
-        if not self._reduces:
+        if self._operation == "allgather":
+            self._mpi.COMM_WORLD.Allgather(self._mpi.IN_PLACE, prepared)
+        elif self._operation == "allreduce":
             self._mpi.COMM_WORLD.Allreduce(self._mpi.IN_PLACE, prepared)
         elif self.rank == 0:
             self._mpi.COMM_WORLD.Reduce(self._mpi.IN_PLACE, prepared)
@@ -150,7 +160,8 @@ def _measure(
 ) -> dict[str, Any]:
     """[Mohammadalizadehbakhtevari 2021, listing 4.1 (mif 0) or 4.2]."""
     count = size // 4
-    buffer = engine.buffer(count)
+    parts = settings["ranks"] if settings["operation"] == "allgather" else 1
+    buffer = engine.buffer(count * parts)
     buffer[:] = 0
     prepared = engine.prepare(buffer)
     alpha = _alpha_ns(count)

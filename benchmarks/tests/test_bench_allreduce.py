@@ -15,7 +15,7 @@ from nostall_bench import allreduce, choose
 pytestmark = pytest.mark.multi
 
 
-@pytest.mark.parametrize("operation", ["allreduce", "reduce"])
+@pytest.mark.parametrize("operation", ["allreduce", "reduce", "allgather"])
 def test_measures_all_engines_in_one_run(
     operation: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -25,6 +25,8 @@ def test_measures_all_engines_in_one_run(
     engines = ["nostall", "nostall shared", "arrival_leader", "arrival_chain", "openmpi"]
     if operation == "allreduce":
         engines.append("rsa")
+    if operation == "allgather":
+        engines = ["nostall", "gloo", "openmpi"]
 
     plot = tmp_path / "plot.png"
     words += ["--json", str(out), "--plot", str(plot)]
@@ -44,6 +46,9 @@ def test_measures_all_engines_in_one_run(
     said = capsys.readouterr().out
     assert "best peer / nostall" in said
     assert "share of it" in said
+    if operation == "allgather":
+        assert main([*words, "--engines", "leader"]) == 2
+        assert "one algorithm" in capsys.readouterr().err
 
 
 def test_waiting_for_a_late_rank_is_counted(tmp_path: Path) -> None:

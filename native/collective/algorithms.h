@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <span>
 
+#include "collective/communicator.h"
 #include "collective/reducer.h"
 #include "collective/steps.h"
 
@@ -27,7 +28,8 @@ void posted_allreduce(Steps& steps, const Message& message);
 void posted_reduce(Steps& steps, const Message& message, uint32_t root);  // one stage at most
 void posted_broadcast(Steps& steps, const Message& message, uint32_t root);
 void posted_reduce_scatter(Steps& steps, const Message& message);  // count: a rank's share
-void posted_allgather(Steps& steps, const Message& message);
+// parts[r]: where rank r's data go.
+void posted_allgather(Steps& steps, const std::byte* in, std::span<const Gathered> parts);
 
 // chain.cc: a pipeline of segments through the step's window, in order of arrival or of rank.
 struct ChainShape {
@@ -61,6 +63,12 @@ Arrival arrive(Steps& steps, bool offers_in_place);
 bool shared_allreduce(Steps& steps, const Message& message, const Arrival& arrival);
 void chain_after(Steps& steps, const Message& message, const ChainShape& shape,
                  const Arrival& arrival);
+
+// gather.cc: each rank's data through its share of the step's window, for messages of which a rank
+// gives more than kGatherFrom bytes.
+inline constexpr uint64_t kGatherFrom = 32 << 10;
+bool gathers_by_arrival(const Steps& steps, uint64_t window, std::span<const Gathered> parts);
+void gather_by_arrival(Steps& steps, const std::byte* in, std::span<const Gathered> parts);
 
 // leader.cc: one rank reduces what all have copied to shared memory. Static leader: rank 0, or the
 // root; otherwise the first to arrive.

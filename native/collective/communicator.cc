@@ -143,6 +143,7 @@ struct Communicator::Impl {
                                       std::to_string(steps.ranks()) + " ranks");
   }
 
+  void gather(const void* in, std::span<const Gathered> parts);
   void allreduce(const Message& message, Algorithm algorithm, Order order);
   void cooperative_allreduce(const Message& message, bool by_rank);
   // Copies what is not shared to shared memory and back. False if some rank has no room for that.
@@ -346,9 +347,38 @@ void Communicator::allgather(const void* in, void* out, uint64_t bytes) {
   check_buffer("allgather", out, all, 1);
   refuse_overlap("allgather", in, bytes, out, all,
                  static_cast<const std::byte*>(out) + bytes * rank());
+  std::vector<Gathered> parts(ranks());
+  for (uint32_t r = 0; r < ranks(); ++r)
+    parts[r] = {static_cast<std::byte*>(out) + r * bytes, bytes};
   const Impl::Turn turn(*impl_, Call::allgather, 0, 0, bytes, bytes);
-  posted_allgather(impl_->steps, {static_cast<const std::byte*>(in), static_cast<std::byte*>(out),
-                                  bytes, nullptr});
+  impl_->gather(in, parts);
+}
+
+void Communicator::allgatherv(const void* in, std::span<const Gathered> parts) {
+  if (parts.size() != ranks()) {
+    throw Error(ErrorKind::usage, "an allgatherv of " + std::to_string(ranks()) + " ranks has " +
+                                      std::to_string(parts.size()) + " parts; give one for each");
+  }
+  const uint64_t mine = parts[rank()].bytes;
+  uint64_t all = 0;
+  check_buffer("allgatherv", in, mine, 1);
+  for (const Gathered& part : parts) {
+    check_buffer("allgatherv", part.to, part.bytes, 1);
+    if (mine > 0) {
+      refuse_overlap("allgatherv", in, mine, part.to, part.bytes, parts[rank()].to);
+    }
+    all += part.bytes;
+  }
+  const Impl::Turn turn(*impl_, Call::allgatherv, 0, 0, all, mine);
+  impl_->gather(in, parts);
+}
+
+void Communicator::Impl::gather(const void* in, std::span<const Gathered> parts) {
+  const auto* from = static_cast<const std::byte*>(in);
+  if (steps.ranks() > 1 && gathers_by_arrival(steps, memory.window_bytes(), parts)) {
+    return gather_by_arrival(steps, from, parts);
+  }
+  posted_allgather(steps, from, parts);
 }
 
 void* Communicator::allocate(uint64_t bytes) { return impl_->allocate(bytes); }

@@ -67,6 +67,11 @@ struct CallOptions {
   Order order = Order::any;
 };
 
+struct Gathered {
+  void* to = nullptr;
+  uint64_t bytes = 0;
+};
+
 struct CommunicatorStats {
   uint64_t calls = 0;
   uint64_t bytes = 0;       // this rank's input
@@ -101,6 +106,9 @@ class Communicator {
   void reduce_scatter(const void* in, void* out, uint64_t count, const Reducer& reducer);
   // `out` holds `bytes` for each rank; `in` may be this rank's part of it.
   void allgather(const void* in, void* out, uint64_t bytes);
+  // parts[r] is where the data of rank r go; their sizes are the same on all ranks, the places need
+  // not be. `in`, of this rank's size, may be its own part.
+  void allgatherv(const void* in, std::span<const Gathered> parts);
 
   // Memory that all ranks reach, page-aligned, until release() or the communicator's end.
   // nullptr if the arena has no room; throws Error(io) if the node has no memory.

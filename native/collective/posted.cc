@@ -119,22 +119,34 @@ void posted_reduce_scatter(Steps& steps, const Message& message) {
   } while (at < message.count);
 }
 
-void posted_allgather(Steps& steps, const Message& message) {
-  const uint64_t bytes = message.bytes();
-  uint64_t at = 0;
+// A rank copies what is there before it waits for the rest.
+void posted_allgather(Steps& steps, const std::byte* in, std::span<const Gathered> parts) {
+  const uint32_t ranks = steps.ranks();
+  uint64_t most = 0, at = 0;
+  for (const Gathered& part : parts) most = std::max(most, part.bytes);
+  std::vector<uint32_t> missing;
   do {
-    const uint64_t n = std::min(kStageBytes, bytes - at);
-    const uint64_t step = steps.begin_step();
-    copy(steps.shared().stage(steps.rank(), step, n), message.in + at, n, false);
+    const auto bytes_of = [&](uint32_t r) {
+      return std::min(kStageBytes, parts[r].bytes - std::min(at, parts[r].bytes));
+    };
+    const uint64_t step = steps.begin_step(), mine = bytes_of(steps.rank());
+    std::byte* const stage = steps.shared().stage(steps.rank(), step, mine);
+    if (mine > 0) copy(stage, in + at, mine, false);
     steps.post(step);
-    steps.wait_for_posts(step);
-    for (uint32_t i = 0; i < steps.ranks(); ++i) {
-      const uint32_t r = (steps.rank() + i) % steps.ranks();
-      std::byte* to = message.out + r * bytes + at;
-      if (to != message.in + at) copy(to, steps.shared().stage(r, step, n), n, false);
+    const auto take = [&](uint32_t r) {
+      std::byte* const to = static_cast<std::byte*>(parts[r].to) + at;
+      const uint64_t bytes = bytes_of(r);
+      if (bytes > 0 && to != in + at) copy(to, steps.shared().stage(r, step, bytes), bytes, false);
+    };
+    missing.clear();
+    for (uint32_t i = 0; i < ranks; ++i) {
+      const uint32_t r = (steps.rank() + i) % ranks;
+      steps.has_posted(step, r) ? take(r) : missing.push_back(r);
     }
-    at += n;
-  } while (at < bytes);
+    steps.wait_for_posts(step);
+    for (const uint32_t r : missing) take(r);
+    at += kStageBytes;
+  } while (at < most);
 }
 
 }  // namespace nostall::collective

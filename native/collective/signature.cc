@@ -18,9 +18,11 @@ const char* name_of(Call call) noexcept {
     case Call::reduce_scatter:
       return "reduce_scatter";
     case Call::allgather:
+      return "allgather";
+    case Call::allgatherv:
       break;
   }
-  return "allgather";
+  return "allgatherv";
 }
 
 std::string describe_signature(uint64_t signature) {
@@ -29,7 +31,8 @@ std::string describe_signature(uint64_t signature) {
   if (call == Call::barrier) return text;
   const uint64_t count = signature & ((uint64_t{1} << kCountBits) - 1);
   const uint64_t type = (signature >> 42) & 0xffu, op = (signature >> 34) & 0xffu;
-  const bool reduces = call != Call::broadcast && call != Call::allgather;
+  const bool reduces =
+      call != Call::broadcast && call != Call::allgather && call != Call::allgatherv;
   const bool known = reduces && type < kDataTypes && op < kOps;
   text += " of " + std::to_string(count) + " ";
   text += known ? std::string(name_of(static_cast<DataType>(type))) + " elements, " +

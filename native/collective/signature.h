@@ -8,7 +8,15 @@
 
 namespace nostall::collective {
 
-enum class Call : uint8_t { barrier = 1, allreduce, reduce, broadcast, reduce_scatter, allgather };
+enum class Call : uint8_t {
+  barrier = 1,
+  allreduce,
+  reduce,
+  broadcast,
+  reduce_scatter,
+  allgather,
+  allgatherv,  // its count: the bytes of all ranks
+};
 
 inline constexpr uint64_t kCountBits = 34;
 

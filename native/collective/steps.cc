@@ -84,7 +84,7 @@ void Steps::post(uint64_t step) {
 
 bool Steps::all_posted(uint64_t step) noexcept {
   for (uint32_t r = 0; r < ranks_; ++r) {
-    if (shared_.post(r, step).flag.load(std::memory_order_seq_cst) != step) return false;
+    if (!has_posted(step, r)) return false;
   }
   return true;
 }
@@ -160,9 +160,7 @@ void Steps::adapt_to_wait() noexcept {
 
 void Steps::check_arrived(uint64_t step) {
   for (uint32_t r = 0; r < ranks_; ++r) {
-    if (shared_.post(r, step).flag.load(std::memory_order_seq_cst) == step) {
-      check_signature(step, r);
-    }
+    if (has_posted(step, r)) check_signature(step, r);
   }
 }
 

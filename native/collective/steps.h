@@ -70,6 +70,9 @@ class Steps {
   // Shows that this rank has arrived at `step`; what it wrote to its stage before is visible then.
   void post(uint64_t step);
   bool all_posted(uint64_t step) noexcept;
+  bool has_posted(uint64_t step, uint32_t rank) const noexcept {
+    return shared_.post(rank, step).flag.load(std::memory_order_seq_cst) == step;
+  }
   // Waits for the posts of all; throws if a rank calls something else.
   void wait_for_posts(uint64_t step);
   // Of those that have posted already: throws if one calls something else.

@@ -487,16 +487,23 @@ class Group(ProcessGroup):  # type: ignore[misc]
     ) -> Any:
         opts = AllgatherOptions() if opts is None else opts
         flat_outputs = [t for group in outputs for t in group]
-        same = all(t.nbytes == inputs[0].nbytes for t in flat_outputs)
+        mine = inputs[0]
+        fits = len(flat_outputs) == self._size and flat_outputs[self._rank].nbytes == mine.nbytes
+        same = fits and all(t.dtype == mine.dtype for t in flat_outputs)
         if not self._one_node or not same or not _plain([*inputs, *flat_outputs]):
             return self._delegate("allgather", inputs, outputs, inputs, opts)
 
         def work() -> list[torch.Tensor]:
-            source = _contiguous(inputs[0])
-            everyone = source.new_empty((self._size, *source.shape))
-            self._allgather(source, everyone)
-            for output, part in zip(outputs[0], everyone, strict=True):
-                output.copy_(part.view(output.shape))
+            source = _contiguous(mine)
+            targets = [_contiguous(t) for t in flat_outputs]
+            own = source.untyped_storage().data_ptr()
+            if any(t.untyped_storage().data_ptr() == own for t in targets):
+                source = source.clone()
+            self._node._live().allgatherv(
+                source.data_ptr(), [t.data_ptr() for t in targets], [t.nbytes for t in targets]
+            )
+            for output, target in zip(flat_outputs, targets, strict=True):
+                _copy_back(output, target)
             return flat_outputs
 
         return self._do("allgather", work, opts)

@@ -119,6 +119,47 @@ TEST_P(Sizes, BroadcastAllgatherReduceScatterAndBarrierAgree) {
   });
 }
 
+// The last rank gives twice as much as its share of the window holds, every third one nothing.
+TEST_P(Sizes, AllgathervGivesEachItsOwnSizeAndPlace) {
+  run_threads(GetParam(), [](Communicator& c) {
+    Delays delays(c.rank() + 200);
+    const uint32_t n = c.ranks();
+    const auto count_of = [n](uint32_t rank, uint64_t most) -> uint64_t {
+      return rank + 1 == n ? most : rank % 3 == 1 ? 0 : most / (rank + 2) + rank;
+    };
+    for (const uint64_t most : {0U, 5U, 9000U, 200'000U, 4'200'000U}) {
+      if (n > 3 && most > 1'000'000) continue;
+      std::vector<int32_t> mine = values_of(c.rank(), count_of(c.rank(), most));
+      for (const bool in_place : {false, true}) {
+        std::vector<std::vector<int32_t>> all(n);
+        std::vector<Gathered> parts;
+        for (uint32_t i = 0; i < n; ++i) {
+          all[i].assign(count_of(i, most), -1);
+          if (in_place && i == c.rank()) all[i] = mine;
+          parts.push_back({all[i].data(), 4 * all[i].size()});
+        }
+        delays.maybe();
+        c.allgatherv(in_place ? all[c.rank()].data() : mine.data(), parts);
+        for (uint32_t i = 0; i < n; ++i) {
+          ASSERT_EQ(all[i], values_of(i, count_of(i, most))) << "of rank " << i << ", " << most;
+        }
+      }
+    }
+  });
+}
+
+TEST(Allgatherv, RefusesPartsThatAreNotOneForEachRankOrOverlap) {
+  run_threads(2, [](Communicator& c) {
+    std::vector<std::byte> data(100);
+    const std::vector<Gathered> one{{data.data(), 10}}, apart{{data.data(), 10}, {nullptr, 10}};
+    EXPECT_THROW(c.allgatherv(data.data(), one), Error);
+    EXPECT_THROW(c.allgatherv(data.data() + 50, apart), Error);
+    const std::vector<Gathered> over{{data.data(), 20}, {data.data() + 40, 20}};
+    EXPECT_THROW(c.allgatherv(data.data() + (c.rank() == 0 ? 45 : 5), over), Error);
+    c.barrier();
+  });
+}
+
 TEST_P(Sizes, FixedOrderHasTheSameBitsForAnyOrderOfArrival) {
   const uint32_t ranks = GetParam();
   const auto value = [](uint32_t rank, uint64_t i) {

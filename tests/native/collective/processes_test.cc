@@ -4,6 +4,7 @@
 #include <signal.h>
 #include <sys/mman.h>
 
+#include <atomic>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
@@ -55,6 +56,70 @@ TEST(Processes, ReduceTogetherAndLeaveNothing) {
   });
   EXPECT_EQ(results, (std::vector<int>{0, 0, 0, 0}));
   EXPECT_TRUE(directory.empty());
+}
+
+// The last rank to call does so when the others have each other's data, not before; the data are
+// more than a rank's share of the window.
+TEST(Processes, HaveEachOthersDataBeforeTheLastArrivesAtAnAllgather) {
+  constexpr uint32_t kRanks = 4;
+  constexpr uint64_t kBytes = 3 << 20, kWords = kBytes / 8;
+  const Directory directory;
+  void* const memory = ::mmap(nullptr, kRanks * kRanks * kBytes, PROT_READ | PROT_WRITE,
+                              MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  ASSERT_NE(memory, MAP_FAILED);
+  const auto part_of = [memory](uint32_t owner, uint32_t of) {
+    return static_cast<uint64_t*>(memory) + (uint64_t{owner} * kRanks + of) * kWords;
+  };
+  const auto results = run_processes(kRanks, directory.config(), [&](Communicator& c) {
+    std::vector<uint64_t> mine(kWords);
+    for (uint64_t last = 0; last < kRanks; ++last) {
+      for (uint64_t i = 0; i < kWords; ++i)
+        mine[i] = uint64_t{c.rank() + 1} << 32 | (last << 24) | i;
+      c.barrier();
+      const auto there = [&] {
+        for (uint32_t r = 0; r < kRanks; ++r) {
+          for (uint32_t of = 0; of < kRanks; ++of) {
+            if (r == last || of == last || r == of) continue;
+            const std::atomic_ref<uint64_t> word(part_of(r, of)[kWords / 4]);
+            if (word.load() != (uint64_t{of + 1} << 32 | (last << 24) | (kWords / 4))) return false;
+          }
+        }
+        return true;
+      };
+      const int64_t end = now_ns() + 60'000'000'000;
+      while (c.rank() == last && !there()) {
+        if (now_ns() > end) return 1;
+        std::this_thread::yield();
+      }
+      c.allgather(mine.data(), part_of(c.rank(), 0), kBytes);
+      for (uint32_t of = 0; of < kRanks; ++of) {
+        for (uint64_t i = 0; i < kWords; ++i) {
+          if (part_of(c.rank(), of)[i] != (uint64_t{of + 1} << 32 | (last << 24) | i)) return 2;
+        }
+      }
+    }
+    return 0;
+  });
+  ::munmap(memory, kRanks * kRanks * kBytes);
+  EXPECT_EQ(results, (std::vector<int>(kRanks, 0)));
+}
+
+TEST(Processes, AreToldWhoIsMissingInAnAllgather) {
+  const Directory directory;
+  CommunicatorConfig config = directory.config();
+  config.timeout = std::chrono::milliseconds(500);
+  const auto results = run_processes(3, config, [](Communicator& c) {
+    std::vector<char> mine(1 << 20), all(3 << 20);
+    c.allgather(mine.data(), all.data(), mine.size());
+    if (c.rank() == 1) ::raise(SIGKILL);
+    try {
+      c.allgather(mine.data(), all.data(), mine.size());
+    } catch (const Error& error) {
+      return std::string(error.what()).find("rank 1") != std::string::npos ? 7 : 1;
+    }
+    return 2;
+  });
+  EXPECT_EQ(results, (std::vector<int>{7, -SIGKILL, 7}));
 }
 
 TEST(Processes, AreToldWhoWasKilledInsideACall) {

@@ -28,14 +28,16 @@ uint64_t setting(const char* name, uint64_t otherwise) {
 // Communicators of ranks in this process, for threads to use.
 constexpr uint64_t kArena = 64 << 20;
 
-std::vector<std::unique_ptr<Communicator>> join(uint32_t ranks, uint64_t arena_bytes = kArena) {
+std::vector<std::unique_ptr<Communicator>> join(uint32_t ranks, uint64_t arena_bytes = kArena,
+                                                uint64_t window_bytes = 8 << 20) {
   std::vector<std::unique_ptr<Communicator>> all(ranks);
   std::vector<std::thread> threads;
   const std::string job = fresh_job();
   for (uint32_t r = 0; r < ranks; ++r) {
-    threads.emplace_back([&all, &job, r, ranks, arena_bytes] {
+    threads.emplace_back([&all, &job, r, ranks, arena_bytes, window_bytes] {
       CommunicatorConfig config = config_of(job, r, ranks);
       config.arena_bytes = arena_bytes;
+      config.window_bytes = window_bytes;
       all[r] = std::make_unique<Communicator>(config);
     });
   }
@@ -55,11 +57,12 @@ struct Scenario {
   const char* name;
   Calls calls;
   uint64_t arena_bytes = kArena;
+  uint64_t window_bytes = 8 << 20;
 };
 void PrintTo(const Scenario& scenario, std::ostream* out) { *out << scenario.name; }
 
 model::Findings explore(uint32_t ranks, const Scenario& scenario, const model::Limits& limits) {
-  const auto communicators = join(ranks, scenario.arena_bytes);
+  const auto communicators = join(ranks, scenario.arena_bytes, scenario.window_bytes);
   const Calls& calls = scenario.calls;
   std::atomic<bool> right{true};
   std::string error;
@@ -95,6 +98,22 @@ bool reduce_is_right(Communicator& c, Algorithm algorithm, uint64_t count, int32
   c.reduce(data.data(), data.data(), count, sum(), root, {.algorithm = algorithm});
   const auto ranks = static_cast<int32_t>(c.ranks());
   return c.rank() != root || data.back() == ranks * (ranks + 1) / 2 * call;
+}
+
+// Rank r gives `bytes` * r.
+bool gather_is_right(Communicator& c, uint64_t bytes, uint8_t call) {
+  std::vector<uint8_t> mine(bytes * c.rank(), static_cast<uint8_t>(c.rank() + call));
+  std::vector<std::vector<uint8_t>> all(c.ranks());
+  std::vector<Gathered> parts;
+  for (uint32_t r = 0; r < c.ranks(); ++r) {
+    all[r].resize(bytes * r);
+    parts.push_back({all[r].data(), all[r].size()});
+  }
+  c.allgatherv(mine.data(), parts);
+  for (uint32_t r = 0; r < c.ranks(); ++r) {
+    if (all[r] != std::vector<uint8_t>(bytes * r, static_cast<uint8_t>(r + call))) return false;
+  }
+  return true;
 }
 
 // Back to back, so that a rank is in the next call while another is still in the last.
@@ -162,6 +181,18 @@ const Scenario kScenarios[]{
        return right;
      },
      12 << 10},
+    // A rank has two slots for its five segments or more; then rank 0 has nothing to give.
+    {"gather",
+     [](Communicator& c) {
+       std::vector<uint8_t> mine(70'000, static_cast<uint8_t>(c.rank()));
+       std::vector<uint8_t> all(mine.size() * c.ranks());
+       c.allgather(mine.data(), all.data(), mine.size());
+       for (uint32_t r = 0; r < c.ranks(); ++r) {
+         if (all[r * mine.size()] != r || all[(r + 1) * mine.size() - 1] != r) return false;
+       }
+       return gather_is_right(c, 40'000, 1) && gather_is_right(c, 3, 2);
+     },
+     kArena, 64 << 10},
 };
 
 class Schedules : public ::testing::TestWithParam<Scenario> {};

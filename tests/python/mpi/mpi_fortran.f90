@@ -17,6 +17,7 @@ program mpi_fortran
   integer :: whole(7), request(2), status(MPI_STATUS_SIZE), statuses(MPI_STATUS_SIZE, 2)
   double precision :: sums(n), mine(n)
   complex :: pairs(5)
+  integer :: every(21), counts(3), places(3)
   character(len=16) :: text
 
   call get_environment_variable('OMPI_COMM_WORLD_RANK', text)
@@ -59,6 +60,29 @@ program mpi_fortran
       if (any(statuses(1, :) == -77)) stop 6
     end if
     if (any(sums /= ranks*mine)) stop 7
+    ! What is gathered from three ranks, in the opposite order, and in place.
+    whole = rank + turn
+    call mpi_allgather(whole, 7, MPI_INTEGER, every, 7, MPI_INTEGER, MPI_COMM_WORLD, error)
+    if (any(every(15:21) /= 2 + turn) .or. any(every(1:7) /= turn)) stop 21
+    counts = (/ 1, 2, 3 /)
+    places = (/ 5, 3, 0 /)
+    every = -1
+    call mpi_allgatherv(whole, rank + 1, MPI_INTEGER, every, counts, places, MPI_INTEGER, &
+                        MPI_COMM_WORLD, error)
+    if (any(every(1:6) /= (/ 2, 2, 2, 1, 1, 0 /) + turn) .or. any(every(7:) /= -1)) stop 22
+    every(places(rank + 1) + 1) = 50 + rank
+    call mpi_allgatherv(MPI_IN_PLACE, 0, MPI_INTEGER, every, counts, places, MPI_INTEGER, &
+                        MPI_COMM_WORLD, error)
+    if (every(1) /= 52 .or. every(4) /= 51 .or. every(6) /= 50) stop 23
+    ! The MPI's own, of which a profile has a record.
+    call mpi_alltoall(whole, 1, MPI_INTEGER, every, 1, MPI_INTEGER, MPI_COMM_WORLD, error)
+    if (any(every(1:3) /= (/ 0, 1, 2 /) + turn)) stop 24
+    call mpi_scan(whole, every, 7, MPI_INTEGER, MPI_SUM, MPI_COMM_WORLD, error)
+    if (any(every(1:7) /= (rank + 1)*turn + rank*(rank + 1)/2)) stop 25
+    call mpi_igather(whole, 1, MPI_INTEGER, every, 1, MPI_INTEGER, 0, MPI_COMM_WORLD, &
+                     request(1), error)
+    call mpi_wait(request(1), MPI_STATUS_IGNORE, error)
+    if (rank == 0 .and. any(every(1:3) /= (/ 0, 1, 2 /) + turn)) stop 26
     ! A request that has ended is a null request.
     call mpi_wait(request(1), status, error)
     if (error /= MPI_SUCCESS) stop 8

@@ -79,6 +79,73 @@ def collectives() -> None:
             world.Barrier()
 
 
+def allgathers() -> None:
+    """Equal and uneven parts, in place, in other places, at odd addresses, with gaps, apart or not."""
+    for count in (0, 1, 3000, 200_000):
+        room = np.zeros(4 * count * (size + 1) + 1, "u1")
+        odd = np.frombuffer(room.data[1:], "f4")
+        parts = [(np.arange(count) % 7 + r).astype("f4") for r in range(size)]
+        # Rank r gives count * r elements, to places in the opposite order with one element between.
+        counts = [count * r for r in range(size)]
+        places = [sum(counts[r + 1 :]) + size - 1 - r for r in range(size)]
+        uneven = [np.resize(parts[r], counts[r]) for r in range(size)]
+        expected = np.full(sum(counts) + size, -1.0, "f4")
+        for r in range(size):
+            expected[places[r] : places[r] + counts[r]] = uneven[r]
+        for late in range(size):
+            if rank == late:
+                time.sleep(0.01)
+            for out in (np.empty(count * size, "f4"), odd[: count * size], odd[count:]):
+                mine = odd[:count]
+                mine[:] = parts[rank]
+                sent = mine if nodes == 1 else mine.copy()  # it may overlap what is received
+                world.Allgather([sent, MPI.FLOAT], [out, MPI.FLOAT])
+                np.testing.assert_array_equal(out, np.concatenate(parts))
+                out[:] = -1
+                out[rank * count : (rank + 1) * count] = parts[rank]
+                world.Allgather(MPI.IN_PLACE, [out, MPI.FLOAT])
+                np.testing.assert_array_equal(out, np.concatenate(parts))
+            spread = np.full_like(expected, -1)
+            world.Allgatherv(uneven[rank], [spread, counts, places, MPI.FLOAT])
+            np.testing.assert_array_equal(spread, expected)
+            spread[:] = -1
+            spread[places[rank] : places[rank] + counts[rank]] = uneven[rank]
+            world.Allgatherv(MPI.IN_PLACE, [spread, counts, places, MPI.FLOAT])
+            np.testing.assert_array_equal(spread, expected)
+    # Of one rank the columns of a matrix, of the others plain numbers.
+    column = MPI.DOUBLE.Create_vector(8, 1, size).Create_resized(0, 8).Commit()
+    grid, plain = np.full((8, size), -1.0), np.full(8 * size, -1.0)
+    send: list[object] = [np.arange(8.0) + rank, 8, MPI.DOUBLE]
+    if rank == 0:
+        first = np.zeros((8, size))
+        first[:, 0] = np.arange(8.0)
+        send = [first, 1, column]
+    world.Allgather(send, [grid, 1, column] if rank == 1 else [plain, 8, MPI.DOUBLE])
+    all_parts = np.stack([np.arange(8.0) + r for r in range(size)])
+    np.testing.assert_array_equal(grid.T if rank == 1 else plain.reshape(size, 8), all_parts)
+    assert world.allgather("x" * rank) == ["x" * r for r in range(size)]
+
+
+def gathered_early() -> None:
+    """The last rank comes when the others have each other's data, and not before."""
+    count = 300_000
+    path = os.environ["TEST_SHARED"]
+    every = np.memmap(path, "f4", "r+", shape=(size, size, count))  # of a rank, from a rank
+    for last in range(size):
+        world.Barrier()
+        mine = np.full(count, 1 + rank + 100 * last, "f4")
+        early = [r for r in range(size) if r != last]
+        pairs = [(r, of) for r in early for of in early if r != of]
+        while rank == last and any((every[r, of] != 1 + of + 100 * last).any() for r, of in pairs):
+            time.sleep(0.001)
+        if last % 2:
+            world.Allgather(mine, every[rank])
+        else:
+            world.Allgatherv(mine, [every[rank], [count] * size])
+        for of in range(size):
+            assert (every[rank, of] == 1 + of + 100 * last).all()
+
+
 def operations() -> None:
     """What has no kernel of ours: pairs, the user's operations, in the order of ranks."""
     pairs = np.array([((rank * 7 + i) % 5, rank) for i in range(2000)], dtype="i4,i4")
@@ -137,10 +204,27 @@ def communicators() -> None:
     other = np.zeros(1)
     inter.Allreduce(np.array([float(rank)]), other)
     assert other[0] == sum(r for r in range(size) if r % 2 != rank % 2)
+    inter.Allgather(np.array([float(rank)]), others := np.zeros(inter.remote_size))
+    assert list(others) == sorted(
+        (float(r) for r in range(size) if r % 2 != rank % 2), reverse=True
+    )
     inter.Free()
     halves.Free()
     request = world.Iallreduce(MPI.IN_PLACE, total)
     request.Wait()
+
+
+def between_groups() -> None:
+    """Two communicators between the same groups, with calls that differ in kind and number."""
+    halves = world.Split(rank % 2, -rank)
+    first = halves.Create_intercomm(0, world, 1 - rank % 2 + (size - 2), 7)
+    second = first.Dup()
+    for _ in range(3):
+        first.Allreduce(np.array([float(rank)]), np.zeros(1))
+    second.Barrier()
+    second.Allgather(np.ones(rank % 2 + 1), np.ones((2 - rank % 2) * second.remote_size))
+    for comm in (first, second, halves):
+        comm.Free()
 
 
 def pending() -> None:
@@ -477,6 +561,8 @@ def mismatched() -> None:
         lambda comm: comm.Allreduce(MPI.IN_PLACE, out.view("i4") if mine else out),
         lambda comm: comm.Bcast(data, 0 if mine else 2),
         lambda comm: comm.Barrier() if mine else comm.Reduce(data, out, root=0),
+        lambda comm: comm.Allgather(data[: 7 + mine], out[: (7 + mine) * size]),
+        lambda comm: comm.Allgather([data, 8 if mine else 9, MPI.FLOAT], [out, 9, MPI.FLOAT]),
     ]
     for case in cases:
         comm = world.Dup()

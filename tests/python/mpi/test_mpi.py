@@ -60,6 +60,7 @@ def test_collectives_of_all_types_agree_with_numpy(ranks: int) -> None:
     assert "all right" in result.stdout, result.stderr
     assert counted(result.stderr) == {
         **{"allreduce": 440, "reduce": 220, "bcast": 60, "barrier": 60},
+        **{"allgather": 0, "allgatherv": 0},
         **{"background": 0, "allocations": 0, "persistent": 0},
         **{"switched-off": 0, "inter-communicator": 0, "not-shared": 0, "type": 0},
         **{"several-nodes": 0, "nonblocking": 0},
@@ -70,9 +71,31 @@ def test_operations_types_and_communicators_of_all_kinds() -> None:
     result = launch(["operations", "types", "communicators", "pending", "random_delays"], 4)
     assert "all right" in result.stdout, result.stderr
     counts = counted(result.stderr)
-    assert counts["inter-communicator"] == 1
+    assert counts["inter-communicator"] == 2
     assert counts["background"] == 1
     assert counts["allreduce"] > 3000
+
+
+@pytest.mark.parametrize("which", MPIS)
+def test_allgathers_of_all_shapes_by_order_of_arrival(which: str, tmp_path: Path) -> None:
+    ranks = 3
+    shared = tmp_path / "shared"
+    shared.write_bytes(bytes(4 * ranks * ranks * 300_000))
+    program = [sys.executable, str(RANK), "allgathers", "gathered_early"]
+    result = run(which, ranks, program, TEST_SHARED=str(shared))
+    assert "all right" in result.stdout, result.stderr
+    counts = counted(result.stderr)
+    assert counts["allgather"] == 4 * ranks * 6 + 1 + 1 + 1
+    assert counts["allgatherv"] == 4 * ranks * 2 + 1 + 2
+    assert counts["type"] == 0
+
+
+def test_allgathers_between_nodes_are_the_mpis() -> None:
+    result = launch(["allgathers"], 4, nodes=2)
+    assert "all right" in result.stdout, result.stderr
+    counts = counted(result.stderr)
+    assert (counts["allgather"], counts["allgatherv"]) == (0, 0)
+    assert counts["several-nodes"] >= 4 * 4 * 8 + 1
 
 
 # Checks that leave the library as they found it, one after the other in one job.
@@ -295,6 +318,15 @@ def test_a_profile_has_every_collective(which: str, tmp_path: Path) -> None:
     sizes, times = zip(*profile.alpha.measured, strict=True)
     assert sizes == (8, 1 << 10, 16 << 10, 128 << 10, 1 << 20, 4 << 20)
     assert min(times) > 0
+
+
+def test_a_profile_keeps_communicators_between_groups_apart(tmp_path: Path) -> None:
+    result = launch(["between_groups"], 4, profile=str(tmp_path))
+    assert "all right" in result.stdout, result.stderr
+    profile = arrivals.read(arrivals.find([str(tmp_path)]))
+    found = [(call.operation, call.bytes, len(call.arrived)) for call in profile.calls]
+    assert found == [*[("allreduce", 0, 4)] * 3, ("barrier", 0, 4), ("allgather", 0, 4)]
+    assert not profile.left_out
 
 
 @pytest.mark.parametrize(("most", "kept"), [(1 << 20, 600), (150, 150)])

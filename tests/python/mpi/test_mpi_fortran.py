@@ -9,10 +9,13 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from mpis import counted, library, run
+
+from nostall.observe.report import _arrivals as arrivals
 
 pytestmark = pytest.mark.multi
 
@@ -29,10 +32,16 @@ def test_fortran_programs_are_answered(tmp_path: Path) -> None:
     compiler = [gfortran, "-O1", "-w", "-fallow-argument-mismatch", "-o", str(program)]
     libraries = [str(library("openmpi")), "-Wl,--no-as-needed", f"-L{lib}", "-lmpi"]
     subprocess.run([*compiler, str(source), *libraries, f"-Wl,-rpath,{lib}"], check=True)
-    result = run("openmpi", 3, [str(program)])
+    profiles = tmp_path / "profiles"
+    result = run("openmpi", 3, [str(program)], NOSTALL_MPI_PROFILE=str(profiles))
     assert "all right" in result.stdout, result.stderr
     counts = counted(result.stderr)
     assert (counts["allreduce"], counts["reduce"]) == (10 * 2, 10)
     assert (counts["bcast"], counts["barrier"]) == (10, 1)
+    assert (counts["allgather"], counts["allgatherv"]) == (10, 20)
     assert counts["background"] == 10 * 2
     assert counts["nonblocking"] == 10  # the barriers, which have no bytes
+    profile = arrivals.read(arrivals.find([str(profiles)]))
+    kinds = Counter(call.operation for call in profile.calls)
+    assert (kinds["alltoall"], kinds["scan"], kinds["igather"]) == (10, 10, 10)
+    assert not profile.left_out

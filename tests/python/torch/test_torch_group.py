@@ -36,6 +36,12 @@ def test_gives_what_gloo_gives(nodes: int) -> None:
     check("same_as_gloo", 3, NODES=str(nodes))
 
 
+def test_an_allgather_has_the_early_ranks_data_before_the_last_arrives(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.write_bytes(bytes(4 * 3 * 3 * 300_000))
+    check("gathered_early", 3, TEST_SHARED=str(shared))
+
+
 def test_delegates_what_is_not_ours() -> None:
     check("delegates", 2)
 

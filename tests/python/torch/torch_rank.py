@@ -80,6 +80,35 @@ def same_as_gloo() -> None:
     dist.barrier()
 
 
+def gathered_early() -> None:
+    """The last rank comes when the others have each other's data, and not before."""
+    count = 300_000
+    shared = torch.from_file(os.environ["TEST_SHARED"], shared=True, size=size * size * count)
+    every = shared.view(size, size, count)  # of a rank, from a rank
+    for last in range(size):
+        dist.barrier()
+        mine = torch.full((count,), 1.0 + rank + 100 * last)
+        early = [r for r in range(size) if r != last]
+        pairs = [(r, of) for r in early for of in early if r != of]
+        while rank == last and any((every[r, of] != 1 + of + 100 * last).any() for r, of in pairs):
+            time.sleep(0.001)
+        if last % 2:
+            dist.all_gather_into_tensor(every[rank].view(-1), mine)
+        else:
+            dist.all_gather(list(every[rank]), mine)
+        assert all((every[rank, of] == 1 + of + 100 * last).all() for of in range(size))
+    # Uneven parts, one of them with gaps; and a tensor that is gathered is a part of another rank's.
+    for count in (1, 50_000):
+        parts = [torch.zeros(count * (r + 1)) for r in range(size)]
+        parts[1] = torch.zeros(2 * count, 2)[:, 1]
+        dist.all_gather(parts, torch.full((count * (rank + 1),), float(rank)))
+        assert all((part == r).all() for r, part in enumerate(parts))
+        parts = [torch.zeros(count) for _ in range(size)]
+        parts[0][:] = rank
+        dist.all_gather(parts, parts[0])
+        assert all((part == r).all() for r, part in enumerate(parts))
+
+
 def message() -> None:
     """From rank 0 to rank 1."""
     if rank == 0:
