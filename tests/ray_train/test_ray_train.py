@@ -1,0 +1,27 @@
+"""The example for Ray Train, with the real package: `make ray-test`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.multi
+@pytest.mark.timeout(600)  # Ray starts a cluster, and workers that import torch, twice
+def test_a_worker_is_killed_and_no_sample_is_missed(tmp_path: Path) -> None:
+    for script in ("make-data.py", "train-ray.py"):
+        done = subprocess.run(
+            [sys.executable, EXAMPLES / script, tmp_path],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0"},
+        )
+        assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    assert "the same batches" in done.stdout
+    assert "The actor is dead because its worker process has died" in done.stdout + done.stderr
