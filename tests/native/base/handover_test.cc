@@ -25,7 +25,7 @@ namespace {
 using namespace std::chrono_literals;
 using ::testing::HasSubstr;
 
-Handover::Deadline soon() { return std::chrono::steady_clock::now() + 20s; }
+Handover::Deadline soon() { return std::chrono::steady_clock::now() + 60s; }
 
 std::string fresh_job() {
   static int count = 0;

@@ -255,7 +255,7 @@ TEST_F(CheckpointTest, HurryLiftsRateAndGate) {
   const auto began = Clock::now();
   write.hurry();
   writer.join();
-  EXPECT_LT(Clock::now() - began, 20s);
+  EXPECT_LT(Clock::now() - began, 60s);
   EXPECT_EQ(content(path("f")), expected_);
 }
 
@@ -269,7 +269,7 @@ TEST_F(CheckpointTest, KeepsTheRate) {
 TEST_F(CheckpointTest, StopEndsAWrite) {
   auto snapshot = snapshot_of(8 * kBlock);
   snapshot->finish();
-  Write write(snapshot, path("f"), {.rate = 20 * kBlock});
+  Write write(snapshot, path("f"), {.rate = 2 * kBlock});  // seconds
   std::thread stopper([&] {
     std::this_thread::sleep_for(20ms);
     write.stop();

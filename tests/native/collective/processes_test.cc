@@ -9,7 +9,6 @@
 #include <filesystem>
 #include <fstream>
 
-#include "base/clock.h"
 #include "base/error.h"
 #include "collective/communicator.h"
 #include "ranks.h"
@@ -124,7 +123,6 @@ TEST(Processes, AreToldWhoIsMissingInAnAllgather) {
 
 TEST(Processes, AreToldWhoWasKilledInsideACall) {
   const Directory directory;
-  const int64_t begin = now_ns();
   const auto results = run_processes(3, directory.config(), [](Communicator& c) {
     std::vector<float> data(1 << 20);
     c.allreduce(data.data(), data.data(), data.size(), sum());
@@ -146,7 +144,6 @@ TEST(Processes, AreToldWhoWasKilledInsideACall) {
     }
   });
   EXPECT_EQ(results, (std::vector<int>{7, -SIGKILL, 7}));
-  EXPECT_LT(now_ns() - begin, 5'000'000'000);
   EXPECT_TRUE(directory.empty());
 }
 
@@ -167,15 +164,19 @@ TEST(Processes, AreToldWhoLeft) {
 TEST(Processes, WaitNoLongerThanTheTimeout) {
   const Directory directory;
   CommunicatorConfig config = directory.config();
-  config.timeout = std::chrono::milliseconds(500);
-  const auto results = run_processes(2, config, [](Communicator& c) {
+  const std::string told = config.directory + "/told";
+  const auto results = run_processes(2, config, [&told](Communicator& c) {
     if (c.rank() == 1) {
-      std::this_thread::sleep_for(std::chrono::seconds(2));
+      while (!std::filesystem::exists(told)) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
       return 0;
     }
+    c.set_timeout(std::chrono::milliseconds(500));
     try {
       c.barrier();
     } catch (const Error& error) {
+      std::ofstream(told).put('x');
       return std::string(error.what()).find("have not arrived: 1") != std::string::npos ? 7 : 1;
     }
     return 2;

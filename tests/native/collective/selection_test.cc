@@ -145,7 +145,7 @@ TEST(Selection, RanksWithDifferentTablesAreRefused) {
   for (uint32_t r = 0; r < 2; ++r) {
     threads.emplace_back([&, r] {
       CommunicatorConfig config = testing::config_of(job, r, 2);
-      config.join_timeout = std::chrono::milliseconds(500);
+      config.join_timeout = std::chrono::seconds(2);
       if (r == 1) config.selection = kTable;
       try {
         const Communicator c(config);

@@ -63,7 +63,7 @@ class Nodes : public testing::Test {
 
   template <typename Condition>
   static bool eventually(Condition condition,
-                         std::chrono::milliseconds limit = std::chrono::seconds(10)) {
+                         std::chrono::milliseconds limit = std::chrono::seconds(60)) {
     const auto end = std::chrono::steady_clock::now() + limit;
     while (!condition()) {
       if (std::chrono::steady_clock::now() > end) return false;

@@ -96,7 +96,7 @@ LoaderConfig config_for(std::shared_ptr<MemorySource> source, uint64_t batch, ui
 }
 
 std::unique_ptr<Batch> must_have(Loader& loader) {
-  auto batch = loader.next(10s);
+  auto batch = loader.next(60s);
   EXPECT_NE(batch, nullptr);
   return batch;
 }
@@ -174,7 +174,7 @@ TEST(Loader, HandsOutNumbersWithinAnyStage) {
   const auto bad = static_cast<uint64_t>(std::find(order.begin(), order.end(), 40) - order.begin());
   for (uint64_t h = 0; h < bad / 10; ++h) must_have(loader);
   try {
-    loader.next(10s);
+    loader.next(60s);
     ADD_FAILURE() << "the broken sample was handed out";
   } catch (const Error& e) {
     EXPECT_NE(std::string(e.what()).find("memory:40"), std::string::npos) << e.what();
@@ -269,7 +269,7 @@ TEST(Loader, TellsOfAThreadThatTheSystemRefusesToAnother) {
   };
   Loader loader(config_for(source, 10, 1));
   try {
-    loader.next(10s);
+    loader.next(60s);
     FAIL() << "no error";
   } catch (const Error& error) {
     EXPECT_EQ(error.kind(), ErrorKind::io);
@@ -315,19 +315,22 @@ TEST(Loader, SeeksAndStopsAtAnyTime) {
 
 TEST(Loader, TimesOutWhenTheSourceIsSlow) {
   const auto source = std::make_shared<MemorySource>(100);
-  source->delay = 300ms;
+  std::promise<void> answer;
+  source->before_read = [answered = answer.get_future().share()] { answered.wait(); };
   Loader loader(config_for(source, 8, 1));
   EXPECT_EQ(loader.next(1ms), nullptr);
-  EXPECT_NE(loader.next(10s), nullptr);
+  answer.set_value();
+  EXPECT_NE(loader.next(60s), nullptr);
 }
 
 // A full stage is quiet, so that background work may run, until a batch is taken and read anew.
 TEST(Loader, IsQuietWhileItsStageIsFull) {
   const auto source = std::make_shared<MemorySource>(2000);
-  source->delay = 20ms;
+  std::promise<void> answer;
+  source->before_read = [answered = answer.get_future().share()] { answered.wait(); };
   Loader loader(config_for(source, 100, 1));
   EXPECT_EQ(loader.next(1ns), nullptr);
-  const auto deadline = std::chrono::steady_clock::now() + 30s;
+  const auto deadline = std::chrono::steady_clock::now() + 60s;
   const auto wait_for = [&](bool quiet, std::chrono::nanoseconds since) {
     while (Activity::quiet(since) != quiet && std::chrono::steady_clock::now() < deadline) {
       std::this_thread::sleep_for(1ms);
@@ -335,9 +338,10 @@ TEST(Loader, IsQuietWhileItsStageIsFull) {
     return Activity::quiet(since) == quiet;
   };
   EXPECT_TRUE(wait_for(false, 0s));
+  answer.set_value();
   EXPECT_TRUE(wait_for(true, 50ms));
   EXPECT_LT(source->reads, 2000u);
-  EXPECT_NE(loader.next(10s), nullptr);
+  EXPECT_NE(loader.next(60s), nullptr);
 }
 
 TEST(Loader, NamesTheSampleThatCannotBeRead) {
@@ -346,7 +350,7 @@ TEST(Loader, NamesTheSampleThatCannotBeRead) {
   Loader loader(config_for(source, 20, 1));
   for (int i = 0; i < 2; ++i) {
     try {
-      loader.next(10s);
+      loader.next(60s);
       FAIL() << "no error";
     } catch (const Error& e) {
       EXPECT_EQ(e.kind(), ErrorKind::corruption);
@@ -396,7 +400,7 @@ TEST(Loader, MemoryThatCannotBeWrittenIsNoFaultOfTheFile) {
       if (images) config.program = small_images();
       Loader loader(std::move(config));
       try {
-        loader.next(10s);
+        loader.next(60s);
         FAIL() << "no error";
       } catch (const Error& error) {
         EXPECT_EQ(error.kind(), ErrorKind::io);
@@ -429,7 +433,7 @@ TEST(Loader, WhatAThreadThrowsNextThrows) {
   Loader loader(config_for(std::make_shared<NoReaderSource>(10), 5, 1));
   for (int again = 0; again < 2; ++again) {
     try {
-      loader.next(10s);
+      loader.next(60s);
       FAIL() << "no error";
     } catch (const Error& e) {
       EXPECT_EQ(e.kind(), ErrorKind::usage);
@@ -445,7 +449,7 @@ TEST(Loader, ASampleBeyondMemoryIsABadSample) {
     LoaderConfig config = config_for(source, 1, 1);
     if (!raw) config.program = small_images();
     Loader loader(config);
-    EXPECT_THROW(loader.next(10s), Error) << raw;
+    EXPECT_THROW(loader.next(60s), Error) << raw;
     EXPECT_EQ(source->reads, 0u);
   }
 }
@@ -489,7 +493,7 @@ TEST(Loader, ATierWithoutMemoryDoesNotOverdrawTheReadBuffers) {
     config.io_bytes = 1000;
     Loader loader(config);
     // The bytes are no images: the first batch fails, while fetching goes on ahead.
-    EXPECT_THROW(loader.next(10s), Error);
+    EXPECT_THROW(loader.next(60s), Error);
     std::this_thread::sleep_for(100ms);
     // The budget, what two threads take at once, and as much again that waits in the pool.
     EXPECT_LE(loader.memory().io_buffers, 1000u + 2 * 16 * 50 + 1000);
@@ -531,7 +535,7 @@ TEST(Loader, WhatATierHadNoMemoryForIsKeptInALaterEpoch) {
   {
     Loader loader(config);
     for (uint32_t i = 0; i < 10 * kEpochs; ++i) {
-      const auto batch = loader.next(10s);
+      const auto batch = loader.next(60s);
       ASSERT_NE(batch, nullptr);
       from_tier[batch->position.epoch] += batch->origins[size_t(Origin::ram)].samples;
     }

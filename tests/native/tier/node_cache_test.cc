@@ -339,7 +339,7 @@ class GivingBack : public NodeCacheTest {
   }
   template <typename Condition>
   static bool comes(const Condition& condition) {
-    const auto deadline = std::chrono::steady_clock::now() + 30s;
+    const auto deadline = std::chrono::steady_clock::now() + 60s;
     while (!condition() && std::chrono::steady_clock::now() < deadline) {
       std::this_thread::sleep_for(1ms);
     }
@@ -580,7 +580,7 @@ TEST_F(NodeCacheTest, WaitersWakeOnPublishAndOnAbandon) {
         a->abandon(sample);
       }
     });
-    EXPECT_EQ(b->wait(sample, 5s, {}), publish ? State::ready : State::empty);
+    EXPECT_EQ(b->wait(sample, 60s, {}), publish ? State::ready : State::empty);
   }
 }
 
@@ -1050,7 +1050,7 @@ TEST_F(NodeCacheTest, FilesThatAreNotOfThisJobAreRefused) {
     {
       const auto first = attach(config(0, 2));
       const Handover next("tiers " + c.shm_directory + " " + c.job, 1, 2);
-      files = next.ask(std::chrono::steady_clock::now() + 2s);
+      files = next.ask(std::chrono::steady_clock::now() + 60s);
     }
     EXPECT_EQ(::ftruncate(files[1].get(), static_cast<off_t>(arena)), 0);
     std::vector<int> given;

@@ -133,7 +133,7 @@ TEST_F(Trace, MistakesAreToldInOneSentence) {
 TEST_F(Trace, AFullDiskEndsTheRecordingNotTheJob) {
   const Kind kind = define("test", "full");
   start({"/dev/full", 0, 1, std::chrono::milliseconds(1)});
-  for (int i = 0; i < 2000 && on(); ++i) {
+  for (int i = 0; i < 30'000 && on(); ++i) {
     record(kind, i, i + 1);
     std::this_thread::sleep_for(std::chrono::milliseconds(2));
   }
