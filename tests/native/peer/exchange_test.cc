@@ -103,6 +103,35 @@ TEST_F(ExchangeTest, WhatChangedInAnOwnersTierIsNotSent) {
   EXPECT_EQ(members[0].cache->state(4), tier::State::empty);
 }
 
+TEST_F(ExchangeTest, WhatChangedSinceItWasReadIsNotPushed) {
+  auto members = start(2);
+  ASSERT_TRUE(eventually([&] { return members[1].exchange->where(0, 0) == Where::source; }));
+  auto changed = std::make_shared<std::vector<std::byte>>(bytes_of(0));
+  EXPECT_TRUE(members[1].cache->sums().agrees(0, sample_sum(*changed)));
+  (*changed)[7] ^= std::byte{1};
+  ASSERT_TRUE(members[1].exchange->push(0, *changed, changed, {}));
+  auto good = std::make_shared<std::vector<std::byte>>(bytes_of(2));
+  ASSERT_TRUE(members[1].exchange->push(2, *good, good, {}));
+  ASSERT_TRUE(eventually([&] { return members[0].cache->state(2) == tier::State::ready; }));
+  EXPECT_EQ(members[0].cache->state(0), tier::State::empty);
+  EXPECT_EQ(members[1].exchange->stats().pushes_given_up, 1u);
+  EXPECT_EQ(members[0].exchange->stats().dropped_ranks, 0u);
+}
+
+TEST_F(ExchangeTest, ARankOnANodeThatTheJobDoesNotHaveIsRefused) {
+  ExchangeConfig config;
+  config.addresses = {"", ""};
+  config.node_of_rank = {0, 2};
+  config.secret = "a secret of sixteen bytes";
+  try {
+    const Exchange exchange(load_ucx(NOSTALL_UCX_LIBRARY, {"tcp", ""}), config, ownership(2),
+                            sizes_, cache_of(0, tier::TierKind::ram));
+    FAIL();
+  } catch (const Error& e) {
+    EXPECT_THAT(e.what(), HasSubstr("rank 1 is on node 2 of a smaller job"));
+  }
+}
+
 TEST_F(ExchangeTest, AWrongSecretGetsNothing) {
   auto members = start(2, tier::TierKind::ram, {"the job's own secret", "another job's secret"});
   put(*members[0].cache, 0);

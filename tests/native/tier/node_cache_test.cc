@@ -11,6 +11,7 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <mutex>
 #include <thread>
 
@@ -196,6 +197,43 @@ TEST_F(NodeCacheTest, HalvesStayWithinTheirTier) {
   }
   c.tiers[0].capacity = kSamples * kSize + 500;
   EXPECT_NE(attach(c), nullptr);
+}
+
+TEST_F(NodeCacheTest, APlacementThatDoesNotGoWithTheTiersIsRefused) {
+  const NodeCacheConfig c = config(0, 1);
+  const std::vector<uint64_t> sizes(kSamples, kSize);
+  const auto told = [&](const std::function<void(plan::Placement&)>& change) {
+    plan::Placement placement = in_the_first_tier(TierKind::ram);
+    change(placement);
+    try {
+      NodeCache::attach(c, sizes, fixed(placement), 2s);
+    } catch (const Error& e) {
+      EXPECT_EQ(e.kind(), ErrorKind::usage);
+      return std::string(e.what());
+    }
+    return std::string();
+  };
+  const std::string other = "the placement does not go with the tiers or the sizes";
+  EXPECT_EQ(told([](auto& p) { p.tier.pop_back(); }), other);
+  EXPECT_EQ(told([](auto& p) { p.offset.push_back(0); }), other);
+  EXPECT_EQ(told([](auto& p) { p.used.push_back(0); }), other);
+  const std::string beyond = "the placement puts sample 3 beyond the capacity of tier ";
+  EXPECT_EQ(told([](auto& p) { p.offset[3] = 5000; }), beyond + "0");
+  EXPECT_EQ(told([](auto& p) { p.offset[3] = 4096 - kSize + 1; }), beyond + "0");
+  EXPECT_EQ(told([](auto& p) { p.tier[3] = 1; }), beyond + "1");
+  EXPECT_EQ(told([](auto&) {}), "");
+  EXPECT_EQ(files(), 0u);
+}
+
+TEST_F(NodeCacheTest, AHalfOfATierThatThereIsNotIsRefused) {
+  NodeCacheConfig c = with_halves(config(0, 1));
+  c.halves.tier = 1;
+  try {
+    attach(c);
+    FAIL();
+  } catch (const Error& e) {
+    EXPECT_NE(std::string(e.what()).find("do not fit into tier 1"), std::string::npos) << e.what();
+  }
 }
 
 // Each rank walks chunks as fast as it can, and finds in each half what was written for that chunk.
