@@ -8,7 +8,6 @@
 
 #include <array>
 #include <cstring>
-#include <vector>
 
 #include "base/processor.h"
 
@@ -196,18 +195,23 @@ uint32_t crc32c_between(uint32_t whole, std::span<const std::byte> before, uint6
 }
 
 std::span<const Crc32cKernel> crc32c_kernels() noexcept {
-  static const std::vector<Crc32cKernel> kKernels = [] {
-    std::vector<Crc32cKernel> found;
+  // Not of the heap: the first sum may come when there is no memory.
+  struct Found {
+    std::array<Crc32cKernel, 3> kernels;
+    size_t count = 0;
+  };
+  static const Found kFound = [] {
+    Found found;
 #if defined(__x86_64__)
-    if (processor().wide_clmul) found.push_back({"VPCLMULQDQ", by_folding});
+    if (processor().wide_clmul) found.kernels[found.count++] = {"VPCLMULQDQ", by_folding};
 #endif
 #if defined(NOSTALL_CRC)
-    if (processor().crc32c) found.push_back({kInstruction, by_instruction});
+    if (processor().crc32c) found.kernels[found.count++] = {kInstruction, by_instruction};
 #endif
-    found.push_back({"portable", portable});
+    found.kernels[found.count++] = {"portable", portable};
     return found;
   }();
-  return kKernels;
+  return std::span(kFound.kernels).first(kFound.count);
 }
 
 uint32_t crc32c(std::span<const std::byte> bytes, uint32_t crc) noexcept {
