@@ -13,7 +13,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def on_config(config: Any) -> None:
-    """A folder in the navigation stands for its pages."""
+    """A folder in the navigation stands for its pages; each page ends with the version."""
+    version = re.search(r'"(.+)"', (ROOT / "python/nostall/_version.py").read_text())
+    config.copyright = f"nostall {version[1] if version else ''}"
     for entry in config.nav:
         for name, pages in entry.items():
             if isinstance(pages, list):
