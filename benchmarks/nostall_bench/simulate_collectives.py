@@ -92,7 +92,12 @@ class SimulatedCluster:
         )
 
     def bound(self, size: int) -> float:
-        """After the last arrival: its message out of its node's link and the result in, seconds."""
+        """After the last arrival: its message out of its node's link and the result in, seconds.
+
+        0 in one node, where messages do not share what they pass.
+        """
+        if self.nodes == 1:
+            return 0.0
         return 2 * (size / self.link + 2 * self.latency)
 
 
@@ -223,7 +228,8 @@ def table(rows: Sequence[SimulatedCall]) -> str:
     for r in _means(rows):
         lines.append(
             f"{r.ranks:>5} {r.per_node:>4} {r.bytes:>9}  {r.pattern:<12} {r.engine:<18}"
-            f" {r.in_call * 1e6:>11.1f} {r.after_last * 1e6:>14.1f} {r.after_last / r.bound:>10.2f}"
+            f" {r.in_call * 1e6:>11.1f} {r.after_last * 1e6:>14.1f}"
+            f" {f'{r.after_last / r.bound:.2f}' if r.bound else '-':>10}"
             + ("" if r.right else "  WRONG")
         )
     return "\n".join(lines)

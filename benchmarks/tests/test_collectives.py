@@ -63,6 +63,15 @@ def test_time_after_the_last_arrival_is_near_its_bound() -> None:
         assert mine.worst == pytest.approx(3, rel=1e-3)
 
 
+@pytest.mark.parametrize("engine", ["ours", "flat RSA"])
+def test_delays_in_one_node_are_in_its_own_messages_time(engine: str) -> None:
+    (row,) = simulate(SimulatedCluster(1, 8), engine, "MIF 10", [65536], check=True)
+    assert row.right and row.bound == 0
+    # A message of 64 KB through memory of 12 GB/s; the latest of eight ranks is late by ten at most.
+    assert row.alpha == pytest.approx(65536 / 12e9, rel=0.3)
+    assert 1 < row.worst <= 10
+
+
 def test_simulations_repeat_exactly() -> None:
     one, other = (
         simulate(SimulatedCluster(2, 4), "ours", "listing 4.2", [65536], seed=5) for _ in range(2)
