@@ -14,10 +14,11 @@ class ColdReads {
   // Whether the next reads should go side by side. While they do, one answer in kProbeEvery is no,
   // to measure whether the files are in memory now.
   bool many() noexcept { return cold() && ++since_probe_ % kProbeEvery != 0; }
-  // What one read took by itself.
-  void took(uint64_t bytes, int64_t nanoseconds) noexcept {
+  // What one read took by itself; whether it came from memory.
+  bool took(uint64_t bytes, int64_t nanoseconds) noexcept {
     // Two in a row, for a single slow one may have lost its turn of the processor.
     slow_ = static_cast<double>(nanoseconds) * 1e-9 > cached_seconds(bytes) ? slow_ + 1 : 0;
+    return slow_ == 0;
   }
   bool cold() const noexcept { return slow_ >= 2; }
   // What a read from the page cache takes at most.

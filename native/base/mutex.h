@@ -44,18 +44,37 @@ class NOSTALL_THREAD_ATTRIBUTE(capability("mutex")) Mutex {
   std::mutex mutex_;
 };
 
+// Of a lock whose holders need it for less time than a change of threads takes.
+struct Briefly {};
+
 // Holds a mutex until the end of its block; may be opened and closed in between.
 class NOSTALL_THREAD_ATTRIBUTE(scoped_lockable) MutexLock {
  public:
   explicit MutexLock(Mutex& mutex) NOSTALL_ACQUIRE(mutex) : lock_(mutex.mutex_) {}
+  // Tries for about a microsecond before it sleeps.
+  MutexLock(Mutex& mutex, Briefly) NOSTALL_ACQUIRE(mutex) : lock_(mutex.mutex_, std::defer_lock) {
+    lock_briefly();
+  }
   ~MutexLock() NOSTALL_RELEASE() = default;
   MutexLock(const MutexLock&) = delete;
   MutexLock& operator=(const MutexLock&) = delete;
 
   void unlock() NOSTALL_RELEASE() { lock_.unlock(); }
   void lock() NOSTALL_ACQUIRE() { lock_.lock(); }
+  void lock(Briefly) NOSTALL_ACQUIRE() { lock_briefly(); }
 
  private:
+  void lock_briefly() NOSTALL_UNCHECKED {
+    for (int tries = 0; tries < 32; ++tries) {
+      if (lock_.try_lock()) return;
+#if defined(__x86_64__)
+      __builtin_ia32_pause();
+#elif defined(__aarch64__)
+      asm volatile("yield");
+#endif
+    }
+    lock_.lock();
+  }
   friend class Condition;
   friend class StopCondition;
   std::unique_lock<std::mutex> lock_;

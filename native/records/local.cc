@@ -22,6 +22,7 @@ namespace nostall::records {
 namespace {
 
 constexpr uint32_t kDirectAlignment = 4096;
+constexpr size_t kTimedTogether = size_t{32} << 10;  // bytes of reads from memory
 
 uint64_t memory_bytes() {
   return static_cast<uint64_t>(::sysconf(_SC_PHYS_PAGES)) *
@@ -76,14 +77,20 @@ class AdaptiveRanges : public RangeReader {
       (uring_ ? *uring_ : static_cast<RangeReader&>(plain_)).read(ranges);
       return;
     }
-    for (int64_t begin = now_ns(); !ranges.empty(); ranges = ranges.subspan(1)) {
+    for (int64_t begin = now_ns(); !ranges.empty();) {
       if (cold_.many()) {
         uring_->read(ranges);
         return;
       }
-      plain_.read(ranges.first(1));
+      // Small reads that come from memory take little longer than to look at the clock.
+      size_t count = 1, bytes = ranges[0].size();
+      while (quick_ && count < ranges.size() && bytes + ranges[count].size() <= kTimedTogether) {
+        bytes += ranges[count++].size();
+      }
+      plain_.read(ranges.first(count));
       const int64_t end = now_ns();
-      cold_.took(ranges[0].size(), end - begin);
+      quick_ = cold_.took(bytes, end - begin);
+      ranges = ranges.subspan(count);
       begin = end;
     }
   }
@@ -97,6 +104,7 @@ class AdaptiveRanges : public RangeReader {
   PlainRanges plain_;
   std::unique_ptr<RangeReader> uring_;
   ColdReads cold_;
+  bool quick_ = false;  // whether the last read came from memory
 };
 
 }  // namespace

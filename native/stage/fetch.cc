@@ -47,6 +47,11 @@ constexpr int64_t kProbeNs = 2'000'000'000;
 // the batch, and a stop, wait for the read.
 constexpr uint64_t kMostBeside = uint64_t{16} << 20;
 constexpr double kBesideSeconds = 0.25;
+// Of groups of samples that are unpacked where they are read, one in so many is measured: to ask for
+// the processor's time is a system call.
+constexpr unsigned kMeasured = 16;
+// A buffer that was made for so many times the bytes is given back.
+constexpr size_t kSameBuffer = 8;
 
 }  // namespace
 
@@ -253,7 +258,7 @@ void Loader::Run::fetch(std::vector<Fetch>& chunk, Fetcher& fetcher, std::stop_t
 // are settled together, unless reading took long: the consumer is woken once for several.
 void Loader::Run::fetch_light(std::span<const Fetch> chunk, Fetcher& fetcher,
                               std::stop_token stop) {
-  const uint64_t most = config_.io_bytes / fetchers();
+  const uint64_t most = config_.io_bytes / (fetchers() + (helps_ ? 1 : 0));
   int64_t began = now_ns();
   for (size_t first = 0, settled = 0; first < chunk.size() && !stop.stop_requested();) {
     size_t end = first;
@@ -278,17 +283,24 @@ void Loader::Run::read_light(std::span<const Fetch> group, Fetcher& fetcher) {
   const auto sample_of = [](const Fetch& f) { return f.work.task->items[f.work.index].sample; };
   size_t bytes = 0;
   for (const Fetch& f : group) bytes += (sizes_[sample_of(f)] + kAligned - 1) / kAligned * kAligned;
-  const std::shared_ptr<Buffer> buffer = raw_pool_->take(bytes);
+  // The one before lies in this processor's cache.
+  if (!fetcher.bytes || fetcher.bytes->capacity() < bytes ||
+      fetcher.bytes->capacity() > kSameBuffer * bytes) {
+    fetcher.bytes.reset();
+    fetcher.bytes = raw_pool_->take(bytes);
+  }
+  std::byte* const buffer = fetcher.bytes->data();
   std::vector<source::ReadRequest>& requests = fetcher.requests;
   requests.clear();
   size_t at = 0;
   for (const Fetch& f : group) {
     const uint64_t size = sizes_[sample_of(f)];
-    requests.push_back({sample_of(f), {buffer->data() + at, size}});
+    requests.push_back({sample_of(f), {buffer + at, size}});
     at += (size + kAligned - 1) / kAligned * kAligned;
   }
   const int64_t took = ask_source(requests, bytes, fetcher.reader);
-  const int64_t begin = thread_cpu_ns();  // a system call: once for all
+  const bool measured = fetcher.groups++ % kMeasured == 0;
+  const int64_t begin = measured ? thread_cpu_ns() : 0;
   const Task* ready = nullptr;
   for (size_t i = 0; i < group.size(); ++i) {
     const Work work = group[i].work;
@@ -303,7 +315,9 @@ void Loader::Run::read_light(std::span<const Fetch> group, Fetcher& fetcher) {
     const auto result = unpack(work, request.sample, request.into, fetcher.scratch);
     if (!result) handle_bad(work, result.error().what(), &fetcher.scratch, fetcher.reader);
   }
-  const int64_t spent = thread_cpu_ns() - begin;
+  const auto of_all = static_cast<double>(std::max<size_t>(bytes, 1));
+  if (measured) fetcher.ns_per_byte = static_cast<double>(thread_cpu_ns() - begin) / of_all;
+  const auto spent = static_cast<int64_t>(fetcher.ns_per_byte * of_all);
   for (size_t first = 0, end = 0; first < group.size(); first = end) {
     Task& task = *group[first].work.task;
     uint64_t read = 0;

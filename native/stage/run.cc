@@ -4,6 +4,7 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <exception>
 #include <new>
 
 #include "base/clock.h"
@@ -40,6 +41,12 @@ uint64_t batches_of_part(const LoaderConfig& config) {
                                         : plan::batches_per_epoch(config.job));
 }
 
+// Memory that others give may be taken by what calls this loader, which the consumer must not wait for.
+bool is_plain(const TakeMemory& memory) {
+  const auto* function = memory.target<decltype(&take_from_heap)>();
+  return function && *function == &take_from_heap;
+}
+
 }  // namespace
 
 Loader::Run::Run(const LoaderConfig& config, std::shared_ptr<BufferPool> batch_pool,
@@ -54,6 +61,7 @@ Loader::Run::Run(const LoaderConfig& config, std::shared_ptr<BufferPool> batch_p
       sizes_(config.source->sizes()),
       light_(config.program && config.program->light()),
       direct_(light_ && !config.cache && !config.peers),
+      helps_(direct_ && is_plain(config.batch_memory)),
       first_epoch_(start.epoch),
       part_batches_(batches_of_part(config)),
       last_{config.job.epochs - 1,
@@ -215,7 +223,7 @@ void Loader::Run::guarded(const std::function<void()>& work) noexcept {
 std::unique_ptr<Batch> Loader::Run::next(std::chrono::nanoseconds timeout) {
   const auto deadline = std::chrono::steady_clock::now() + timeout;
   if (asked_ == 0 && trace::on()) asked_ = now_ns();
-  MutexLock lock(mutex_);
+  MutexLock lock(mutex_, Briefly());
   for (;;) {
     if (config_.cache && now_ns() - last_peer_check_ > kPeerCheckNs) {
       last_peer_check_ = now_ns();
@@ -233,6 +241,7 @@ std::unique_ptr<Batch> Loader::Run::next(std::chrono::nanoseconds timeout) {
                   "the job's last batch was already handed out: give the loader more epochs, or go "
                   "back with set_epoch or load_state_dict");
     }
+    if (help(lock)) continue;
     // A batch is not announced at once where reads are quick: the next one may take long after all.
     const std::chrono::nanoseconds longest(is_quick() ? kTogetherNs : kPeerCheckNs);
     const auto slice = std::min(deadline, std::chrono::steady_clock::now() + longest);
@@ -244,9 +253,9 @@ std::unique_ptr<Batch> Loader::Run::next(std::chrono::nanoseconds timeout) {
       return nullptr;
     }
   }
-  Task& front = *tasks_.front();
-  if (front.error) throw *front.error;
-  std::unique_ptr<Batch> batch = std::move(front.batch);
+  if (tasks_.front()->error) throw Error(*tasks_.front()->error);
+  const std::unique_ptr<Task> front = std::move(tasks_.front());  // freed without the mutex
+  std::unique_ptr<Batch> batch = std::move(front->batch);
   tasks_.pop_front();
   ++handed_out_;
   Position following = batch->position;
@@ -484,35 +493,68 @@ void Loader::Run::prefetch(std::span<const plan::SampleId> samples) const noexce
   }
 }
 
-void Loader::Run::take_chunk(std::vector<Fetch>& chunk, std::stop_token stop) {
+void Loader::Run::take_now(std::vector<Fetch>& chunk, bool one) {
   chunk.clear();
   uint64_t bytes = 0;
-  MutexLock lock(mutex_);
-  while (!stop.stop_requested()) {
-    staged_ = staged_now();
-    while (!chunk_full(chunk.size(), bytes)) {
-      if (!fetching_) {
-        // A chunk stays inside what may be staged: raw batches get their buffer here.
-        if (!transformed() && opened_ >= handed_out_ + max_staged_) break;
-        if (transformed() && tasks_.size() > kMaxAhead) break;
-        fetching_ = open_task();
-        fetch_index_ = 0;
-        if (!fetching_) break;
-        if (fetching_->items.empty()) fetching_ = nullptr;
-        continue;
-      }
-      const plan::SampleId sample = fetching_->items[fetch_index_].sample;
-      const uint64_t transient = transient_bytes(fetching_->items[fetch_index_]);
-      if (!may_take(*fetching_, transient)) break;
-      transient_ += transient;
-      fetching_->items[fetch_index_].charged = transient;
-      Fetch fetch;
-      fetch.work = {fetching_, fetch_index_++};
-      bytes += sizes_[sample];
-      chunk.push_back(fetch);
-      // Once its last sample is taken the task may be finished, handed out and gone at any time.
-      if (fetch_index_ == fetching_->items.size()) fetching_ = nullptr;
+  staged_ = staged_now();
+  while (!chunk_full(chunk.size(), bytes)) {
+    if (!fetching_) {
+      if (one && !chunk.empty()) return;
+      // A chunk stays inside what may be staged: raw batches get their buffer here.
+      if (!transformed() && opened_ >= handed_out_ + max_staged_) return;
+      if (transformed() && tasks_.size() > kMaxAhead) return;
+      fetching_ = open_task();
+      fetch_index_ = 0;
+      if (!fetching_) return;
+      if (fetching_->items.empty()) fetching_ = nullptr;
+      continue;
     }
+    const plan::SampleId sample = fetching_->items[fetch_index_].sample;
+    const uint64_t transient = transient_bytes(fetching_->items[fetch_index_]);
+    if (!may_take(*fetching_, transient)) return;
+    transient_ += transient;
+    fetching_->items[fetch_index_].charged = transient;
+    Fetch fetch;
+    fetch.work = {fetching_, fetch_index_++};
+    bytes += sizes_[sample];
+    chunk.push_back(fetch);
+    // Once its last sample is taken the task may be finished, handed out and gone at any time.
+    if (fetch_index_ == fetching_->items.size()) fetching_ = nullptr;
+  }
+}
+
+Loader::Run::Helper::Helper(Run& run)
+    : scratch(&run.decoding_, run.config_.source->fields()),
+      reader(run.config_.source->make_reader(run.config_.reader, run.config_.depth)),
+      records(run.config_.depth, run.ring_refused_),
+      fetcher{*reader, records, scratch} {}
+
+bool Loader::Run::help(MutexLock& lock) {
+  if (!helps_ || !is_quick()) return false;
+  std::exception_ptr failed;
+  if (helper_) {
+    try {
+      take_now(helper_->chunk, true);
+      if (helper_->chunk.empty()) return false;
+    } catch (...) {
+      failed = std::current_exception();  // ends the run, as in a fetch thread
+    }
+  }
+  lock.unlock();
+  guarded([&] {
+    if (failed) std::rethrow_exception(failed);
+    if (helper_) return fetch_light(helper_->chunk, helper_->fetcher, stop_.get_token());
+    helper_.emplace(*this);
+  });
+  lock.lock(Briefly());
+  return true;
+}
+
+void Loader::Run::take_chunk(std::vector<Fetch>& chunk, std::stop_token stop) {
+  chunk.clear();
+  MutexLock lock(mutex_, Briefly());
+  while (!stop.stop_requested()) {
+    take_now(chunk, false);
     if (!chunk.empty()) return;
     if (worth_handing_over(true)) ready_.notify_one();
     fetchable_.wait(lock, stop, [&]() NOSTALL_REQUIRES(mutex_) {

@@ -96,6 +96,20 @@ class Loader::Run {
     tier::RecordReader& records;  // of file tiers
     fields::Scratch& scratch;
     std::vector<source::ReadRequest> requests{};
+    // Of samples that are unpacked where they are read: their bytes, how many groups of them there
+    // were, and the processor's time for a byte of one that was measured.
+    std::shared_ptr<Buffer> bytes{};
+    unsigned groups = 0;
+    double ns_per_byte = 0.0;
+  };
+  // The same of the consumer's thread.
+  struct Helper {
+    explicit Helper(Run& run);
+    fields::Scratch scratch;
+    std::unique_ptr<source::Reader> reader;
+    tier::RecordReader records;
+    Fetcher fetcher;
+    std::vector<Fetch> chunk{};
   };
   enum class Route : uint8_t { done, file, source, peer, wait };
   // Bytes to write to a file tier or push to another node after their own batch has them.
@@ -149,6 +163,12 @@ class Loader::Run {
 
   // Replaces `chunk` by the next samples in plan order; by none when stopped.
   void take_chunk(std::vector<Fetch>& chunk, std::stop_token stop);
+  // The same without waiting: by none if there is no room for more. `one`: of one batch.
+  void take_now(std::vector<Fetch>& chunk, bool one) NOSTALL_REQUIRES(mutex_);
+  // The consumer fetches as the fetch threads do instead of waiting for them, where that is quickly
+  // done: it takes a part of a batch. False if there is none to take.
+  // `lock` holds the mutex, but while it fetches.
+  bool help(MutexLock& lock) NOSTALL_REQUIRES(mutex_) NOSTALL_UNCHECKED;
   // Brings what is looked up for samples nearer: orders are random, and each look-up is a miss.
   void prefetch(std::span<const plan::SampleId> samples) const noexcept;
   void set_most_staged() NOSTALL_REQUIRES(mutex_);
@@ -278,6 +298,7 @@ class Loader::Run {
   const std::span<const uint64_t> sizes_;
   const bool light_;            // unpacking a sample costs less than handing it to another thread
   const bool direct_;           // and all come from the source: unpacked where they were read
+  const bool helps_;            // and the consumer may do so too
   const uint32_t first_epoch_;  // of this run
   const uint64_t part_batches_;
   const Position last_;      // of the job's batches
@@ -296,6 +317,7 @@ class Loader::Run {
   std::map<Part, std::shared_future<Planned>> parts_ NOSTALL_GUARDED_BY(mutex_);
   // Front: the next one to hand out.
   std::deque<std::unique_ptr<Task>> tasks_ NOSTALL_GUARDED_BY(mutex_);
+  std::optional<Helper> helper_;  // once it was needed; consumer only
   int64_t asked_ = 0;  // since when the consumer waits, while recording, else 0; consumer only
   uint64_t handed_out_ NOSTALL_GUARDED_BY(mutex_) = 0;  // batches, since the run began
   uint64_t opened_ NOSTALL_GUARDED_BY(mutex_) = 0;

@@ -81,7 +81,7 @@ void Loader::Run::settle(std::span<const Fetch> fetches) {
   bool ready = false;
   std::vector<std::pair<Task*, size_t>> whole;  // batches that need more, and their samples here
   {
-    const MutexLock lock(mutex_);
+    const MutexLock lock(mutex_, Briefly());
     while (!fetches.empty()) {
       Task* const task = fetches[0].work.task;
       size_t samples = 0;

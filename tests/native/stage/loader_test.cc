@@ -181,6 +181,56 @@ TEST(Loader, HandsOutNumbersWithinAnyStage) {
   }
 }
 
+// The one fetch thread reads nothing before the consumer has read something.
+TEST(Loader, TheConsumerReadsWhatItWouldWaitFor) {
+  const auto source = std::make_shared<MemorySource>(100);
+  for (uint64_t s = 0; s < source->size(); ++s) source->pretend(s, 8);
+  const auto consumer = std::this_thread::get_id();
+  std::promise<void> helped;
+  std::once_flag first;
+  source->before_read = [&, done = helped.get_future().share()] {
+    if (std::this_thread::get_id() == consumer) {
+      std::call_once(first, [&] { helped.set_value(); });
+    } else {
+      done.wait_for(20s);  // where it fails
+    }
+  };
+  fields::Field number;
+  number.name = "number";
+  number.kind = fields::Scalar{};
+  LoaderConfig config = config_for(source, 10, 3);
+  config.program = std::make_shared<const fields::Program>(fields::Program::compile({number}));
+  config.fetchers = 1;
+  config.expected_source = 1e-6;  // a batch at once
+  {
+    Loader loader(config);
+    for (uint64_t h = 0; h < 30; ++h) {
+      const auto batch = must_have(loader);
+      ASSERT_EQ(batch->position, (Position{static_cast<uint32_t>(h / 10), h % 10}));
+      ASSERT_EQ(batch->origins[size_t(Origin::source)].samples, 10u);
+      for (size_t i = 0; i < batch->samples.size(); ++i) {
+        ASSERT_EQ(batch->buffer->data()[8 * i + 7], std::byte(batch->samples[i] % 251));
+      }
+    }
+    EXPECT_EQ(source->reads, 300u);
+  }
+  // Memory of others is not taken by the thread that waits for the loader, nor what goes into it read.
+  std::atomic<uint64_t> taken{0}, by_consumer{0};
+  const auto notice = [&] {
+    ++taken;
+    if (std::this_thread::get_id() == consumer) ++by_consumer;
+  };
+  source->before_read = notice;
+  config.batch_memory = [&](size_t bytes) {
+    notice();
+    return take_from_heap(bytes);
+  };
+  Loader loader(config);
+  for (uint64_t h = 0; h < 30; ++h) must_have(loader);
+  EXPECT_GT(taken, 30u);
+  EXPECT_EQ(by_consumer, 0u);
+}
+
 // Memory of a device may take long to get, and its function may need threads that use the loader.
 TEST(Loader, AnswersWhileMemoryOfABatchIsTaken) {
   std::promise<void> asked, answered;
