@@ -199,8 +199,7 @@ void bind_index(nb::module_& m) {
       .def(
           "store",
           [](const tokens::Index& index, const std::string& path) {
-            const auto bytes = tokens::serialize_index(index);
-            return std::pair{source::store_index(path, bytes), bytes.size()};
+            return tokens::store_index(path, index);
           },
           nb::arg("path"), nb::call_guard<nb::gil_scoped_release>(),
           "Writes the stored form; (0 or -errno, bytes).");

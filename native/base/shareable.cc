@@ -17,6 +17,7 @@
 namespace nostall {
 namespace {
 
+constexpr uint64_t kLarge = uint64_t{4} << 20;
 constexpr int kSeals = F_SEAL_WRITE | F_SEAL_SHRINK | F_SEAL_GROW;
 
 }  // namespace
@@ -25,6 +26,8 @@ Shareable::Shareable(uint64_t size) : size_(size) {
   void* memory = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) throw std::bad_alloc();
   data_ = static_cast<std::byte*>(memory);
+  // A fault for each small page takes longer than to fill it. Where there are no large ones, it fails.
+  if (size >= kLarge) static_cast<void>(::madvise(memory, size, MADV_HUGEPAGE));
 }
 
 Shareable::~Shareable() { ::munmap(data_, size_); }

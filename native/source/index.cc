@@ -168,6 +168,11 @@ Result<SampleIndex> parse_index(std::span<const std::byte> bytes, uint64_t optio
 
 int store_index(const std::string& path, std::span<const std::byte> bytes, FileSystem& files,
                 Flush flush) {
+  return store_parts(path, {bytes}, files, flush);
+}
+
+int store_parts(const std::string& path, std::initializer_list<std::span<const std::byte>> parts,
+                FileSystem& files, Flush flush) {
   // Processes of other nodes and containers, which share the folder, have the same numbers.
   const std::string temporary = path + "." + std::to_string(::getpid()) + "-" +
                                 std::to_string(std::random_device{}()) + ".tmp";
@@ -176,8 +181,13 @@ int store_index(const std::string& path, std::span<const std::byte> bytes, FileS
   int error = 0;
   {
     const Descriptor file(fd);
-    const int64_t written = files.pwrite(fd, bytes, 0);
-    error = static_cast<int>(std::min<int64_t>(written, 0));
+    uint64_t at = 0;
+    for (const std::span<const std::byte> bytes : parts) {
+      const int64_t written = files.pwrite(fd, bytes, at);
+      error = static_cast<int>(std::min<int64_t>(written, 0));
+      if (error != 0) break;
+      at += bytes.size();
+    }
     if (error == 0 && flush == Flush::yes) error = files.fsync(fd);
   }
   if (error == 0) error = files.rename(temporary, path);

@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 #include <limits>
 #include <span>
 #include <string>
@@ -67,6 +68,9 @@ Result<SampleIndex> parse_index(std::span<const std::byte> bytes, uint64_t optio
 enum class Flush : bool { no, yes };
 // Writes beside `path`, renames: readers see the old file or the new one. 0 or -errno.
 int store_index(const std::string& path, std::span<const std::byte> bytes,
+                FileSystem& files = FileSystem::real(), Flush flush = Flush::no);
+// The same of bytes that lie in several places.
+int store_parts(const std::string& path, std::initializer_list<std::span<const std::byte>> parts,
                 FileSystem& files = FileSystem::real(), Flush flush = Flush::no);
 inline constexpr uint32_t kIndexMagic = 0x49534e31;  // "1NSI"
 

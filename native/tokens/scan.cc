@@ -1,5 +1,7 @@
-// One pass over all ids, in chunks that threads take one by one.
+// One pass over all ids, in chunks that threads take one by one. What takes most beside reading is to
+// touch new memory for the first time: so it is taken in large blocks, and each number is copied once.
 #include <algorithm>
+#include <atomic>
 #include <bit>
 #include <cstring>
 #include <limits>
@@ -11,6 +13,7 @@
 #include <immintrin.h>
 #endif
 
+#include "base/crew.h"
 #include "base/mutex.h"
 #include "base/processor.h"
 #include "records/build.h"
@@ -20,18 +23,38 @@ namespace nostall::tokens {
 namespace {
 
 constexpr uint64_t kChunk = uint64_t{4} << 20;  // bytes
+constexpr uint64_t kBlockBytes = uint64_t{8} << 20;
 
 struct Chunk {
   size_t extent = 0;
   uint64_t skip = 0, tokens = 0;  // in the extent
   uint64_t first = 0;             // in the stream
-  std::vector<uint32_t> behind;   // low halves of the tokens behind an end, but at the extent's end
+  // Low halves of the tokens behind an end, but at the extent's end, and the memory that has them.
+  std::span<const uint32_t> behind{};
+  std::shared_ptr<const Shareable> block{};
 };
 
 // What a thread needs for a chunk, and again for the next one.
 struct Scratch {
-  std::unique_ptr<std::byte[]> bytes = std::make_unique_for_overwrite<std::byte[]>(kChunk);
+  Shareable bytes{kChunk};
   std::vector<uint32_t> behind;
+  std::shared_ptr<Shareable> block;  // where `used` bytes have what chunks found
+  uint64_t used = 0;
+
+  // Keeps what was found.
+  void give(Chunk& chunk) {
+    const uint64_t size = behind.size() * sizeof(uint32_t);
+    if (size == 0) return;
+    if (!block || size > block->size() - used) {
+      block = std::make_shared<Shareable>(std::max(size, kBlockBytes));
+      used = 0;
+    }
+    auto* const to = reinterpret_cast<uint32_t*>(block->data() + used);
+    std::memcpy(to, behind.data(), size);
+    used += size;
+    chunk.behind = {to, behind.size()};
+    chunk.block = block;
+  }
 };
 
 class Scratches {
@@ -190,34 +213,44 @@ void look(uint32_t width, const Extent& extent, const std::byte* bytes, const Sc
   }
 }
 
-// Where documents begin, by what the chunks found; gives the memory of each chunk back.
-Documents put_together(std::vector<Chunk>& chunks, uint64_t tokens) {
+// Where documents begin, by what the chunks found; gives their memory back.
+Documents put_together(std::vector<Chunk>& chunks, uint64_t tokens, unsigned threads) {
+  std::vector<uint64_t> before;  // documents before each chunk
+  std::vector<uint64_t> blocks{0};
   uint64_t documents = 0;
-  for (const Chunk& chunk : chunks) documents += chunk.behind.size() + (chunk.skip == 0 ? 1 : 0);
+  const auto reach = [&](uint64_t begin, uint64_t known) {
+    while (blocks.size() <= begin >> 32) blocks.push_back(known);
+  };
+  for (const Chunk& chunk : chunks) {
+    before.push_back(documents);
+    reach(chunk.first, documents);
+    if (chunk.skip == 0) ++documents;
+    // Low halves rise, but where a block ends, of which a chunk has at most one.
+    if ((chunk.first + chunk.tokens) >> 32 != chunk.first >> 32) {
+      const auto wraps =
+          std::find_if(chunk.behind.begin(), chunk.behind.end(),
+                       [&](uint32_t value) { return value < static_cast<uint32_t>(chunk.first); });
+      if (wraps != chunk.behind.end()) {
+        reach((chunk.first >> 32 << 32) + (uint64_t{1} << 32),
+              documents + static_cast<uint64_t>(wraps - chunk.behind.begin()));
+      }
+    }
+    documents += chunk.behind.size();
+  }
+  reach(((tokens >> 32) + 1) << 32, documents);
   std::unique_ptr<Shareable> low;
   if (documents > 0) low = std::make_unique<Shareable>(documents * sizeof(uint32_t));
-  auto* const begins = low ? reinterpret_cast<uint32_t*>(low->data()) : nullptr;
-  std::vector<uint64_t> blocks{0};
-  uint64_t known = 0;
-  const auto reach = [&](uint64_t begin, uint64_t before) {
-    while (blocks.size() <= begin >> 32) blocks.push_back(before);
-  };
-  for (Chunk& chunk : chunks) {
-    reach(chunk.first, known);
-    if (chunk.skip == 0) begins[known++] = static_cast<uint32_t>(chunk.first);
-    const std::vector<uint32_t> behind = std::move(chunk.behind);
-    // Low halves rise, but where a block ends.
-    const auto wraps = std::find_if(behind.begin(), behind.end(), [&](uint32_t value) {
-      return value < static_cast<uint32_t>(chunk.first);
-    });
-    if (wraps != behind.end()) {
-      reach((chunk.first >> 32 << 32) + (uint64_t{1} << 32),
-            known + static_cast<uint64_t>(wraps - behind.begin()));
+  std::atomic<size_t> next{0};
+  share(static_cast<unsigned>(std::min<size_t>(threads, chunks.size())), [&](bool) {
+    for (size_t c = next++; c < chunks.size(); c = next++) {
+      Chunk& chunk = chunks[c];
+      auto* to = reinterpret_cast<uint32_t*>(low->data()) + before[c];
+      if (chunk.skip == 0) *to++ = static_cast<uint32_t>(chunk.first);
+      if (!chunk.behind.empty()) std::memcpy(to, chunk.behind.data(), chunk.behind.size_bytes());
+      chunk.behind = {};
+      chunk.block.reset();
     }
-    if (!behind.empty()) std::memcpy(begins + known, behind.data(), behind.size() * 4);
-    known += behind.size();
-  }
-  reach(((tokens >> 32) + 1) << 32, known);
+  });
   return {std::move(low), std::move(blocks), tokens};
 }
 
@@ -232,7 +265,7 @@ Documents scan_documents(const records::Storage& storage, uint32_t width,
   for (size_t e = 0; e < extents.size(); ++e) {
     const uint64_t most = reads ? kChunk / width : extents[e].tokens;
     for (uint64_t skip = 0; skip < extents[e].tokens; skip += most) {
-      chunks.push_back({e, skip, std::min(most, extents[e].tokens - skip), tokens + skip, {}});
+      chunks.push_back({e, skip, std::min(most, extents[e].tokens - skip), tokens + skip});
     }
     tokens += extents[e].tokens;
   }
@@ -245,17 +278,17 @@ Documents scan_documents(const records::Storage& storage, uint32_t width,
           const Extent& extent = extents[chunk.extent];
           auto scratch = scratches.take();
           scratch->behind.clear();
-          const std::span bytes(scratch->bytes.get(), chunk.tokens * width);
+          const std::span bytes(scratch->bytes.data(), chunk.tokens * width);
           records::read_range(reader, storage, extent.file, extent.offset + chunk.skip * width,
                               bytes);
           look(width, extent, bytes.data(), scan, chunk, scratch->behind,
                storage.files()[extent.file].path);
-          chunk.behind = scratch->behind;
+          scratch->give(chunk);
           scratches.give(std::move(scratch));
         },
         progress);
   }
-  return put_together(chunks, tokens);
+  return put_together(chunks, tokens, threads);
 }
 
 }  // namespace nostall::tokens

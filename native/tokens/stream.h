@@ -16,6 +16,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/error.h"
@@ -58,6 +59,9 @@ class Documents {
   Shareable* shareable() const noexcept { return block_.get(); }
 
  private:
+  // Where the last one begins; throws for the first one that cannot be.
+  uint64_t check_each() const;
+
   std::unique_ptr<Shareable> block_;
   std::span<const uint32_t> low_;
   std::vector<uint64_t> blocks_;  // (tokens >> 32) + 2 of them, the last one size()
@@ -79,6 +83,9 @@ struct Index {
 };
 
 std::vector<std::byte> serialize_index(const Index& index);
+// Writes the same as source::store_index() does, without another copy of the documents: 0 or -errno,
+// and the bytes.
+std::pair<int, uint64_t> store_index(const std::string& path, const Index& index);
 Result<Index> parse_index(std::span<const std::byte> bytes);
 // An index for other processes of this release, of whose documents the node has one copy: files that
 // nothing can change. Throws Error(io) if there can be none; Error(corruption) if files are no index.

@@ -3,6 +3,7 @@
 
 #include "base/crc32c.h"
 #include "base/sealed.h"
+#include "source/index.h"
 #include "tokens/stream.h"
 
 namespace nostall::tokens {
@@ -82,10 +83,9 @@ Error damaged(const std::string& what) {
 }
 
 // All but the low halves of the numbers of documents, and the checksum.
-Writer written_head(const Index& index, size_t room) {
+Writer written_head(const Index& index) {
   Writer w;
   const Documents& documents = *index.documents;
-  w.out.reserve(room + 4096);
   w.number(kTokensMagic);
   w.number(kTokensVersion);
   w.number(index.width);
@@ -166,11 +166,19 @@ Result<Index> with_documents(Head head, std::unique_ptr<Shareable> low) {
 }  // namespace
 
 std::vector<std::byte> serialize_index(const Index& index) {
-  const auto low = index.documents->low();
-  Writer w = written_head(index, low.size_bytes());
-  w.array(low);
+  Writer w = written_head(index);
+  w.array(index.documents->low());
   w.number(crc32c(w.out));
   return std::move(w.out);
+}
+
+std::pair<int, uint64_t> store_index(const std::string& path, const Index& index) {
+  const Writer head = written_head(index);
+  const auto low = std::as_bytes(index.documents->low());
+  Writer sum;
+  sum.number(crc32c(low, crc32c(head.out)));
+  return {source::store_parts(path, {head.out, low, sum.out}),
+          head.out.size() + low.size() + sum.out.size()};
 }
 
 Result<Index> parse_index(std::span<const std::byte> bytes) {
@@ -195,7 +203,7 @@ Result<Index> parse_index(std::span<const std::byte> bytes) {
 
 std::vector<Descriptor> share_index(const Index& index) {
   std::vector<Descriptor> files;
-  const Writer w = written_head(index, 0);
+  const Writer w = written_head(index);
   SealedMemory head("nostall-index", w.out.size());
   std::memcpy(head.data(), w.out.data(), w.out.size());
   files.push_back(head.seal());

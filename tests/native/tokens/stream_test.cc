@@ -3,8 +3,13 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
 #include <limits>
 #include <string>
 
@@ -62,6 +67,9 @@ TEST(Documents, RefuseWhatIsNoDivision) {
   for (const auto& said : std::vector<std::vector<uint64_t>>{{}, {1}, {0, 5, 4}, {0, 11}}) {
     EXPECT_THROW(Documents::of(said, 10), Error);
   }
+  // The first one begins behind 2^32 tokens, with a low half of 0.
+  auto low = std::make_unique<Shareable>(sizeof(uint32_t));
+  EXPECT_THROW(Documents(std::move(low), {0, 0, 1}, uint64_t{1} << 32), Error);
 }
 
 TEST(Scan, EndsDocumentsWithTheirIdAndWithTheirFile) {
@@ -81,6 +89,16 @@ TEST(Scan, FindsTheSameAcrossChunks) {
   const auto files = storage({values});
   const std::vector<Extent> extents{{0, 0, values.size()}};
   EXPECT_EQ(begins(scan_documents(*files, 2, extents, {3, 0}, 3)), expected);
+}
+
+// More documents than one block of memory has places for, beside few.
+TEST(Scan, KeepsAsManyDocumentsAsThereAre) {
+  const records::MemoryStorage files(
+      {std::string(3'000'000, '\3'), std::string(9, '\3'), std::string(1'500'000, '\3')});
+  const std::vector<Extent> extents{{0, 0, 3'000'000}, {1, 0, 9}, {2, 0, 1'500'000}};
+  const Documents documents = scan_documents(files, 1, extents, {3, 0}, 3);
+  ASSERT_EQ(documents.size(), 4'500'009u);
+  for (uint64_t i = 0; i < documents.size(); ++i) ASSERT_EQ(documents.begin(i), i);
 }
 
 TEST(Scan, NamesAnIdOutsideTheVocabulary) {
@@ -156,6 +174,13 @@ TEST(Index, IsStoredAsWritten) {
             "c82b876d");
   const Index parsed = parse_index(bytes).take();
   EXPECT_EQ(serialize_index(parsed), bytes);
+  const std::string path = testing::TempDir() + "stored-" + std::to_string(::getpid());
+  EXPECT_EQ(store_index(path, parsed), (std::pair<int, uint64_t>(0, bytes.size())));
+  std::ifstream file(path, std::ios::binary);
+  const std::string stored{std::istreambuf_iterator<char>(file), {}};
+  EXPECT_TRUE(std::ranges::equal(std::as_bytes(std::span(stored)), bytes));
+  std::filesystem::remove(path);
+  EXPECT_EQ(store_index("/no such folder/x", parsed).first, -ENOENT);
 }
 
 TEST(Index, RefusesWhatIsDamaged) {
