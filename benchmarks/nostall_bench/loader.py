@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 MODES = ("read", "transform", "fields", "recipe", "cached", "cold")
 LIMIT = "limit (C++)"
+IN_MEMORY = "limit in memory (C++)"  # of fields: no file is opened, as a loader's tiers spare it
 # What nostall-limit calls the modes that it has.
 LIMITS = {
     "read": "read",
@@ -121,7 +122,7 @@ def _mode(
         if limit is None:
             rows[LIMIT] = {"missing": "nostall-limit is not built"}
         else:
-            runners.append(LIMIT)
+            runners += [LIMIT, IN_MEMORY] if mode in FIELDS else [LIMIT]
     for name in chosen:
         if mode not in peers.LOADERS[name].modes:
             continue
@@ -160,8 +161,9 @@ def _mode(
             progress.update(task, description=f"{mode}: {label}")
             row = rows.setdefault(label, {"runs": []})
             try:
-                if name == LIMIT and limit is not None:
-                    run = _run_limit(limit, files, mode, _fields_of(home, data), arguments)
+                if name in (LIMIT, IN_MEMORY) and limit is not None:
+                    kept = name == IN_MEMORY
+                    run = _run_limit(limit, files, mode, _fields_of(home, data), arguments, kept)
                 else:
                     run = _run_worker(name, mode, where, home, arguments, tiers, storage)
                 row["runs"].append(run)
@@ -179,7 +181,12 @@ def _fields_of(home: Path, data: Path) -> Path:
 
 
 def _run_limit(
-    program: Path, files: list[str], mode: str, fields: Path, arguments: argparse.Namespace
+    program: Path,
+    files: list[str],
+    mode: str,
+    fields: Path,
+    arguments: argparse.Namespace,
+    in_memory: bool,
 ) -> dict[str, float]:
     import random
 
@@ -190,7 +197,7 @@ def _run_limit(
     )
     random.Random(0).shuffle(samples)
     epochs = measured_epochs(mode, arguments.quick)
-    line = run_limit(program, samples, arguments.threads, epochs, LIMITS[mode])
+    line = run_limit(program, samples, arguments.threads, epochs, LIMITS[mode], in_memory=in_memory)
     return {
         "samples_per_s": line["samples_per_s"],
         "cpu_ms_per_sample": line["cpu_ms_per_sample"],

@@ -22,12 +22,19 @@ def find_native(name: str) -> Path | None:
 
 
 def run_limit(
-    program: Path, samples: Sequence[str], threads: int, epochs: int, mode: str
+    program: Path,
+    samples: Sequence[str],
+    threads: int,
+    epochs: int,
+    mode: str,
+    *,
+    in_memory: bool = False,
 ) -> dict[str, float]:
     """What nostall-limit measures: so many threads that read samples, and make what the mode says.
 
     Args:
         samples: the paths of each, with tabs between them.
+        in_memory: files are read before the time begins.
 
     Raises:
         UsageError: it failed.
@@ -36,7 +43,7 @@ def run_limit(
         listing.write("\n".join(samples) + "\n")
         listing.flush()
         done = subprocess.run(
-            [str(program), listing.name, str(threads), str(epochs), mode],
+            [str(program), listing.name, str(threads), str(epochs), mode] + ["memory"] * in_memory,
             capture_output=True,
             text=True,
         )

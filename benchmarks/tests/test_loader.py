@@ -34,12 +34,12 @@ def test_quick_measures_nostall_and_torch(tmp_path: Path) -> None:
         torch = "torch, workers, " + ("NumPy" if mode in ("array", "wav") else "PIL")
         assert {"nostall", torch} <= set(rows)
         assert (loader.LIMIT in rows) == (mode in loader.LIMITS)
-        assert ("nostall, tar shards" in rows) == (mode in FIELDS)
+        assert ("nostall, tar shards" in rows) == (loader.IN_MEMORY in rows) == (mode in FIELDS)
         for name, row in rows.items():
             assert "error" not in row, row
             (only,) = row["runs"]
             assert only["samples_per_s"] > 0
-            if name != loader.LIMIT:
+            if name not in (loader.LIMIT, loader.IN_MEMORY):
                 assert only["samples"] == 128
                 assert only["pss_bytes"] > 0
     assert result["machine"]["cores"] >= 1

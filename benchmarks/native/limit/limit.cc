@@ -1,9 +1,13 @@
 // nostall-limit: what this machine can do with no loader at all. Threads take samples from a list
 // one by one, open, read and close their files, decode a random region of a JPEG and write it,
 // resampled, flipped and normalised, into float batches; nothing is ordered, cached, staged or
-// shared. The decoding is its own plain libjpeg loop; the resampling kernels are the image room's.
+// shared. The decoding is its own plain libjpeg loop; the resampling kernels, and the decoder of
+// masks, are the image room's.
 //
-//   nostall-limit LIST THREADS EPOCHS MODE
+//   nostall-limit LIST THREADS EPOCHS MODE [memory]
+//
+// With "memory" all files are read before the time begins, as a loader has them whose tiers hold the
+// data, and none is opened after that.
 //
 // A line of the list has the paths of a sample's files, with tabs between them. The modes "read",
 // "decode" and "transform" are for JPEG files; "mask" (a PNG of one channel and 8 bits), "boxes"
@@ -20,7 +24,6 @@
 
 // jpeglib.h needs stdio.h before it.
 #include <jpeglib.h>
-#include <spng.h>
 
 #include <algorithm>
 #include <atomic>
@@ -29,7 +32,9 @@
 #include <cstring>
 #include <fstream>
 #include <iostream>
+#include <latch>
 #include <memory>
+#include <span>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -42,6 +47,7 @@
 #include "base/file.h"
 #include "base/random.h"
 #include "image/geometry.h"
+#include "image/labels.h"
 #include "image/resample.h"
 
 namespace {
@@ -56,10 +62,19 @@ enum class Mode { read, decode, transform, mask, boxes, text, array, wav };
 constexpr std::string_view kModes[] = {"read",  "decode", "transform", "mask",
                                        "boxes", "text",   "array",     "wav"};
 
-// The bytes of a file, in memory that is used again.
+struct File {
+  std::string path;
+  std::vector<unsigned char> kept{};  // its bytes, with "memory"
+};
+
+// The bytes of a file, in memory that is used again, or where they are kept.
 class Contents {
  public:
-  void read(const std::string& path) {
+  void read(const File& from) {
+    data_ = from.kept.data();
+    size_ = from.kept.size();
+    if (data_ != nullptr) return;
+    const std::string& path = from.path;
     const nostall::Descriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC));
     struct stat status {};
     if (!file || fstat(file.get(), &status) != 0) throw std::runtime_error("cannot open " + path);
@@ -68,10 +83,19 @@ class Contents {
     if (pread(file.get(), bytes_.data(), size_, 0) != status.st_size) {
       throw std::runtime_error("cannot read " + path);
     }
+    data_ = bytes_.data();
   }
   // The file behind its first `header` bytes, straight to where it belongs.
   template <typename Place>
-  void read_into(const std::string& path, size_t header, Place&& place) {
+  void read_into(const File& from, size_t header, Place&& place) {
+    const std::string& path = from.path;
+    if (!from.kept.empty()) {
+      if (from.kept.size() < header) throw std::runtime_error(path + " is shorter than its header");
+      data_ = from.kept.data();
+      size_ = header;
+      std::memcpy(place(from.kept.size() - header), data_ + header, from.kept.size() - header);
+      return;
+    }
     const nostall::Descriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC));
     struct stat status {};
     if (!file || fstat(file.get(), &status) != 0) throw std::runtime_error("cannot open " + path);
@@ -79,21 +103,23 @@ class Contents {
     if (size < header) throw std::runtime_error(path + " is shorter than its header");
     size_ = header;
     if (bytes_.size() < header) bytes_.resize(header);
+    data_ = bytes_.data();
     const iovec parts[2] = {{bytes_.data(), header}, {place(size - header), size - header}};
     if (preadv(file.get(), parts, 2, 0) != status.st_size) {
       throw std::runtime_error("cannot read " + path);
     }
   }
-  const unsigned char* data() const { return bytes_.data(); }
+  const unsigned char* data() const { return data_; }
   size_t size() const { return size_; }
   // Behind a header of `bytes` bytes.
   const unsigned char* behind(size_t bytes) const {
     if (size_ < bytes) throw std::runtime_error("a file is shorter than its header");
-    return bytes_.data() + bytes;
+    return data_ + bytes;
   }
 
  private:
   std::vector<unsigned char> bytes_;
+  const unsigned char* data_ = nullptr;
   size_t size_ = 0;
 };
 
@@ -106,12 +132,12 @@ struct Cut {
 // What lies beside an image, or stands alone.
 class Companion {
  public:
-  explicit Companion(Mode mode) : mode_(mode), png_(nullptr, &spng_ctx_free) {}
+  explicit Companion(Mode mode) : mode_(mode) {}
 
-  void sample(const std::string& path, const Cut& cut) {
+  void sample(const File& file, const Cut& cut) {
     place_ = filled_++ % kBatch;
-    if (mode_ == Mode::array) return array(path);
-    file_.read(path);
+    if (mode_ == Mode::array) return array(file);
+    file_.read(file);
     if (mode_ == Mode::mask) mask(cut);
     if (mode_ == Mode::boxes) boxes(cut);
     if (mode_ == Mode::text) append(file_.data(), file_.size());
@@ -120,19 +146,12 @@ class Companion {
 
  private:
   void mask(const Cut& cut) {
-    png_.reset(spng_ctx_new(0));
-    size_t size = 0;
-    spng_ihdr header{};
-    if (spng_set_png_buffer(png_.get(), file_.data(), file_.size()) != 0 ||
-        spng_get_ihdr(png_.get(), &header) != 0 ||
-        spng_decoded_image_size(png_.get(), SPNG_FMT_RAW, &size) != 0 ||
-        size != size_t{header.width} * header.height) {
+    const auto labels = nostall::image::decode_labels(
+        std::as_bytes(std::span(file_.data(), file_.size())), uint64_t{1} << 30, labels_);
+    if (!labels || labels.value().wide) {
       throw std::runtime_error("a mask is no PNG of one channel and 8 bits");
     }
-    uint8_t* labels = labels_.reserve(size);
-    if (spng_decode_image(png_.get(), labels, size, SPNG_FMT_RAW, 0) != 0) {
-      throw std::runtime_error("a mask cannot be decoded");
-    }
+    const auto* values = reinterpret_cast<const uint8_t*>(labels.value().values);
     batch_.resize(kBatch * kSide * kSide * sizeof(int64_t));
     int64_t columns[kSide];
     for (int64_t x = 0; x < kSide; ++x) {
@@ -141,7 +160,7 @@ class Companion {
     }
     auto* out = reinterpret_cast<int64_t*>(batch_.data()) + place_ * kSide * kSide;
     for (int64_t y = 0; y < kSide; ++y) {
-      const uint8_t* row = labels + (cut.box.y + y * cut.box.height / kSide) * header.width;
+      const uint8_t* row = values + (cut.box.y + y * cut.box.height / kSide) * labels.value().width;
       for (int64_t x = 0; x < kSide; ++x) *out++ = row[columns[x]];
     }
   }
@@ -166,13 +185,13 @@ class Companion {
     }
   }
 
-  void array(const std::string& path) {
+  void array(const File& file) {
     constexpr size_t kHeader = 128;  // as NumPy writes it
-    file_.read_into(path, kHeader, [this](size_t size) {
+    file_.read_into(file, kHeader, [this](size_t size) {
       batch_.resize(std::max(batch_.size(), kBatch * size));
       return batch_.data() + static_cast<size_t>(place_) * size;
     });
-    if (header_of_array() != kHeader) throw std::runtime_error(path + " has a longer header");
+    if (header_of_array() != kHeader) throw std::runtime_error(file.path + " has a longer header");
   }
 
   void sound() {
@@ -205,7 +224,6 @@ class Companion {
 
   Mode mode_;
   Contents file_;
-  std::unique_ptr<spng_ctx, decltype(&spng_ctx_free)> png_;
   nostall::image::Buffer labels_;
   std::vector<unsigned char> batch_;
   int64_t filled_ = 0, place_ = 0;
@@ -229,8 +247,8 @@ class Worker {
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
 
-  Cut sample(const std::string& path, uint32_t epoch, uint64_t index) {
-    file_.read(path);
+  Cut sample(const File& file, uint32_t epoch, uint64_t index) {
+    file_.read(file);
     if (mode_ == Mode::read) return {};
     nostall::SampleRandom random(0, epoch, index);
     jpeg_mem_src(&jpeg_, file_.data(), file_.size());
@@ -334,14 +352,14 @@ unsigned number(const char* name, const std::string& text) {
   return value;
 }
 
-std::vector<std::vector<std::string>> listed(const std::string& path, size_t files) {
-  std::vector<std::vector<std::string>> samples;
+std::vector<std::vector<File>> listed(const std::string& path, size_t files) {
+  std::vector<std::vector<File>> samples;
   std::ifstream list(path);
   for (std::string line; std::getline(list, line);) {
     if (line.empty()) continue;
     std::istringstream parts(line);
-    std::vector<std::string>& sample = samples.emplace_back();
-    for (std::string part; std::getline(parts, part, '\t');) sample.push_back(part);
+    std::vector<File>& sample = samples.emplace_back();
+    for (std::string part; std::getline(parts, part, '\t');) sample.push_back({part});
     if (sample.size() != files) {
       throw std::runtime_error("a line of " + path + " has not " + std::to_string(files) +
                                " paths: " + line);
@@ -358,29 +376,47 @@ int measure(const std::vector<std::string>& arguments) {
   if (known == std::end(kModes)) throw std::runtime_error("there is no mode " + name);
   const auto mode = static_cast<Mode>(known - std::begin(kModes));
   const bool alone = mode >= Mode::array, beside = mode >= Mode::mask && !alone;
-  const std::vector<std::vector<std::string>> samples = listed(arguments[0], beside ? 2 : 1);
+  std::vector<std::vector<File>> samples = listed(arguments[0], beside ? 2 : 1);
+  for (size_t i = 0; arguments.size() > 4 && i < samples.size(); ++i) {
+    for (File& file : samples[i]) {
+      Contents contents;
+      contents.read(file);
+      file.kept.assign(contents.data(), contents.data() + contents.size());
+    }
+  }
 
   const uint64_t total = uint64_t{epochs} * samples.size();
-  std::atomic<uint64_t> next{0};
-  std::atomic<int64_t> cpu{0};
+  std::atomic<uint64_t> warmed{0}, next{0};
+  std::atomic<int64_t> cpu{0}, begin{0};
   std::vector<std::string> failures(threads);
-  const int64_t begin = nostall::now_ns();
+  std::latch warm(threads);
   std::vector<std::thread> workers;
   for (unsigned t = 0; t < threads; ++t) {
     workers.emplace_back([&, t] {
+      bool arrived = false;
+      int64_t before = 0;
       try {
         Worker worker(mode);
         Companion companion(mode);
-        for (uint64_t i = next++; i < total; i = next++) {
-          const std::vector<std::string>& paths = samples[i % samples.size()];
+        const auto make = [&](uint64_t i) {
+          const std::vector<File>& files = samples[i % samples.size()];
           Cut cut;
-          if (!alone) cut = worker.sample(paths[0], static_cast<uint32_t>(i / samples.size()), i);
-          if (alone || beside) companion.sample(paths.back(), cut);
-        }
+          if (!alone) cut = worker.sample(files[0], static_cast<uint32_t>(i / samples.size()), i);
+          if (alone || beside) companion.sample(files.back(), cut);
+        };
+        // As of loaders, a first epoch touches all memory before the time begins.
+        for (uint64_t i = warmed++; i < samples.size(); i = warmed++) make(i);
+        arrived = true;
+        warm.arrive_and_wait();
+        int64_t none = 0;
+        begin.compare_exchange_strong(none, nostall::now_ns());
+        before = nostall::thread_cpu_ns();
+        for (uint64_t i = next++; i < total; i = next++) make(i);
       } catch (const std::exception& error) {
         failures[t] = error.what();
+        if (!arrived) warm.count_down();
       }
-      cpu += nostall::thread_cpu_ns();
+      cpu += nostall::thread_cpu_ns() - before;
     });
   }
   for (std::thread& worker : workers) worker.join();
@@ -398,11 +434,11 @@ int measure(const std::vector<std::string>& arguments) {
 }  // namespace
 
 int main(int argc, char** argv) try {
-  if (argc != 5) {
+  if (argc != 5 && (argc != 6 || std::string_view(argv[5]) != "memory")) {
     std::string modes;
     for (const std::string_view mode : kModes)
       modes += (modes.empty() ? "" : "|") + std::string(mode);
-    throw std::runtime_error("usage: LIST THREADS EPOCHS " + modes);
+    throw std::runtime_error("usage: LIST THREADS EPOCHS " + modes + " [memory]");
   }
   return measure(std::vector<std::string>(argv + 1, argv + argc));
 } catch (const std::exception& error) {
