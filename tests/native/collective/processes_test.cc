@@ -9,6 +9,7 @@
 #include <filesystem>
 #include <fstream>
 
+#include "base/clock.h"
 #include "base/error.h"
 #include "collective/communicator.h"
 #include "ranks.h"
