@@ -70,7 +70,8 @@ std::string arguments_of(const plan::JobSpec& job, const source::Source& source,
   line("bytes of the data set", std::to_string(source.total_bytes()));
   // Not its name: to describe a sample may take reads.
   line("fingerprint of the data set", std::to_string(source.fingerprint()));
-  line("batch_size", std::to_string(job.global_batch / std::max(1u, job.world)));
+  // Of all ranks: a share may be the same where the whole is not.
+  line("global_batch_size", std::to_string(job.global_batch));
   line("epochs", std::to_string(job.epochs));
   line("steps", std::to_string(job.steps));
   line("seed", std::to_string(job.seed));

@@ -405,7 +405,11 @@ def test_ranks_that_disagree_are_told_so(image_folder: Path) -> None:
             ({"seed": 2}, r"seed \(2 here, 1 there\);"),
             (
                 {"batch_size": 8, "epochs": 3},
-                r"batch_size \(8 here, 4 .*epochs \(3 here, 2 there\);",
+                r"global_batch_size \(16 here, 8 .*epochs \(3 here, 2 there\);",
+            ),
+            (  # whose half, rounded down, is the same
+                {"batch_size": None, "global_batch_size": 9},
+                r"global_batch_size \(9 here, 8 there\), world of the order",
             ),
             ({"drop_last": True}, r"drop_last \(True here, False there\);"),
             ({"shuffle": False}, r"order \(sequential here, torch there\);"),
