@@ -28,9 +28,12 @@ _taken: list[socket.socket] = []
 
 def free_port() -> int:
     """A port of this machine that no other test gets, and no process that asks for any."""
-    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    given = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    lowest, highest = map(int, given)  # of those that are given out
+    ports = range(max(1024, lowest - 8000), lowest) or range(highest + 1, 65536)
+    ports = ports or range(1024, 65536)  # all are
     while True:
-        port = lowest - 1 - secrets.randbelow(8000)
+        port = secrets.choice(ports)
         with (
             contextlib.suppress(OSError),
             socket.socket() as probe,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import prefork
 import pytest
+from nodes import free_port
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "elastic.py"
@@ -23,11 +23,13 @@ from torch import distributed
 import nostall
 
 node, gone, *sys.argv = sys.argv[1:]
+torchrun = os.getppid()
 save, all_reduce, saves = nostall.Checkpointer.save, distributed.all_reduce, []
 
 def saved(self, state, step):
     while distributed.get_world_size() < 3 and not Path(gone).exists():
         time.sleep(0.1)  # torchrun restarts the ranks when the other node comes
+        assert os.getppid() == torchrun
     saves.append(save(self, state, step))
 
 def reduced(tensor):
@@ -48,9 +50,7 @@ def test_a_lost_node_loses_no_sample(tmp_path: Path) -> None:
     made = prefork.run([str(ROOT / "examples" / "make-data.py"), str(tmp_path)], timeout=60)
     assert made.returncode == 0, made.stderr
     (tmp_path / "node.py").write_text(NODE)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    endpoint = f"127.0.0.1:{free_port()}"
     nodes = []
     for node, ranks in (("kept", 2), ("lost", 1)):
         # The kept one has the store where they meet. A node is lost after 6 s without a sign of it.

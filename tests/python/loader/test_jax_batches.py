@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -85,8 +84,9 @@ def main(folder: Path, rank: int, address: str) -> dict[str, Any]:
 
 
 def test_arrays_on_devices_and_over_shardings_of_two_processes(image_folder: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    from nodes import free_port  # not where this file is a rank's program
+
+    port = free_port()
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
