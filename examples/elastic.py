@@ -43,7 +43,7 @@ def main(root, checkpoints):
         for epoch in loader.epochs():
             for images, labels in epoch:
                 # DDP takes the mean over ranks, whose parts differ by one sample at most: scaled
-                # so, it is the mean over the samples of the global batch.
+                # so, each sample weighs the same, also in a last batch that has fewer of them.
                 loss = torch.nn.functional.cross_entropy(model(images), labels, reduction="sum")
                 (loss * ranks / GLOBAL_BATCH).backward()
                 optimizer.step()
