@@ -54,19 +54,25 @@ def test_what_fails_a_run(tmp_path: Path) -> None:
     (tmp_path / "test_on.py").write_text(TESTS)
     root = Path(__file__).resolve().parents[3]
     words = [sys.executable, "-m", "pytest", "-c", root / "pyproject.toml", "--device", "simdev"]
-    run = subprocess.run(
-        [*words, "-p", "conftest", "-p", "no:cacheprovider", tmp_path / "test_on.py"],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        cwd=root,
-        # A run of its own, whose processes are not those of this one.
-        env={k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")},
+    words += ["-p", "conftest", "-p", "no:cacheprovider", tmp_path / "test_on.py"]
+    run, nothing = (
+        subprocess.run(
+            [*words, *chosen],
+            capture_output=True,
+            text=True,
+            timeout=200,
+            cwd=root,
+            # A run of its own, whose processes are not those of this one.
+            env={k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")},
+        )
+        for chosen in ((), ("-k", "test_not_on_it"))
     )
-    assert "2 passed" in run.stdout and "2 failed" in run.stdout, run.stdout + run.stderr
-    assert "nothing of it was on simdev: see host_only.toml" in run.stdout
+    assert "1 passed" in nothing.stdout and nothing.returncode == 1, nothing.stdout
+    assert "3 passed" in run.stdout and "1 failed" in run.stdout, run.stdout + run.stderr
     assert "no event" in run.stdout
     assert "2 tests ran on simdev, 0 stay on the host" in run.stdout
+    told = run.stdout.partition("1 had nothing there and are not listed\n")[2]
+    assert "::test_not_on_it" in told.splitlines()[0]
 
 
 def test_every_place_that_orders_a_device_is_known() -> None:
