@@ -17,7 +17,7 @@ CLANG_FORMAT := $(firstword $(foreach v,clang-format-14 clang-format-19 clang-fo
 SOURCES := $(shell git ls-files native bindings mpi tools cmake python CMakeLists.txt pyproject.toml 2>/dev/null)
 BENCHMARKS := $(shell git ls-files benchmarks/native benchmarks/nostall_bench benchmarks/CMakeLists.txt benchmarks/pyproject.toml 2>/dev/null)
 
-.PHONY: demo docs test wheel dlio-test ray-test device-test native-test python-test build lint format sanitize sanitize-all fuzz campaign bench clean help
+.PHONY: demo docs test wheel dlio-test trainers-test device-test native-test python-test build lint format sanitize sanitize-all fuzz campaign bench clean help
 
 help:
 	@echo "make demo      train on a slow file system, with and without nostall (under 5 minutes)"
@@ -125,14 +125,16 @@ dlio-test: build
 	@[ -d build/dlio/dlio_benchmark ] || $(BIN)/python -m pip install -q --no-deps --target build/dlio "dlio-benchmark==2.*"
 	@PYTHONPATH=$(CURDIR)/build/dlio $(BIN)/python -m pytest tests/dlio
 
-# Ray takes half a minute to start a cluster and workers, and 270 MB, so it is no part of `make test`.
-ray-test: build
-	@echo "installing Ray into build/ray (270 MB)"
-	@[ -d build/ray ] || $(BIN)/python -m venv build/ray
+# Ray and DeepSpeed: 310 MB, half a minute to start a cluster, and minutes to compile at the first use, so
+# they are no part of `make test`.
+trainers-test: build
+	@echo "installing Ray and DeepSpeed into build/trainers (310 MB)"
+	@[ -d build/trainers ] || $(BIN)/python -m venv build/trainers
 	@$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' \
-	  >"$$(build/ray/bin/python -c 'import site; print(site.getsitepackages()[0])')/venv.pth"
-	@$(BIN)/python scripts/requirements ray | xargs -d '\n' build/ray/bin/python -m pip install -q
-	@build/ray/bin/python -m pytest tests/ray_train
+	  >"$$(build/trainers/bin/python -c 'import site; print(site.getsitepackages()[0])')/venv.pth"
+	@build/trainers/bin/python -m pip install -q wheel
+	@$(BIN)/python scripts/requirements ray deepspeed | DS_BUILD_OPS=0 xargs -d '\n' build/trainers/bin/python -m pip install -q --no-build-isolation
+	@build/trainers/bin/python -m pytest tests/trainers
 
 bench: build
 	@$(BIN)/python scripts/requirements benchmarks.peers | xargs -d '\n' $(BIN)/python -m pip install -q

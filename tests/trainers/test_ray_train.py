@@ -1,4 +1,4 @@
-"""The example for Ray Train, with the real package: `make ray-test`."""
+"""The example for Ray Train, with the real package: `make trainers-test`."""
 
 from __future__ import annotations
 
