@@ -87,7 +87,7 @@ def run(
     results = []
     try:
         for process in ranks:
-            out, errors = process.communicate(timeout=90)
+            out, errors = process.communicate(timeout=250)
             assert process.returncode == 0, errors
             results.append(json.loads(out))
     finally:

@@ -400,7 +400,7 @@ def test_a_rank_that_dies_ends_the_others() -> None:
     code = """
 model = Net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-optimizer = nt.DistributedOptimizer(optimizer, model.named_parameters(), nt.SyncOptions(timeout=20))
+optimizer = nt.DistributedOptimizer(optimizer, model.named_parameters(), nt.SyncOptions(timeout=60))
 for step in range(100):
     x, y = data(step, rank)
     optimizer.zero_grad()
