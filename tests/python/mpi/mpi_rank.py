@@ -539,7 +539,6 @@ def killed_with_child() -> None:
 
 def absent() -> None:
     """A rank that does not come, once."""
-    world.allgather(rank)  # the MPI's own: the limit is short for ranks that are still starting
     world.Barrier()
     if rank == 1:
         time.sleep(60)  # rank 0 ends the job
@@ -649,7 +648,6 @@ def disagreeing_by_arrival() -> None:
 
 def absent_elsewhere() -> None:
     """A rank that does not come ends the waiting on the other node as well."""
-    world.allgather(rank)  # as in absent()
     if node == 0:
         os.environ["NOSTALL_MPI_TIMEOUT"] = "3"  # the other node's is a day
     comm = world.Dup()
@@ -666,7 +664,6 @@ def absent_elsewhere() -> None:
 
 def absent_node() -> None:
     """A node that does not come is named as such, before the first rank that waits for it."""
-    world.allgather(rank)  # as in absent()
     comm = world.Dup()
     comm.Barrier()
     if node == nodes - 1:
