@@ -5,6 +5,7 @@
 #include <string_view>
 #include <utility>
 
+#include "base/fnv.h"
 #include "base/mutex.h"
 #include "collective/algorithms.h"
 #include "collective/arena.h"
@@ -361,6 +362,7 @@ void Communicator::allgatherv(const void* in, std::span<const Gathered> parts) {
   }
   const uint64_t mine = parts[rank()].bytes;
   uint64_t all = 0;
+  Fnv sizes;
   check_buffer("allgatherv", in, mine, 1);
   for (const Gathered& part : parts) {
     check_buffer("allgatherv", part.to, part.bytes, 1);
@@ -368,8 +370,10 @@ void Communicator::allgatherv(const void* in, std::span<const Gathered> parts) {
       refuse_overlap("allgatherv", in, mine, part.to, part.bytes, parts[rank()].to);
     }
     all += part.bytes;
+    sizes.number(part.bytes);
   }
-  const Impl::Turn turn(*impl_, Call::allgatherv, 0, 0, all, mine);
+  const Impl::Turn turn(*impl_, Call::allgatherv, 0, static_cast<uint16_t>(sizes.value()), all,
+                        mine);
   impl_->gather(in, parts);
 }
 

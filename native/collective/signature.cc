@@ -39,6 +39,9 @@ std::string describe_signature(uint64_t signature) {
                       std::string(name_of(static_cast<Op>(op)))
           : reduces ? std::string("elements, an operation of the user")
                     : std::string("bytes");
+  if (call == Call::allgatherv) {
+    text += ", in parts whose sizes have the hash " + std::to_string((signature >> 34) & 0xffffu);
+  }
   if (call == Call::reduce || call == Call::broadcast) {
     text += (call == Call::reduce ? ", to rank " : ", from rank ") +
             std::to_string((signature >> 50) & 0x3ffu);

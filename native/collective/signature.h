@@ -15,7 +15,7 @@ enum class Call : uint8_t {
   broadcast,
   reduce_scatter,
   allgather,
-  allgatherv,  // its count: the bytes of all ranks
+  allgatherv,  // its count: the bytes of all ranks; in place of a type: a hash of their sizes
 };
 
 inline constexpr uint64_t kCountBits = 34;

@@ -442,6 +442,17 @@ TEST(Communicator, NamesTheCallsThatDoNotMatch) {
     EXPECT_THAT(what, HasSubstr("barrier"));
     EXPECT_THAT(what, HasSubstr("broadcast of 4 bytes, from rank 0"));
   });
+  for (const uint64_t bytes : {8u, 100'000u}) {
+    run_threads(2, [bytes](Communicator& c) {
+      // Each rank gives twice what the other one expects of it, and the sums are the same.
+      const uint64_t of_0 = c.rank() == 0 ? 2 * bytes : bytes;
+      std::vector<std::byte> mine(2 * bytes), out(3 * bytes);
+      const std::vector<Gathered> parts{{out.data(), of_0}, {out.data() + of_0, 3 * bytes - of_0}};
+      EXPECT_THAT(error_of([&] { c.allgatherv(mine.data(), parts); }),
+                  HasSubstr("allgatherv of " + std::to_string(3 * bytes) +
+                            " bytes, in parts whose sizes have the hash "));
+    });
+  }
   for (const Algorithm algorithm : kAll) {
     run_threads(2, [&](Communicator& c) {
       int32_t value = 0;
