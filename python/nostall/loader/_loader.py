@@ -167,8 +167,9 @@ class DataLoader:
     The order is that of ``torch.utils.data.DataLoader(dataset, batch_size, sampler=
     DistributedSampler(dataset, shuffle=shuffle, seed=seed, drop_last=drop_last),
     drop_last=drop_last)`` with ``set_epoch`` called, bit for bit, independent of caches, threads and
-    failures. Native transforms draw from (seed, epoch, sample, occurrence), so they repeat exactly
-    too. So do those of Python callables that use their `Context`.
+    failures; with `global_batch_size`, that of one rank, whose batches the ranks share. Native
+    transforms draw from (seed, epoch, sample, occurrence), so they repeat exactly too. So do those
+    of Python callables that use their `Context`.
 
     Args:
         dataset: where samples come from, for example ``nostall.ImageFolder(path)``.
