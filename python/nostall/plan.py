@@ -316,7 +316,7 @@ class Plan:
         steps: global batches of the job, instead of `epochs`: the last epoch ends with them.
         scheme: how a global batch is divided [Böhringer 2020, sec. 4.1.3].
         order_world: the ranks that padding and dropping follow; 1 pads nothing. `world_size` if None.
-        global_batch_size: samples of a batch over all ranks, instead of `batch_size`.
+        global_batch_size: samples of a batch over all ranks; `batch_size` has no effect then.
 
     Raises:
         UsageError: arguments that cannot be planned, named with their value.

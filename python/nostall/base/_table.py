@@ -312,8 +312,8 @@ _LOADER = (
         "global_batch_size",
         _or_none(_integer(1, 2**31 - 1)),
         None,
-        "samples of a batch over all ranks, instead of `batch_size`, for any number of ranks: their "
-        "parts differ by one at most, and an epoch has each sample once",
+        "samples of a batch over all ranks, instead of `batch_size`, for any number of ranks, which "
+        "`scheme` divides it among: an epoch has each sample once",
         "`batch_size` times the ranks",
     ),
     _loader(

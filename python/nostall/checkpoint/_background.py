@@ -634,16 +634,23 @@ class BackgroundWriter:
         """
         with self._lock:
             self._looking += 1
-            self._lock.wait_for(lambda: not self._removing)
+            if not self._lock.wait_for(lambda: not self._removing, self.settings.timeout):
+                _log.warning(
+                    "old checkpoints are being removed for %g s already: the restore begins",
+                    self.settings.timeout,
+                )
         try:
             yield
         finally:
             with self._lock:
                 self._looking -= 1
-                if self._retain_later and not self._looking:
-                    self._retain_later = False
-                    self._retain_due = not self._start("drain")
-                    self._lock.notify_all()
+                due = self._retain_later and not self._looking
+                alone = due and bool(self._start("drain"))
+                if due:
+                    self._retain_later, self._retain_due = False, not alone
+                self._lock.notify_all()
+            if alone:
+                self._retain()
 
     def _retain(self) -> None:
         if not self._cleans:

@@ -173,7 +173,8 @@ class DataLoader:
 
     Args:
         dataset: where samples come from, for example ``nostall.ImageFolder(path)``.
-        batch_size: samples per rank and batch; or pass `global_batch_size`, those of all ranks.
+        batch_size: samples per rank and batch; or pass `global_batch_size`, those of all ranks: then a
+            rank may have no sample in the last batch of an epoch.
         epochs: how many epochs the job has; None if it has no end: then each iteration of the loader
             gives the next epoch. Many epochs cost no more than few.
         seed: fixes order and augmentation. If None, rank 0 draws one and all ranks take it, for which
@@ -316,6 +317,13 @@ class DataLoader:
                 f"global_batch_size={whole} is less than a sample for each of {ranks} ranks"
             )
         else:
+            whole_array = getattr(self._options.device, "is_fully_addressable", True)
+            if not whole_array and (whole % ranks or not self.drop_last):
+                raise UsageError(
+                    f"global_batch_size={whole} on {ranks} ranks with drop_last={self.drop_last} gives "
+                    f"them parts of several sizes, which no array over {self._options.device} can be "
+                    "made of: pass a multiple of the ranks and drop_last=True, or batch_size"
+                )
             self._batch_size = (whole + ranks - 1 - self.world.rank) // ranks
             self._global_batch = whole
         # Without a size for each rank nothing needs to be repeated; sub-batches are those of ranks.
@@ -571,7 +579,9 @@ class DataLoader:
                 if key == "global_batch" and key in state:
                     each, rest = divmod(state[key], self.world.world_size)
                     hint = f": with {self.world.world_size} ranks pass " + (
-                        f"global_batch_size={state[key]}" if rest else f"batch_size={each}"
+                        f"global_batch_size={state[key]}"
+                        if rest or self._options.global_batch_size is not None
+                        else f"batch_size={each}"
                     )
                 if key == "dataset" and not self.dataset._pairs:
                     hint = ": it is another data set, or was opened with other options or fields="

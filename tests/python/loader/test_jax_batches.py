@@ -80,6 +80,12 @@ def main(folder: Path, rank: int, address: str) -> dict[str, Any]:
     source = nostall.ImageFolder(folder, index=False)
     with pytest.raises(UsageError, match="pass output="):
         nostall.DataLoader(source, 4, transforms=steps, output="numpy", device="cpu:0")
+    uneven: dict[str, Any] = {"output": "jax", "device": sharding, **job}
+    for whole, dropped in ((8, False), (7, True)):
+        with pytest.raises(UsageError, match="parts of several sizes"):
+            nostall.DataLoader(
+                source, transforms=steps, global_batch_size=whole, drop_last=dropped, **uneven
+            )
     return {"sums": sums, "labels": [labels.tolist() for _, labels in host]}
 
 
