@@ -1,5 +1,6 @@
 // MPI_Allgather and MPI_Allgatherv, which are answered here on communicators within a node.
 #include <algorithm>
+#include <new>
 #include <vector>
 
 #include "base/error.h"
@@ -119,6 +120,8 @@ int answer(Gathering call, MPI_Comm comm, Fill fill, Pass pass) {
     gather(*state, call, comm);
   } catch (const Error& error) {
     return failed(*state, comm, error);
+  } catch (const std::bad_alloc&) {
+    return failed_without_memory(*state, comm);
   }
   return traced.ours(state, bytes_of(call.count, call.from));
 }

@@ -1,4 +1,5 @@
 // What starts now and ends later: nonblocking and persistent calls, and the waits for requests.
+#include <new>
 #include <utility>
 
 #include "base/error.h"
@@ -24,6 +25,8 @@ int start(CommunicatorState& state, std::function<void()> run, MPI_Request* requ
       run();
     } catch (const Error& error) {
       return fail(MPI_COMM_WORLD, error);  // its communicator may have been freed
+    } catch (const std::bad_alloc&) {
+      return fail(MPI_COMM_WORLD, Error(ErrorKind::io, "no memory for a nonblocking collective"));
     }
     return MPI_SUCCESS;
   };

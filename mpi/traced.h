@@ -1,6 +1,9 @@
 // mpi/traced.h - the record of a call that may be answered here, and what it returns when it fails.
 #pragma once
 
+#include <string>
+
+#include "base/error.h"
 #include "between.h"
 #include "profile.h"
 #include "wrappers.h"
@@ -35,6 +38,14 @@ class Traced {
 inline int failed(CommunicatorState& state, MPI_Comm comm, const Error& error) {
   notify_other_nodes(state, error);
   return fail(comm, error);
+}
+
+// The same where this rank has no memory for its part: the others do not wait for it.
+inline int failed_without_memory(CommunicatorState& state, MPI_Comm comm) {
+  const Error why(ErrorKind::io, "rank " + std::to_string(state.rank) +
+                                     " has no memory for its part of a collective call");
+  if (state.node) state.node->end(why);
+  return failed(state, comm, why);
 }
 
 }  // namespace nostall::mpi

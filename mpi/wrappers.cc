@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <new>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -50,6 +51,8 @@ int allreduce(const void* send, void* receive, uint64_t count, MPI_Datatype type
     out.write_back();
   } catch (const Error& error) {
     return failed(*state, comm, error);
+  } catch (const std::bad_alloc&) {
+    return failed_without_memory(*state, comm);
   }
   return traced.ours(state, count * reducer->element_bytes());
 }
@@ -77,6 +80,8 @@ int reduce(const void* send, void* receive, uint64_t count, MPI_Datatype type, M
     if (is_root) out.write_back();
   } catch (const Error& error) {
     return failed(*state, comm, error);
+  } catch (const std::bad_alloc&) {
+    return failed_without_memory(*state, comm);
   }
   return traced.ours(state, count * reducer->element_bytes());
 }
@@ -131,6 +136,8 @@ int bcast(void* buffer, uint64_t count, MPI_Datatype type, int root, MPI_Comm co
     if (!is_root) data.unpack();
   } catch (const Error& error) {
     return failed(*state, comm, error);
+  } catch (const std::bad_alloc&) {
+    return failed_without_memory(*state, comm);
   }
   return traced.ours(state, bytes);
 }
@@ -156,6 +163,8 @@ int barrier(MPI_Comm comm) {
     }
   } catch (const Error& error) {
     return failed(*state, comm, error);
+  } catch (const std::bad_alloc&) {
+    return failed_without_memory(*state, comm);
   }
   return traced.ours(state, 0);
 }

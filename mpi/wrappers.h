@@ -38,10 +38,12 @@ class Aligned {
   std::vector<std::byte> copy_;
 };
 
+// More than a call of ours takes where it is more than 64 bits hold.
 inline uint64_t bytes_of(uint64_t count, MPI_Datatype type) {
-  int size = 0;
-  PMPI_Type_size(type, &size);
-  return count * static_cast<uint64_t>(size > 0 ? size : 0);
+  MPI_Count size = 0;
+  PMPI_Type_size_x(type, &size);
+  const auto each = static_cast<uint64_t>(size > 0 ? size : 0);
+  return each > 0 && count > UINT64_MAX / each ? UINT64_MAX : count * each;
 }
 
 // The bytes of a message that may have gaps, as all ranks see them; the type may be freed

@@ -136,7 +136,9 @@ void posted_allgather(Steps& steps, const std::byte* in, std::span<const Gathere
     const auto take = [&](uint32_t r) {
       std::byte* const to = static_cast<std::byte*>(parts[r].to) + at;
       const uint64_t bytes = bytes_of(r);
-      if (bytes > 0 && to != in + at) copy(to, steps.shared().stage(r, step, bytes), bytes, false);
+      // Only its own data may be there already: without any, `in` may be where another rank's go.
+      const bool there = r == steps.rank() && to == in + at;
+      if (bytes > 0 && !there) copy(to, steps.shared().stage(r, step, bytes), bytes, false);
     };
     missing.clear();
     for (uint32_t i = 0; i < ranks; ++i) {

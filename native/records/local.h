@@ -17,6 +17,7 @@ class LocalFiles : public Storage {
   std::unique_ptr<RangeReader> make_reader(source::ReaderKind kind, unsigned depth) const override;
   std::string changed(uint32_t file) const override;
   std::optional<int64_t> touched(uint32_t file) const override;
+  bool is_local() const override { return true; }
 
   int buffered(uint32_t file) const noexcept { return opened_[file].buffered.get(); }
   // -1 where the file system has no direct I/O, or the caller asked for none.

@@ -70,6 +70,8 @@ class Storage {
   }
   // Whether `mtime_ns` is another number for every other content.
   virtual bool times_tell_content() const { return false; }
+  // Whether reads are system calls on files of this machine, and none leads into other code.
+  virtual bool is_local() const { return false; }
 };
 
 // How local files are read past the page cache (O_DIRECT).

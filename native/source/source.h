@@ -72,6 +72,9 @@ class Source {
   virtual uint64_t stamp() const { return 0; }
   // Whether the same stamp means the same content, as with the ETags of objects.
   virtual bool stamp_tells_content() const { return false; }
+  // Whether all its reads are system calls on files of this machine: the thread that consumes batches
+  // may do them too. Never where they lead to code of the user's, or may hang with a server.
+  virtual bool is_local() const { return false; }
   // What to call the sample in a message: a path, and the place in it.
   virtual std::string describe(uint64_t sample) const = 0;
   // `depth`: requests that the reader may keep in flight at once.

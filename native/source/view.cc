@@ -177,6 +177,11 @@ bool ViewSource::stamp_tells_content() const {
                      [](const Part& part) { return part.source->stamp_tells_content(); });
 }
 
+bool ViewSource::is_local() const {
+  return std::all_of(parts_.begin(), parts_.end(),
+                     [](const Part& part) { return part.source->is_local(); });
+}
+
 std::string ViewSource::describe(uint64_t sample) const {
   const auto [part, there] = origin(sample);
   return parts_[part].source->describe(there);

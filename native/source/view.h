@@ -35,6 +35,7 @@ class ViewSource : public Source {
   uint64_t fingerprint() const override { return fingerprint_; }
   uint64_t stamp() const override;
   bool stamp_tells_content() const override;
+  bool is_local() const override;
   std::string describe(uint64_t sample) const override;
   std::unique_ptr<Reader> make_reader(ReaderKind kind, unsigned depth) const override;
   uint32_t fields() const override { return parts_.front().source->fields(); }

@@ -61,7 +61,7 @@ Loader::Run::Run(const LoaderConfig& config, std::shared_ptr<BufferPool> batch_p
       sizes_(config.source->sizes()),
       light_(config.program && config.program->light()),
       direct_(light_ && !config.cache && !config.peers),
-      helps_(direct_ && is_plain(config.batch_memory)),
+      helps_(direct_ && config.source->is_local() && is_plain(config.batch_memory)),
       first_epoch_(start.epoch),
       part_batches_(batches_of_part(config)),
       last_{config.job.epochs - 1,
@@ -241,7 +241,7 @@ std::unique_ptr<Batch> Loader::Run::next(std::chrono::nanoseconds timeout) {
                   "the job's last batch was already handed out: give the loader more epochs, or go "
                   "back with set_epoch or load_state_dict");
     }
-    if (help(lock)) continue;
+    if (std::chrono::steady_clock::now() < deadline && help(lock)) continue;
     // A batch is not announced at once where reads are quick: the next one may take long after all.
     const std::chrono::nanoseconds longest(is_quick() ? kTogetherNs : kPeerCheckNs);
     const auto slice = std::min(deadline, std::chrono::steady_clock::now() + longest);

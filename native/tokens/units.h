@@ -91,6 +91,7 @@ class UnitSource : public source::Source {
   uint64_t fingerprint() const override { return fingerprint_; }
   uint64_t stamp() const override;
   bool stamp_tells_content() const override { return stream_->storage().times_tell_content(); }
+  bool is_local() const override { return stream_->storage().is_local(); }
   std::string describe(uint64_t sample) const override;
   std::unique_ptr<source::Reader> make_reader(source::ReaderKind kind,
                                               unsigned depth) const override;

@@ -148,6 +148,25 @@ TEST_P(Sizes, AllgathervGivesEachItsOwnSizeAndPlace) {
   });
 }
 
+TEST(Allgatherv, GivesARankWithoutDataThoseOfTheNextAtTheSamePlace) {
+  for (const uint64_t count : {4U, 50'000U}) {
+    run_threads(3, [count](Communicator& c) {
+      // Rank 1 has none, so that its place, where its data would come from too, is that of rank 2.
+      std::vector<int32_t> all(2 * count, -1);
+      const std::vector<Gathered> parts{
+          {all.data(), 4 * count}, {all.data() + count, 0}, {all.data() + count, 4 * count}};
+      auto* const own = static_cast<int32_t*>(parts[c.rank()].to);
+      const std::vector<int32_t> mine = values_of(c.rank(), count);
+      if (c.rank() != 1) std::copy(mine.begin(), mine.end(), own);
+      c.allgatherv(own, parts);
+      const std::vector<int32_t> first = values_of(0, count), last = values_of(2, count);
+      EXPECT_TRUE(std::equal(first.begin(), first.end(), all.begin()));
+      EXPECT_TRUE(
+          std::equal(last.begin(), last.end(), all.begin() + static_cast<ptrdiff_t>(count)));
+    });
+  }
+}
+
 TEST(Allgatherv, RefusesPartsThatAreNotOneForEachRankOrOverlap) {
   run_threads(2, [](Communicator& c) {
     std::vector<std::byte> data(100);

@@ -112,6 +112,14 @@ def allgathers() -> None:
             spread[places[rank] : places[rank] + counts[rank]] = uneven[rank]
             world.Allgatherv(MPI.IN_PLACE, [spread, counts, places, MPI.FLOAT])
             np.testing.assert_array_equal(spread, expected)
+    # A rank without data, whose place is that of the next.
+    counts = [0 if r == 1 else 5 for r in range(size)]
+    places = [sum(counts[:r]) for r in range(size)]
+    filled = np.repeat(np.arange(size, dtype="f4"), counts)
+    for send in (MPI.IN_PLACE, np.full(counts[rank], rank, "f4")):
+        close = np.where(filled == rank, filled, np.float32(-1))
+        world.Allgatherv(send, [close, counts, places, MPI.FLOAT])
+        np.testing.assert_array_equal(close, filled)
     # Of one rank the columns of a matrix, of the others plain numbers.
     column = MPI.DOUBLE.Create_vector(8, 1, size).Create_resized(0, 8).Commit()
     grid, plain = np.full((8, size), -1.0), np.full(8 * size, -1.0)
@@ -731,6 +739,11 @@ def huge() -> None:
     assert (data[:pages] == 5 + size - 1).all()
     assert (data[-pages:-1] == 7).all()
     assert data[-1] == 100 + size - 1
+    # One element of a type whose size no int has.
+    kind = MPI.BYTE.Create_contiguous(pages).Create_contiguous(times).Commit()
+    data[-1] = 50 + rank
+    world.Bcast([data, 1, kind], 0)
+    assert data[-1] == 50
 
 
 def random_delays() -> None:
