@@ -310,7 +310,8 @@ CommunicatorState* state_of(MPI_Comm comm) {
   const uint64_t now = endings().load(std::memory_order_acquire);
   if (comm == last && at == now) return its_state;
   its_state = look_up(comm, true);
-  last = comm;
+  // One without a state, a revoked one, ends unnoticed, and the next may have its handle.
+  last = its_state != nullptr ? comm : MPI_COMM_NULL;
   at = now;
   return its_state;
 }

@@ -713,6 +713,17 @@ def revoked_by_mpi() -> None:
         assert ctypes.CDLL(None).PMPIX_Comm_revoke(handle) == 0
     raises(MPI.ERR_REVOKED, lambda: comm.Allreduce(MPI.IN_PLACE, np.ones(10)))
     comm.Free()
+    # Revoked before its first collective; all ranks but one give its handle to the next one.
+    for _ in range(5):
+        unused = MPI.COMM_SELF.Dup()
+        handle = ctypes.c_void_p.from_address(MPI._addressof(unused))
+        assert ctypes.CDLL(None).PMPIX_Comm_revoke(handle) == 0
+        raises(MPI.ERR_REVOKED, unused.Barrier)
+        if rank > 0:
+            unused.Free()
+        following = world.Dup()
+        following.Barrier()
+        following.Free()
 
 
 def huge() -> None:
