@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     look = _looks(arguments.run)
     console = Console()
     before = look()
-    if arguments.once:
+    if arguments.once or not console.is_terminal:
         console.print(table(before, {}))
         return 0
     with Live(table(before, {}), console=console, auto_refresh=False) as live:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import importlib
+import importlib.util
 import logging
 import os
 import queue
@@ -190,6 +191,8 @@ def place_of(device: Any, output: str) -> Place | None:
             f'device={str(device)!r} gives tensors of torch, or arrays of JAX: pass output="torch" or '
             '"jax"'
         )
+    if output == "jax" and importlib.util.find_spec("jax") is None:
+        raise UsageError('output="jax" needs JAX: pip install jax')
     module = importlib.import_module(_PLACES[output])
     place: Place | None = module.place(device)
     return place

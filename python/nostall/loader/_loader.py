@@ -102,6 +102,17 @@ def _chosen_order(order: Order, shuffle: bool | None) -> Order:
     return order
 
 
+def _no_source(dataset: object) -> str:
+    from nostall.source._tokens import Tokens
+
+    way = 'open one, for example nostall.ImageFolder("/data/train")'
+    if isinstance(dataset, Tokens):
+        way = "divide the tokens into samples, for example by nostall.Windows(tokens, length)"
+    elif hasattr(dataset, "__getitem__"):
+        way = "nostall.Cached(dataset) takes a Dataset of your own"
+    return f"the first argument is {type(dataset).__name__}, not a dataset of nostall: {way}"
+
+
 def _calibration(path: str | os.PathLike[str] | None) -> Calibration | None:
     if not path:
         return None
@@ -223,10 +234,7 @@ class DataLoader:
         **rare: Unpack[LoaderArguments],
     ) -> None:
         if not isinstance(dataset, Source):
-            raise UsageError(
-                f"the first argument is {type(dataset).__name__}, not a dataset of nostall: open one, "
-                'for example nostall.ImageFolder("/data/train")'
-            )
+            raise UsageError(_no_source(dataset))
         chosen = self._options = with_arguments(options, rare)
         self.dataset = dataset if chosen.fields is None else dataset.select(chosen.fields)
         self.epochs_total: int | None = checked("loader.epochs", epochs)

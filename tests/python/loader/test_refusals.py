@@ -450,3 +450,17 @@ def test_a_loader_without_epochs_goes_on_for_ever(image_folder: Path, tmp_path: 
                 pass
         with pytest.raises(UsageError, match="all 2 epochs"):
             next(iter(loader))
+
+
+def test_what_is_no_data_set_is_told_what_takes_it(tmp_path: Path) -> None:
+    np.zeros(100, np.uint16).tofile(tmp_path / "ids.bin")
+    for given, way in (
+        (
+            nostall.Tokens(tmp_path / "ids.bin", dtype="uint16"),
+            r"nostall\.Windows\(tokens, length\)",
+        ),
+        ([1, 2, 3], r"nostall\.Cached\(dataset\) takes a Dataset"),
+        (3, r"open one, for example nostall\.ImageFolder"),
+    ):
+        with pytest.raises(UsageError, match=way):
+            nostall.DataLoader(given, 2)
