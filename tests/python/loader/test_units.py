@@ -226,9 +226,9 @@ def test_tiers_give_the_same_units(tokens: nostall.Tokens) -> None:
     for tiers in ([], ["ram:4MiB"]):
         with loader(units, 7, epochs=2, tiers=tiers) as batches:
             seen.append([b[name].tobytes() for e in batches.epochs() for b in e for name in ALL])
-            origins = batches.stats().epochs[1]
-        if tiers:
-            assert origins.origins["source"].samples == 0
+            read = sum(e.origins["source"].samples for e in batches.stats().epochs)
+        # Either epoch may read a unit first, since the second begins while the first is read.
+        assert read == (len(units) if tiers else 2 * len(units))
     assert seen[0] == seen[1]
 
 
