@@ -49,10 +49,11 @@ std::atomic<CommunicatorState*>& world() {
 
 int forget(MPI_Comm, int, void* attribute, void*) {
   endings().fetch_add(1);
-  auto* state = static_cast<CommunicatorState*>(attribute);
   Registry& known = registry();
   const MutexLock lock(known.mutex);
-  if (known.all.count(state) > 0) known.ended.push_back(state);
+  const auto found = std::find_if(known.all.begin(), known.all.end(),
+                                  [attribute](auto* state) { return state == attribute; });
+  if (found != known.all.end()) known.ended.push_back(*found);
   // What was freed with work in flight stays until that is done.
   std::erase_if(known.ended, [&known](CommunicatorState* freed) NOSTALL_REQUIRES(known.mutex) {
     if (freed->queue && !freed->queue->idle()) return false;
@@ -255,12 +256,26 @@ bool set_up(CommunicatorState& state, MPI_Comm comm) {
   return state.one_node || set_up_nodes(state, comm);
 }
 
+// The attribute of a communicator that gets no state, a revoked one for example: its end is noticed
+// too, for the next one may have its handle.
+char* no_state() {
+  static char mark = 0;
+  return &mark;
+}
+
+CommunicatorState* leave_to_mpi(MPI_Comm comm) {
+  PMPI_Comm_set_attr(comm, keyval(), no_state());
+  return nullptr;
+}
+
 CommunicatorState* look_up(MPI_Comm comm, bool make) {
   void* attribute = nullptr;
   int found = 0;
   if (comm == MPI_COMM_NULL) return nullptr;
   PMPI_Comm_get_attr(comm, keyval(), &attribute, &found);
-  if (found != 0) return static_cast<CommunicatorState*>(attribute);
+  if (found != 0) {
+    return attribute == no_state() ? nullptr : static_cast<CommunicatorState*>(attribute);
+  }
   if (!make) return nullptr;
   auto made = std::make_unique<CommunicatorState>();
   int inter = 0;
@@ -274,7 +289,7 @@ CommunicatorState* look_up(MPI_Comm comm, bool make) {
   }
   if (inter == 0 || profiling()) {
     const auto name = agree_on_name(*made, comm, inter != 0);
-    if (!name) return nullptr;
+    if (!name) return leave_to_mpi(comm);
     made->name = *name;
   }
   if (switched_off()) {
@@ -282,7 +297,7 @@ CommunicatorState* look_up(MPI_Comm comm, bool make) {
   } else if (inter != 0) {
     made->passed = Fallback::inter_communicator;
   } else if (!set_up(*made, comm)) {
-    return nullptr;
+    return leave_to_mpi(comm);
   }
   Registry& known = registry();
   const MutexLock lock(known.mutex);
@@ -310,8 +325,7 @@ CommunicatorState* state_of(MPI_Comm comm) {
   const uint64_t now = endings().load(std::memory_order_acquire);
   if (comm == last && at == now) return its_state;
   its_state = look_up(comm, true);
-  // One without a state, a revoked one, ends unnoticed, and the next may have its handle.
-  last = its_state != nullptr ? comm : MPI_COMM_NULL;
+  last = comm;
   at = now;
   return its_state;
 }

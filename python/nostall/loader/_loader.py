@@ -108,7 +108,7 @@ def _no_source(dataset: object) -> str:
     way = 'open one, for example nostall.ImageFolder("/data/train")'
     if isinstance(dataset, Tokens):
         way = "divide the tokens into samples, for example by nostall.Windows(tokens, length)"
-    elif hasattr(dataset, "__getitem__"):
+    elif hasattr(dataset, "__getitem__") and not isinstance(dataset, str):
         way = "nostall.Cached(dataset) takes a Dataset of your own"
     return f"the first argument is {type(dataset).__name__}, not a dataset of nostall: {way}"
 
