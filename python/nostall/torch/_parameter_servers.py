@@ -17,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -211,24 +211,37 @@ class ParameterServers:
     def _connect(
         self, parts: dict[int, tuple[int, int]], addresses: Sequence[Any], joined: cluster.Cluster
     ) -> None:
-        """Gets the first parameters, which are rank 0's."""
-        nodes = joined.node_of_rank
-        for rank, (begin, end) in parts.items() if self._is_proxy else ():
-            try:
-                stream = connect(tuple(addresses[rank]), joined.secret, self._timeout, _PURPOSE)
-            except PeerError as error:
-                self._fail(self._told() or f"rank {rank} is gone before it began: {error}", error)
-                raise
-            stream.keep_alive(self._timeout)
-            far = nodes[rank] != nodes[self._world.rank]
-            link = Link(rank, begin, end, self._kind, stream, self._changed, far=far)
-            self._links.append(link)
+        """Gets the first parameters, which are rank 0's, when all proxies have their connections.
+
+        A server that fails before is told as what it is, not as one that does not answer.
+        """
+        failure: PeerError | None = None
+        try:
+            self._open(parts, addresses, joined)
+        except PeerError as error:
+            failure = error
+        for rank, told in enumerate(self._allgather(str(failure or ""))):
+            if told:
+                self._close(told)
+                raise PeerError(f"rank {rank} cannot reach a server: {told}") from failure
         initial = None
         if self._world.rank == 0:  # the proxy of its group, whose ranks are sorted
             initial = torch.cat([p.detach().reshape(-1) for p in self._parameters])
         for link in self._links:
             link.start(self._number, initial)
         self._get(lambda: min(link.answered for link in self._links) > 0)
+
+    def _open(
+        self, parts: dict[int, tuple[int, int]], addresses: Sequence[Any], joined: cluster.Cluster
+    ) -> None:
+        """A proxy's connections to the servers."""
+        nodes = joined.node_of_rank
+        for rank, (begin, end) in parts.items() if self._is_proxy else ():
+            stream = connect(tuple(addresses[rank]), joined.secret, self._timeout, _PURPOSE)
+            stream.keep_alive(self._timeout)
+            far = nodes[rank] != nodes[self._world.rank]
+            link = Link(rank, begin, end, self._kind, stream, self._changed, far=far)
+            self._links.append(link)
 
     @property
     def _is_proxy(self) -> bool:
@@ -402,7 +415,7 @@ class ParameterServers:
 
     def _hand_out(self, note: dict[str, Any]) -> dict[str, Any]:
         """The proxy's note, and its parameters, to its group."""
-        if self._links:
+        if self._is_proxy:
             text = bytearray(json.dumps(note).encode().ljust(_NOTE))
             self._out[-_NOTE:] = torch.frombuffer(text, dtype=torch.uint8)
         self._together(lambda: dist.broadcast(self._out, self._group[0], group=self._among))
@@ -415,7 +428,7 @@ class ParameterServers:
         except RuntimeError as error:
             self._fail(f"within the group of ranks {self._group}, counted from 0: {error}", error)
 
-    def _fail(self, text: str, cause: BaseException | None = None) -> None:
+    def _fail(self, text: str, cause: BaseException | None = None) -> NoReturn:
         """Tells the other groups, and raises."""
         self._failure = text
         if self._shard is not None:

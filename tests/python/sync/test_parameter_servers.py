@@ -270,10 +270,23 @@ def wrong():
     model.weight.grad = torch.ones_like(model.weight)
     while True:
         servers.step()
+def gone():
+    from nostall.errors import PeerError
+    from nostall.torch import _parameter_servers as module
+    connect = module.connect
+    def refused(address, *others):
+        raise PeerError("nobody listens")
+    if rank == 2:  # a proxy, for which another one waits
+        module.connect = refused
+    try:
+        nt.ParameterServers(model, sgd(lr=0.1))
+    finally:
+        module.connect = connect
 ended = shared("ended")
 dist.barrier()
 model = torch.nn.Linear(8, 8)
 result = {
+    "gone": tell(gone),
     "alike": tell(lambda: nt.ParameterServers(model, sgd(lr=0.1), staleness=rank)),
     "models": tell(lambda: nt.ParameterServers(torch.nn.Linear(8, 8 + rank), sgd(lr=0.1))),
     "few": tell(lambda: nt.ParameterServers(torch.nn.Linear(3, 1, bias=False), sgd(lr=0.1))),
@@ -290,6 +303,7 @@ result = {
 def test_what_one_rank_does_wrong_is_told_to_all(tmp_path: Path) -> None:
     results = ranks(WRONG, tmp_path)
     for rank, told in enumerate(results):
+        assert told["gone"] == "PeerError: rank 2 cannot reach a server: nobody listens"
         assert "the ranks of the job disagree: staleness is 0 on rank 0 and 1" in told["alike"]
         assert "the ranks of the job disagree: model is" in told["models"]
         assert "3 parameters cannot be split among 4 servers" in told["few"]
