@@ -103,8 +103,10 @@ def _is_tiers(value: Any) -> bool:
     return all(map(tier, value)) if several else tier(value)
 
 
-def _is_size(text: str) -> bool:
-    return re.fullmatch(r"(?i)\s*\d+(\.\d+)?\s*(b|[kmgt]|[kmgt]i?b)?\s*", text) is not None
+def _is_rate(text: str) -> bool:
+    """With a unit: of a bare "300" nobody knows whether bytes or megabytes are meant."""
+    rate = r"(?i)\s*(?=[0.]*[1-9])\d+(\.\d+)?\s*(b|[kmgt]|[kmgt]i?b)\s*"
+    return re.fullmatch(rate, text) is not None
 
 
 def _is_cores(value: Any) -> bool:
@@ -121,8 +123,8 @@ _FUNCTION = _of("a function", callable)
 _ANY = _of("see `help`", lambda _: True)
 _TIERS = _of('"auto", a tier as text, or a list of tiers', _is_tiers)
 _RATE = _of(
-    'bytes per second, as "200MB" or a number of at least 1',
-    lambda v: (isinstance(v, str) and _is_size(v)) or (_is_bytes(v) and v > 0),
+    'bytes per second, as "200MB" with its unit, or a number of at least 1',
+    lambda v: (isinstance(v, str) and _is_rate(v)) or (_is_bytes(v) and v > 0),
 )
 _DEVICE = _of(
     "a device of torch or JAX, its name, or a sharding of JAX",

@@ -6,7 +6,7 @@ import os
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Never
 
 import numpy as np
 from numpy.lib import format as npy_format
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from nostall import _native
+
+_UNNAMED = 'Arrays takes arrays by the names of their fields: Arrays({"x": x, "y": y})'
 
 
 class Arrays(Composite):
@@ -47,9 +49,11 @@ class Arrays(Composite):
     def __init__(
         self,
         arrays: Mapping[str, Any] | NDArray[Any] | PathLike,
-        *,
+        *more: Never,
         schema: Mapping[str, Kind] | None = None,
     ) -> None:
+        if more:
+            raise UsageError(_UNNAMED)
         named = _named(arrays)
         self._arguments = {
             "arrays": {name: _storable(values) for name, values in named.items()},
@@ -136,8 +140,10 @@ def _named(arrays: Any) -> dict[str, Any]:
         arrays = _mapped(path)
     if isinstance(arrays, np.ndarray):
         if not arrays.dtype.names:
-            raise UsageError("one array needs a name: Arrays({name: array})")
+            raise UsageError(_UNNAMED)
         return _structured(arrays, "")
+    if not isinstance(arrays, Mapping):
+        raise UsageError(_UNNAMED)
     opened: dict[str, Any] = {}
     for name, values in arrays.items():
         if isinstance(values, (str, os.PathLike)):

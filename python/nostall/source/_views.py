@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 
@@ -230,7 +230,11 @@ class Concat(View):
         UsageError: there are no sources, or they differ, with both values.
     """
 
-    def __init__(self, sources: Sequence[Source], *, offset_labels: bool = False) -> None:
+    def __init__(
+        self, sources: Sequence[Source], *more: Never, offset_labels: bool = False
+    ) -> None:
+        if more or isinstance(sources, Source):
+            raise UsageError("Concat takes a list of sources: Concat([a, b])")
         sources = list(sources)
         if not sources:
             raise UsageError("Concat needs at least one source")

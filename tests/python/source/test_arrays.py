@@ -181,7 +181,8 @@ def test_what_arrays_refuse(tmp_path: Path) -> None:
         ({"x": 3}, {}, r"array x is one value"),
         (tmp_path / "c.npz", {}, r"c.npz is compressed: .* write it by numpy.savez"),
         (tmp_path / "o.npz", {}, r"o.npz, array x: pickled objects are not read"),
-        (GRID, {}, r"one array needs a name"),
+        (GRID, {}, r"Arrays takes arrays by the names"),
+        ([GRID, GRID], {}, r"Arrays takes arrays by the names"),
         ({}, {}, r"one row for each sample: there are none"),
         ({"x": GRID, "y": [1]}, {}, r"one row for each sample: x has 17, y has 1"),
         ({"x": GRID.astype(complex)}, {}, r"array x: elements of type complex128 are no field"),
@@ -191,6 +192,8 @@ def test_what_arrays_refuse(tmp_path: Path) -> None:
     ):
         with pytest.raises(UsageError, match=said):
             nostall.Arrays(arrays, schema=schema)
+    with pytest.raises(UsageError, match=r'fields: Arrays\(\{"x": x, "y": y\}\)'):
+        nostall.Arrays(GRID, GRID)
     with pytest.raises(CorruptionError, match=r"(cut|bad)\.npy cannot be read as .npy"):
         nostall.Arrays({"x": tmp_path / "bad.npy"})
     with pytest.raises(CorruptionError, match=r"cut\.npy cannot be read as .npy"):

@@ -151,6 +151,9 @@ def test_records_of_several_fields(tmp_path: Path) -> None:
         nostall.Concat([folder(tmp_path, noise(N)), one])
     with pytest.raises(UsageError, match="changes labels"):
         nostall.Concat([one, two], offset_labels=True)
+    for apart in ((one, two), (one,)):
+        with pytest.raises(UsageError, match=r"takes a list of sources: Concat\(\[a, b\]\)"):
+            nostall.Concat(*apart)
 
 
 def test_views_keep_names_of_samples(tmp_path: Path) -> None:
