@@ -66,9 +66,11 @@ def test_frameworks_have_the_same_batches_on_two_ranks(data: Path) -> None:
         assert output.count("the same batches") == len(names), output
 
 
-def test_keras_has_the_same_batches(data: Path) -> None:
-    needs("keras")
-    run = prefork.run([str(EXAMPLES / "train-keras.py"), str(data)], torch=True, timeout=200)
+@pytest.mark.parametrize("framework", ["keras", "flax"])
+def test_a_framework_has_the_same_batches(data: Path, framework: str) -> None:
+    needs(framework)
+    script = str(EXAMPLES / f"train-{framework}.py")
+    run = prefork.run([script, str(data)], torch=framework == "keras", timeout=200)
     assert run.returncode == 0, run.stderr[-4000:]
     assert "the same batches" in run.stdout
 
