@@ -68,8 +68,8 @@ class AdaptiveReader : public Reader {
 
 std::string read_error_text(int error) {
   if (error == kSizeChanged) {
-    return "its size is not the one in the index (the file changed: remove the index, "
-           ".nostall-index beside the data set, and start again)";
+    return "its size is not the one in the index (the file changed: run `nostall index` on the "
+           "data set's folder, and start again)";
   }
   if (error == kWrongBytes) return "its bytes are not what the index says";
   return std::generic_category().message(error);

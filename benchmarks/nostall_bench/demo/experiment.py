@@ -29,20 +29,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``nostall demo``."""
     parser.add_argument("--dir", default="nostall-demo", help="where dataset and results go")
     parser.add_argument("--files", type=int, default=2000, help="JPEG files (95 KB each)")
-    parser.add_argument("--classes", type=int, default=10)
-    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--classes", type=int, default=10, help="of the images")
+    parser.add_argument("--epochs", type=int, default=4, help="of each training")
     parser.add_argument("--ranks", type=int, default=2, help="training processes")
     parser.add_argument("--batch-size", type=int, default=32, help="samples per rank and batch")
     parser.add_argument("--size", type=int, default=96, help="side of the training images, pixels")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the order and the images")
     parser.add_argument(
         "--bandwidth",
         type=float,
         help="of the slow storage, MB/s: 20; for tokens four times what the training consumes",
     )
     parser.add_argument("--latency-ms", type=float, default=1.0, help="per operation")
-    parser.add_argument("--workers", type=int, default=None, help="torch's, per rank")
-    parser.add_argument("--tiers", nargs="*", default=None, help="default: RAM for the dataset")
+    parser.add_argument(
+        "--workers", type=int, help="torch's, per rank; the cores divided by the ranks"
+    )
+    parser.add_argument("--tiers", nargs="*", help="nostall's; RAM for the whole data set")
 
 
 def run(arguments: argparse.Namespace) -> int:

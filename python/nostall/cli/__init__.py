@@ -52,6 +52,18 @@ _NESTED_OF_BENCHMARKS = {
 }
 
 
+class _Help(argparse.HelpFormatter):
+    """Ends the text of an option with its default, unless the text has it."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        default = action.default
+        none = default is False or default in (None, argparse.SUPPRESS, [], "")
+        if none or not action.option_strings:
+            return action.help
+        shown = " ".join(map(str, default)) if isinstance(default, list | tuple) else str(default)
+        return action.help if shown in (action.help or "") else f"{action.help} (default: {shown})"
+
+
 def parser() -> argparse.ArgumentParser:
     """The parser of the command line: the names of subcommands, without their options."""
     top = argparse.ArgumentParser(prog="nostall", description="Training that does not wait.")
@@ -121,7 +133,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser().parse_known_args(words[:1])
         module, label, rest = _choose(words)
         command = importlib.import_module(module)
-        options = argparse.ArgumentParser(prog=f"nostall {label}", description=command.__doc__)
+        options = argparse.ArgumentParser(
+            prog=f"nostall {label}", description=command.__doc__, formatter_class=_Help
+        )
         command.add_arguments(options)
         status = int(command.run(options.parse_args(rest)))
         sys.stdout.flush()

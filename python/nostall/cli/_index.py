@@ -10,12 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from nostall import _native
 from nostall.errors import UsageError
 from nostall.source import LMDB, TarShards, TFRecord
 from nostall.source._objects import is_url
 from nostall.source._records import RecordStore, examine_index
-from nostall.source._source import IMAGE_EXTENSIONS, ImageFolder, index_path
+from nostall.source._source import IMAGE_EXTENSIONS, LISTING_THREADS, ImageFolder, index_path
 
 _ENDINGS = {
     "lmdb": (".mdb",),
@@ -107,20 +109,40 @@ def _opener(kind: str, arguments: argparse.Namespace) -> Callable[[], RecordStor
 
 
 def _folder(arguments: argparse.Namespace) -> int:
-    where = arguments.index or True
-    path = index_path(arguments.root, where)
+    path = index_path(arguments.root, arguments.index or True)
+    options: dict[str, Any] = {"extensions": list(IMAGE_EXTENSIONS), "class_per_folder": True}
+    reason = _native.check_index(root=arguments.root, index_path=path, **options)
+    # That looks at folders alone, as the start of a training does; this at all files.
+    rewritten = "" if reason else _rewritten(arguments.root, path, options)
     if arguments.check:
-        reason = _native.check_index(
-            root=arguments.root,
-            index_path=path,
-            extensions=list(IMAGE_EXTENSIONS),
-            class_per_folder=True,
-        )
-        print(f"{path}: {reason or 'holds'}")
-        return 1 if reason else 0
-    folder = ImageFolder(arguments.root, index=where, allow_empty=True)
+        print(f"{path}: {reason or rewritten or 'holds'}")
+        return 1 if reason or rewritten else 0
+    if rewritten:
+        print(f"{path}: {rewritten}; listing the folder again")
+        Path(path).unlink()
+    folder = ImageFolder(arguments.root, index=arguments.index or True, allow_empty=True)
     print(
         f"{path}: {len(folder)} samples of {len(folder.classes)} classes, "
         f"{folder.total_bytes} bytes, fingerprint {folder.fingerprint:016x}"
     )
     return 0
+
+
+def _rewritten(root: str, path: str, options: dict[str, Any]) -> str:
+    """Which files have another size than the stored listing says; empty if none has."""
+    kept, now = (
+        _native.open_folder(
+            root=root, index_path=p, allow_empty=True, threads=LISTING_THREADS, **options
+        )
+        for p in (path, "")
+    )
+    if kept.fingerprint == now.fingerprint:
+        return ""
+    others = np.flatnonzero(kept.sizes != now.sizes) if len(kept) == len(now) else np.zeros(0, int)
+    if not len(others):
+        return "the folder has changed"
+    first = int(others[0])
+    return (
+        f"{len(others)} of {len(now)} files have another size than was listed, such as "
+        f"{now.describe(first)} ({now.sizes[first]} bytes, not {kept.sizes[first]})"
+    )

@@ -35,7 +35,7 @@ IMAGE_EXTENSIONS = (
     ".tiff",
     ".webp",
 )
-_LISTING_THREADS = 16
+LISTING_THREADS = 16
 _INDEX_NAME = ".nostall-index"
 
 
@@ -222,7 +222,7 @@ class ImageFolder(Source):
     """One folder per class, as ``torchvision.datasets.ImageFolder`` sees it: same classes and order.
 
     The listing is stored, and reused while no directory has changed. A file that was rewritten in place
-    is detected when it is read.
+    is detected when it is read, and listed again by ``nostall index``.
 
     Args:
         root: the data set.
@@ -256,7 +256,7 @@ class ImageFolder(Source):
             extensions=[e.lower() for e in extensions],
             class_per_folder=True,
             allow_empty=allow_empty,
-            threads=_LISTING_THREADS,
+            threads=LISTING_THREADS,
         )
         if why := self._open_sums(stored):
             _log.warning("%s: %s; checksums are learned anew", self.root, why)
@@ -308,7 +308,7 @@ class FileList(Source):
                 extensions=[],
                 class_per_folder=False,
                 allow_empty=False,
-                threads=_LISTING_THREADS,
+                threads=LISTING_THREADS,
             )
         else:
             numbers = as_numbers(labels)
@@ -319,7 +319,7 @@ class FileList(Source):
                 root=self.root,
                 paths=[os.fspath(p) for p in paths],
                 labels=numbers.tolist(),
-                threads=_LISTING_THREADS,
+                threads=LISTING_THREADS,
             )
 
 

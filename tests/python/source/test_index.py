@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import lmdb
@@ -114,6 +115,32 @@ def test_a_folder_is_still_a_folder(
     assert main(["index", str(image_folder), "--index", index]) == 0
     assert "61 samples of 3 classes" in capsys.readouterr().out
     assert main(["index", str(image_folder), "--index", index, "--check"]) == 0
+
+
+def test_files_rewritten_in_a_folder_are_listed_again(
+    make_folder: Callable[[int], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = make_folder(6)
+    assert main(["index", str(root)]) == 0
+    before = capsys.readouterr().out
+    changed = root / "class1" / "003.jpg"
+    size = changed.stat().st_size
+    with changed.open("ab") as file:
+        file.write(b"more")
+    assert size in nostall.ImageFolder(root).sizes  # the folders are the same
+    assert main(["index", str(root), "--check"]) == 1
+    said = (
+        f"1 of 6 files have another size than was listed, such as {changed} ({size + 4} bytes, not"
+    )
+    assert said in capsys.readouterr().out
+    assert main(["index", str(root)]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert said in first and first.endswith("listing the folder again")
+    assert "6 samples of 2 classes" in second and second != before.rstrip()
+    assert main(["index", str(root), "--check"]) == 0
+    assert nostall.ImageFolder(root).total_bytes == sum(
+        path.stat().st_size for path in root.rglob("*.jpg")
+    )
 
 
 def test_what_does_not_go_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
