@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from nostall.errors import UsageError
 from nostall_bench import lmdb, slowfs
 from nostall_bench.lmdb import data, fio
 from nostall_bench.lmdb.places import _Group
-from nostall_bench.lmdb.pool import PARTS, Pool, Task
+from nostall_bench.lmdb.pool import PARTS, Pool, Rank, Task
 from nostall_bench.lmdb.storage import Storage
 
 
@@ -58,6 +60,7 @@ def test_all_strategies_read_what_they_should(small: None, tmp_path: Path) -> No
         (one,) = row["runs"]
         assert one["read"] > 0
         assert one["seek"] + one["read"] + one["skew"] <= one["seconds"] * 1.2
+        assert 0 <= one["asleep"] + one["queued"] <= one["seek"] + one["read"] + 1e-3
         # Past the page cache nothing is read that was not asked for.
         if row["strategy"] == "prov":
             assert 1 <= one["read_bytes"] / row["needed"] < 1.7
@@ -187,6 +190,25 @@ def test_the_orders_of_a_database_give_the_same_batches_and_that_of_the_plan_wit
     # In the order of the plan no byte lies between samples that are wanted together, so whatever
     # is merged, their pages are read and those of the tree.
     assert runs["none", "plan"]["read_bytes"] <= 320 * 8_192 + 64 * 4_096
+
+
+def test_sleep_is_time_in_which_a_rank_reads_and_does_not_run() -> None:
+    shared = {"tokens": [], "pipes": [(None, None)], "barrier": threading.Barrier(1)}
+    me = Rank(0, 1, shared, "")
+    me.begin()
+    until = time.thread_time() + 0.02
+    while time.thread_time() < until:
+        pass
+    me.lap("read")
+    ran = me.counters
+    assert ran.asleep + ran.queued <= ran.read - 0.0199
+    time.sleep(0.05)
+    me.lap("skew")
+    assert ran.asleep + ran.queued <= ran.read - 0.0199  # waiting for other ranks is not reading
+    before = ran.asleep
+    time.sleep(0.05)
+    me.lap("seek")
+    assert ran.asleep - before >= 0.045
 
 
 def test_a_wrong_record_is_no_measurement() -> None:

@@ -282,7 +282,7 @@ def _summed(counters: list[Counters]) -> dict[str, Any]:
     n = len(counters)
     return {
         "seconds": max(c.wall for c in counters),
-        **{k: sum(getattr(c, k) for c in counters) / n for k in PARTS},
+        **{k: sum(getattr(c, k) for c in counters) / n for k in (*PARTS, "asleep", "queued")},
         **{
             k: sum(getattr(c, k) for c in counters)
             for k in ("switches", "faults", "read_bytes", "cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import multiprocessing
 import os
@@ -57,6 +58,9 @@ class Counters:
     compute: float = 0.0  # of a training
     sync: float = 0.0
     wall: float = 0.0
+    # Of seek and read: the rank's thread did not run, and it could have run but had no core.
+    asleep: float = 0.0
+    queued: float = 0.0
     switches: int = 0
     faults: int = 0
     read_bytes: int = 0
@@ -77,7 +81,11 @@ class Rank:
         self.counters = Counters()
         self.training: Training | None = None
         self._harness_switches = 0
-        self._mark = 0.0
+        self._mark = self._ran = self._queued = 0.0
+        self._schedule = -1
+        # Absent from kernels without CONFIG_SCHED_INFO, where waiting for a core counts as sleep.
+        with contextlib.suppress(FileNotFoundError):
+            self._schedule = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
 
     def room(self, node: int, bytes_: int) -> NDArray[np.uint8]:
         """Memory shared by the ranks of `node`, page-aligned, of at least so many bytes."""
@@ -94,9 +102,24 @@ class Rank:
 
     def lap(self, part: str) -> None:
         """Adds the time since the last call to `part`, a field of `Counters`."""
-        now = time.perf_counter()
-        setattr(self.counters, part, getattr(self.counters, part) + now - self._mark)
-        self._mark = now
+        mark, ran, queued = self._mark, self._ran, self._queued
+        self._look()
+        passed = self._mark - mark
+        setattr(self.counters, part, getattr(self.counters, part) + passed)
+        if part in ("seek", "read"):
+            self.counters.queued += self._queued - queued
+            self.counters.asleep += passed - (self._ran - ran) - (self._queued - queued)
+
+    def _look(self) -> None:
+        """Takes the time, and how much of it this thread ran and waited for a core."""
+        while True:
+            self._queued = self._waited()
+            self._mark, self._ran = time.perf_counter(), time.thread_time()
+            if self._queued == self._waited():
+                return  # else it lost its core between the clocks
+
+    def _waited(self) -> float:
+        return int(os.pread(self._schedule, 128, 0).split()[1]) / 1e9 if self._schedule >= 0 else 0
 
     def wait(self) -> None:
         """Until all ranks are here; their lateness is skew, and the switches are nobody's."""
@@ -141,7 +164,8 @@ class Rank:
         self.counters = Counters()
         self._harness_switches = 0
         self._before = (_switches(resource.RUSAGE_SELF), _read_bytes(), _faults(), _cpu())
-        self._mark = self._began = time.perf_counter()
+        self._look()
+        self._began = self._mark
 
     def end(self) -> None:
         """Ends it."""

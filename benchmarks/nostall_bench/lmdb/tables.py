@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from nostall_bench import harness
@@ -20,7 +21,7 @@ def strategies(rows: list[dict[str, Any]]) -> Table:
         f"{first['records']} records of {first['size']}, {first['order']}, {where}, "
         f"{first['ranks']} rank(s), cold ({first['cold']}), {len(first['runs'])} runs",
         *("strategy", "records/s", f"of {first['limit']}", "seek / read / skew", "read / needed"),
-        *("switches a record", "major faults a record", "CPU us a record"),
+        *("asleep / no core", "switches a record", "major faults a record", "CPU us a record"),
         *("pages missed, redundant", "seeks a MB"),
     )
     for row in rows:
@@ -37,6 +38,7 @@ def strategies(rows: list[dict[str, Any]]) -> Table:
             cells += [
                 " / ".join(f"{s / whole:.0%}" for s in split),
                 f"{middle_of(row, 'read_bytes') / row['needed']:.3f}",
+                _idle(row),
                 f"{middle_of(row, 'switches') / row['records']:.3f}",
                 f"{middle_of(row, 'faults') / row['records']:.2f}",
                 f"{middle_of(row, 'cpu') / row['records'] * 1e6:.0f}",
@@ -44,10 +46,19 @@ def strategies(rows: list[dict[str, Any]]) -> Table:
             walked = f"{middle_of(row, 'missed'):.0f}, {middle_of(row, 'redundant'):.0f}"
             cells.append(walked if row["strategy"] == "lmm-dm" else "")
         if "seeks" in row["runs"][0]:
-            cells += [""] * (9 - len(cells))
+            cells += [""] * (10 - len(cells))
             cells.append(f"{middle_of(row, 'seeks') / row['needed'] * 1e6:.2f}")
         table.add_row(*cells)
     return table
+
+
+def _idle(row: dict[str, Any]) -> str:
+    """The shares of seeking and reading in which a rank slept, and in which it waited for a core."""
+    spent = [max(1e-9, run["seek"] + run["read"]) for run in row["runs"]]
+    return " / ".join(
+        f"{median(run[key] / all_ for run, all_ in zip(row['runs'], spent, strict=True)):.0%}"
+        for key in ("asleep", "queued")
+    )
 
 
 def middle_of(row: dict[str, Any], key: str) -> float:
