@@ -9,6 +9,7 @@
 #include <memory>
 #include <vector>
 
+#include "../temporary.h"
 #include "base/heap.h"
 
 namespace nostall {
@@ -19,14 +20,11 @@ namespace fs = std::filesystem;
 class Limits : public testing::Test {
  protected:
   void SetUp() override {
-    char pattern[] = "/tmp/nostall-limits-XXXXXX";
-    root_ = ::mkdtemp(pattern);
     write("proc/meminfo", "MemTotal: 1000 kB\nMemFree: 1 kB\nMemAvailable:   900 kB\n");
     write("proc/self/limits",
           "Limit Soft Hard Units\nMax address space   unlimited unlimited bytes\n");
     write("proc/self/statm", "10 1 1 1 0 1 0\n");
   }
-  void TearDown() override { fs::remove_all(root_); }
 
   void write(const std::string& path, const std::string& text) const {
     fs::create_directories((root_ / path).parent_path());
@@ -44,7 +42,8 @@ class Limits : public testing::Test {
     return limits;
   }
 
-  fs::path root_;
+  const TemporaryFolder folder_;
+  const fs::path root_ = folder_.path();
 };
 
 TEST_F(Limits, TheMachinesMemoryIsWhatTheKernelCallsAvailable) {

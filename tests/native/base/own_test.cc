@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "../failing_files.h"
+#include "../temporary.h"
 #include "base/lock.h"
 #include "base/log.h"
 
@@ -32,16 +33,10 @@ using ::testing::HasSubstr;
 class OwnFile : public testing::Test {
  protected:
   void SetUp() override {
-    char pattern[] = "/tmp/nostall-own-XXXXXX";
-    root_ = ::mkdtemp(pattern);
-    path_ = root_ / "predictable";
     std::ofstream(root_ / "precious") << "precious";
     set_log_sink([this](LogLevel, const std::string& message) { warnings_.push_back(message); });
   }
-  void TearDown() override {
-    set_log_sink({});
-    fs::remove_all(root_);
-  }
+  void TearDown() override { set_log_sink({}); }
   std::string precious() const {
     std::string text;
     std::ifstream(root_ / "precious") >> text;
@@ -74,7 +69,8 @@ class OwnFile : public testing::Test {
     return found;
   }
 
-  fs::path root_, path_;
+  const TemporaryFolder folder_;
+  const fs::path root_ = folder_.path(), path_ = root_ / "predictable";
   std::vector<std::string> warnings_;
 };
 

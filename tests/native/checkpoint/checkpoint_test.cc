@@ -2,20 +2,19 @@
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <stdlib.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <chrono>
 #include <cstring>
-#include <filesystem>
 #include <fstream>
 #include <random>
 #include <thread>
 
 #include "../failing_files.h"
 #include "../refuse.h"
+#include "../temporary.h"
 #include "base/activity.h"
 #include "base/crc32c.h"
 #include "checkpoint/snapshot.h"
@@ -30,12 +29,7 @@ using Clock = std::chrono::steady_clock;
 
 class CheckpointTest : public testing::Test {
  protected:
-  CheckpointTest() {
-    std::string name = testing::TempDir() + "/ckptXXXXXX";
-    directory_ = ::mkdtemp(name.data());
-  }
-  ~CheckpointTest() override { std::filesystem::remove_all(directory_); }
-  std::string path(const std::string& name) const { return directory_ + "/" + name; }
+  std::string path(const std::string& name) const { return folder_.path(name); }
 
   // A snapshot of odd pieces, one of them across blocks; `expected` is what it must hold.
   std::shared_ptr<Snapshot> snapshot_of(uint64_t bytes, unsigned threads = 2,
@@ -67,7 +61,7 @@ class CheckpointTest : public testing::Test {
     return {b, b + chars.size()};
   }
 
-  std::string directory_;
+  const TemporaryFolder folder_;
   std::vector<std::byte> state_, expected_;
 };
 

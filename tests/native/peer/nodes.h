@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "../failing_files.h"
+#include "../temporary.h"
 #include "base/log.h"
 #include "parts.h"
 #include "peer/exchange.h"
@@ -23,18 +24,13 @@ class Nodes : public testing::Test {
   static constexpr uint64_t kSamples = 24;
 
   void SetUp() override {
-    char pattern[] = "/tmp/nostall-peer-XXXXXX";
-    root_ = ::mkdtemp(pattern);
     for (uint64_t s = 0; s < kSamples; ++s) sizes_.push_back(s % 3 == 0 ? 300'000 + s : 500 + s);
     set_log_sink([this](LogLevel, const std::string& message) {
       const std::scoped_lock lock(mutex_);
       warnings_.push_back(message);
     });
   }
-  void TearDown() override {
-    set_log_sink({});
-    std::filesystem::remove_all(root_);
-  }
+  void TearDown() override { set_log_sink({}); }
 
   std::vector<std::byte> bytes_of(uint64_t sample) const {
     std::vector<std::byte> bytes(sizes_[sample]);
@@ -81,7 +77,8 @@ class Nodes : public testing::Test {
   }
 
   FailingFiles files_;
-  std::filesystem::path root_;
+  const TemporaryFolder folder_;
+  const std::filesystem::path root_ = folder_.path();
   std::vector<uint64_t> sizes_;
   std::mutex mutex_;
   std::vector<std::string> warnings_;

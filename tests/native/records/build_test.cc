@@ -10,7 +10,7 @@
 #include <thread>
 
 #include "../refuse.h"
-#include "../source/temporary.h"
+#include "../temporary.h"
 #include "memory_storage.h"
 #include "records/file_window.h"
 

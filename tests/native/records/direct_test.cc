@@ -6,10 +6,10 @@
 #include <array>
 #include <cstddef>
 #include <cstdlib>
-#include <filesystem>
 #include <string>
 
 #include "../readers.h"
+#include "../temporary.h"
 #include "base/file.h"
 #include "records/ranges.h"
 
@@ -20,16 +20,11 @@ using namespace source;
 
 class DirectTest : public testing::Test {
  protected:
-  void SetUp() override {
-    std::string pattern = testing::TempDir() + "/directXXXXXX";
-    ASSERT_NE(::mkdtemp(pattern.data()), nullptr);
-    folder_ = pattern;
-  }
-  void TearDown() override { std::filesystem::remove_all(folder_); }
+  void SetUp() override {}
 
   // Mostly a hole: it has that size without taking the room.
   std::string file(const std::string& name, uint64_t size) const {
-    std::string path = folder_ + "/" + name;
+    std::string path = folder_.path(name);
     const Descriptor fd(::open(path.c_str(), O_CREAT | O_WRONLY, 0600));
     EXPECT_EQ(::pwrite(fd.get(), "bytes", 5, 8192), 5);
     EXPECT_EQ(::ftruncate(fd.get(), static_cast<off_t>(size)), 0);
@@ -43,7 +38,7 @@ class DirectTest : public testing::Test {
     return can;
   }
 
-  std::string folder_;
+  const TemporaryFolder folder_;
 };
 
 // Bytes that one small read asks the storage for.

@@ -12,7 +12,7 @@
 #include <filesystem>
 
 #include "../refuse.h"
-#include "../source/temporary.h"
+#include "../temporary.h"
 
 namespace nostall::records {
 namespace {

@@ -10,7 +10,7 @@
 #include <set>
 
 #include "../readers.h"
-#include "../source/temporary.h"
+#include "../temporary.h"
 #include "base/crc32c.h"
 #include "memory_storage.h"
 

@@ -7,7 +7,7 @@
 #include <cstring>
 #include <filesystem>
 
-#include "../source/temporary.h"
+#include "../temporary.h"
 #include "memory_storage.h"
 #include "records/build.h"
 

@@ -4,7 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "../source/temporary.h"
+#include "../temporary.h"
 #include "base/crc32c.h"
 #include "memory_storage.h"
 #include "records/build.h"

@@ -9,11 +9,11 @@
 #include "../failing_files.h"
 #include "../readers.h"
 #include "../refuse.h"
+#include "../temporary.h"
 #include "base/log.h"
 #include "source/folder.h"
 #include "source/reader_choice.h"
 #include "source/scan.h"
-#include "temporary.h"
 
 namespace nostall::source {
 namespace {
@@ -96,13 +96,10 @@ TEST(Printable, KeepsTextAndEscapesOtherBytes) {
 class ReaderTest : public testing::TestWithParam<ReaderKind> {
  protected:
   void SetUp() override {
-    char pattern[] = "/tmp/nostall-source-XXXXXX";
-    root_ = ::mkdtemp(pattern);
     for (int i = 0; i < 40; ++i) write(i, static_cast<size_t>(i) * 1000);
     source_ =
         std::make_unique<FolderSource>(root_.string(), scan_folder(root_.string(), options()));
   }
-  void TearDown() override { fs::remove_all(root_); }
 
   static ScanOptions options() {
     ScanOptions o;
@@ -124,7 +121,8 @@ class ReaderTest : public testing::TestWithParam<ReaderKind> {
     return requests;
   }
 
-  fs::path root_;
+  const TemporaryFolder folder_;
+  const fs::path root_ = folder_.path();
   std::unique_ptr<FolderSource> source_;
   std::vector<std::vector<std::byte>> memory_;
 };

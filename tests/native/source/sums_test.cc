@@ -10,11 +10,11 @@
 #include <fstream>
 
 #include "../failing_files.h"
+#include "../temporary.h"
 #include "base/crc32c.h"
 #include "source/folder.h"
 #include "source/index.h"
 #include "source/scan.h"
-#include "temporary.h"
 
 namespace nostall::source {
 namespace {

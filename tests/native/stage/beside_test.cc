@@ -1,13 +1,12 @@
 // Neighbours that are cheaper to read along than to come back for fill the tiers, once.
 #include <gtest/gtest.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <cstring>
-#include <filesystem>
 #include <set>
 #include <thread>
 
+#include "../temporary.h"
 #include "stage/loader.h"
 
 namespace nostall::stage {
@@ -70,16 +69,13 @@ class Neighbours : public source::Source {
 
 class Beside : public testing::TestWithParam<tier::TierKind> {
  protected:
-  void SetUp() override { ASSERT_NE(::mkdtemp(folder_), nullptr); }
-  void TearDown() override { std::filesystem::remove_all(folder_); }
-
   LoaderConfig config_for(const std::shared_ptr<Neighbours>& source, uint64_t kept) {
     tier::NodeCacheConfig node;
-    node.job = std::string("beside") + folder_;
+    node.job = "beside" + folder_.path();
     node.dataset = source->fingerprint();
     const uint64_t overhead = tier::record_overhead(GetParam());
-    node.tiers = {{GetParam(), kept * (kBytes + overhead), folder_, false}};
-    node.shm_directory = folder_;
+    node.tiers = {{GetParam(), kept * (kBytes + overhead), folder_.path(), false}};
+    node.shm_directory = folder_.path();
     plan::Placement placement;
     placement.fill.resize(1);
     for (uint64_t i = 0; i < kSamples; ++i) {
@@ -115,7 +111,7 @@ class Beside : public testing::TestWithParam<tier::TierKind> {
     return bytes;
   }
 
-  char folder_[32] = "/tmp/nostall-beside-XXXXXX";
+  const TemporaryFolder folder_;
 };
 
 TEST_P(Beside, EverySampleIsReadOnceAndGroupsTogether) {

@@ -1,12 +1,11 @@
 // A byte that changes, wherever it lies, is found before it is in a batch.
 #include <gtest/gtest.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <cstring>
-#include <filesystem>
 #include <mutex>
 
+#include "../temporary.h"
 #include "base/log.h"
 #include "stage/loader.h"
 
@@ -64,16 +63,12 @@ enum class Way { raw, transformed };
 class Content : public testing::TestWithParam<Way> {
  protected:
   void SetUp() override {
-    ASSERT_NE(::mkdtemp(folder_), nullptr);
     set_log_sink([this](LogLevel level, const std::string& message) {
       const std::scoped_lock lock(mutex_);
       if (level == LogLevel::warning) warnings_.push_back(message);
     });
   }
-  void TearDown() override {
-    set_log_sink({});
-    std::filesystem::remove_all(folder_);
-  }
+  void TearDown() override { set_log_sink({}); }
 
   LoaderConfig config_for(std::optional<tier::TierKind> kind) {
     LoaderConfig config;
@@ -92,9 +87,9 @@ class Content : public testing::TestWithParam<Way> {
     if (!kind) return config;
     const uint64_t record = kBytes + tier::record_overhead(*kind);
     tier::NodeCacheConfig node;
-    node.job = std::string("content") + folder_;
-    node.tiers = {{*kind, kSamples * record, folder_, false}};
-    node.shm_directory = folder_;
+    node.job = "content" + folder_.path();
+    node.tiers = {{*kind, kSamples * record, folder_.path(), false}};
+    node.shm_directory = folder_.path();
     plan::Placement placement;
     placement.fill.resize(1);
     placement.tier.assign(kSamples, 0);
@@ -117,7 +112,7 @@ class Content : public testing::TestWithParam<Way> {
     }
   }
 
-  char folder_[32] = "/tmp/nostall-content-XXXXXX";
+  const TemporaryFolder folder_;
   const std::shared_ptr<Pictures> source_ = std::make_shared<Pictures>();
   std::shared_ptr<tier::NodeCache> cache_;
   std::mutex mutex_;

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <filesystem>
 #include <functional>
 #include <future>
 #include <mutex>
@@ -15,6 +16,7 @@
 #include <utility>
 
 #include "../refuse.h"
+#include "../temporary.h"
 #include "base/activity.h"
 #include "base/log.h"
 
@@ -531,8 +533,7 @@ class NoSharedMemory : public FileSystem {
 };
 
 TEST(Loader, ATierWithoutMemoryDoesNotOverdrawTheReadBuffers) {
-  char pattern[] = "/tmp/nostall-stage-XXXXXX";
-  ASSERT_NE(::mkdtemp(pattern), nullptr);
+  const TemporaryFolder shm;
   set_log_sink([](LogLevel, const std::string&) {});
   const auto source = std::make_shared<MemorySource>(5000);
   NoSharedMemory full;
@@ -540,7 +541,7 @@ TEST(Loader, ATierWithoutMemoryDoesNotOverdrawTheReadBuffers) {
   node.job = "no memory";
   node.dataset = source->fingerprint();
   node.tiers = {{tier::TierKind::ram, source->total_bytes(), "", false}};
-  node.shm_directory = pattern;
+  node.shm_directory = shm.path();
   node.files = &full;
   {
     LoaderConfig config = config_for(source, 5000, 1);
@@ -558,7 +559,7 @@ TEST(Loader, ATierWithoutMemoryDoesNotOverdrawTheReadBuffers) {
     EXPECT_LE(loader.memory().io_buffers, 1000u + 2 * 16 * 50 + 1000);
   }
   set_log_sink({});
-  EXPECT_EQ(::rmdir(pattern), 0);
+  EXPECT_TRUE(std::filesystem::is_empty(shm.path()));
 }
 
 // The first piece of memory is refused, and none after it.
@@ -574,8 +575,7 @@ class NoMemoryAtFirst final : public FileSystem {
 
 TEST(Loader, WhatATierHadNoMemoryForIsKeptInALaterEpoch) {
   constexpr uint32_t kEpochs = 5;
-  char pattern[] = "/tmp/nostall-stage-XXXXXX";
-  ASSERT_NE(::mkdtemp(pattern), nullptr);
+  const TemporaryFolder shm;
   set_log_sink([](LogLevel, const std::string&) {});
   const auto source = std::make_shared<MemorySource>(100);
   NoMemoryAtFirst files;
@@ -583,7 +583,7 @@ TEST(Loader, WhatATierHadNoMemoryForIsKeptInALaterEpoch) {
   node.job = "no memory at first";
   node.dataset = source->fingerprint();
   node.tiers = {{tier::TierKind::ram, source->total_bytes(), "", false}};
-  node.shm_directory = pattern;
+  node.shm_directory = shm.path();
   node.files = &files;
   LoaderConfig config = config_for(source, 10, kEpochs);
   // Far less than an epoch: a read of the first one is over before the third one begins.
@@ -603,19 +603,18 @@ TEST(Loader, WhatATierHadNoMemoryForIsKeptInALaterEpoch) {
   EXPECT_EQ(from_tier[kEpochs - 1], 100u);
   config.cache.reset();
   set_log_sink({});
-  EXPECT_EQ(::rmdir(pattern), 0);
+  EXPECT_TRUE(std::filesystem::is_empty(shm.path()));
 }
 
 TEST(Loader, ASampleTwiceInAChunkIsNotWaitedForByTheThreadThatReadsIt) {
-  char pattern[] = "/tmp/nostall-stage-XXXXXX";
-  ASSERT_NE(::mkdtemp(pattern), nullptr);
+  const TemporaryFolder shm;
   const auto source = std::make_shared<MemorySource>(1);
   tier::NodeCacheConfig node;
   node.job = "twice";
   node.local_world = 2;
   node.dataset = source->fingerprint();
   node.tiers = {{tier::TierKind::ram, source->total_bytes(), "", false}};
-  node.shm_directory = pattern;
+  node.shm_directory = shm.path();
   plan::Placement placement;
   placement.tier = {0};
   placement.offset = {0};
@@ -637,7 +636,7 @@ TEST(Loader, ASampleTwiceInAChunkIsNotWaitedForByTheThreadThatReadsIt) {
     EXPECT_NE(loader.next(5s), nullptr);
     EXPECT_EQ(source->reads, 1u);
   }
-  EXPECT_EQ(::rmdir(pattern), 0);
+  EXPECT_TRUE(std::filesystem::is_empty(shm.path()));
 }
 
 class NoArena : public FileSystem {
@@ -650,8 +649,6 @@ class NoArena : public FileSystem {
 class BesideARankThatStops : public testing::Test {
  protected:
   void SetUp() override {
-    char pattern[] = "/tmp/nostall-stage-XXXXXX";
-    shm_ = ::mkdtemp(pattern);
     set_log_sink([this](LogLevel, const std::string& message) {
       const std::scoped_lock lock(mutex_);
       told_.push_back(message);
@@ -659,7 +656,7 @@ class BesideARankThatStops : public testing::Test {
   }
   void TearDown() override {
     set_log_sink({});
-    EXPECT_EQ(::rmdir(shm_.c_str()), 0);
+    EXPECT_TRUE(std::filesystem::is_empty(shm_.path()));
   }
 
   LoaderConfig rank(uint32_t rank, FileSystem* files = nullptr) {
@@ -679,7 +676,7 @@ class BesideARankThatStops : public testing::Test {
     node.dataset = source->fingerprint();
     node.tiers = {{tier::TierKind::ram, room, "", false}};
     node.halves = {0, config.half};
-    node.shm_directory = shm_;
+    node.shm_directory = shm_.path();
     node.files = files;
     plan::Placement placement;
     placement.tier.assign(source->size(), plan::kNoTier);
@@ -716,7 +713,7 @@ class BesideARankThatStops : public testing::Test {
     }));
   }
 
-  std::string shm_;
+  const TemporaryFolder shm_;
   std::mutex mutex_;
   std::vector<std::string> told_;
 };

@@ -6,9 +6,9 @@
 #include <atomic>
 #include <cstring>
 #include <deque>
-#include <filesystem>
 
 #include "../peer/parts.h"
+#include "../temporary.h"
 #include "base/crc32c.h"
 #include "peer/session.h"
 #include "plan/locality.h"
@@ -148,8 +148,7 @@ class QuickNeighbour final : public tier::NodeCache {
 };
 
 TEST(LoaderWithPeers, WhatANeighbourReadsAfterAPeerFailedIsGood) {
-  char pattern[] = "/tmp/nostall-stage-XXXXXX";
-  const std::filesystem::path shm = ::mkdtemp(pattern);
+  const TemporaryFolder shm;
   LoaderConfig config;
   config.source = std::make_shared<ImageSource>();
   config.job.samples = config.job.global_batch = kSamples;
@@ -160,7 +159,7 @@ TEST(LoaderWithPeers, WhatANeighbourReadsAfterAPeerFailedIsGood) {
   tier::NodeCacheConfig tiers;
   tiers.job = "stage test";
   tiers.tiers = {{tier::TierKind::ram, kSamples * kPng.size(), "", false}};
-  tiers.shm_directory = shm.string();
+  tiers.shm_directory = shm.path();
   const plan::NodeAccess access = plan::node_access(config.job, 0, 1);
   const plan::TierShape shape{kSamples * kPng.size(), 0};
   config.cache = std::make_shared<QuickNeighbour>(tier::NodeCache::attach(
@@ -188,7 +187,6 @@ TEST(LoaderWithPeers, WhatANeighbourReadsAfterAPeerFailedIsGood) {
   ASSERT_NE(batch, nullptr);
   EXPECT_EQ(exchange->stats().asked_in_vain, kSamples);
   EXPECT_EQ(batch->origins[size_t(Origin::ram)].samples, kSamples);
-  std::filesystem::remove_all(shm);
 }
 
 // Reads take this long, as on a disk that others use too.
@@ -206,8 +204,6 @@ class SlowDisk final : public FileSystem {
 class BesideASlowDisk : public testing::Test {
  protected:
   void SetUp() override {
-    char pattern[] = "/tmp/nostall-stage-XXXXXX";
-    root_ = ::mkdtemp(pattern);
     config_.source = std::make_shared<ImageSource>();
     config_.job.samples = kSamples;
     config_.job.global_batch = 1;
@@ -217,8 +213,8 @@ class BesideASlowDisk : public testing::Test {
     tier::NodeCacheConfig tiers;
     tiers.job = "slow disk";
     const uint64_t room = kSamples * (kPng.size() + tier::record_overhead(tier::TierKind::file));
-    tiers.tiers = {{tier::TierKind::file, room, (root_ / "disk").string(), false}};
-    tiers.shm_directory = root_.string();
+    tiers.tiers = {{tier::TierKind::file, room, root_.path("disk"), false}};
+    tiers.shm_directory = root_.path();
     tiers.files = &disk_;
     const plan::NodeAccess access = plan::node_access(config_.job, 0, 1);
     const plan::TierShape shape{room, tier::record_overhead(tier::TierKind::file)};
@@ -231,10 +227,7 @@ class BesideASlowDisk : public testing::Test {
     }
     disk_.reads = 0;
   }
-  void TearDown() override {
-    config_ = {};
-    std::filesystem::remove_all(root_);
-  }
+  void TearDown() override { config_ = {}; }
 
   // Where the samples of all epochs were taken from.
   std::array<uint64_t, kOrigins> taken() {
@@ -249,7 +242,7 @@ class BesideASlowDisk : public testing::Test {
   }
 
   static constexpr uint32_t kEpochs = 10;
-  std::filesystem::path root_;
+  const TemporaryFolder root_;
   SlowDisk disk_;
   LoaderConfig config_;
 };
@@ -288,8 +281,7 @@ TEST_F(BesideASlowDisk, AFasterSourceIsReadInstead) {
 
 // Whoever seeks: ranks that begin at different places must deal an epoch alike.
 TEST(LoaderWithPeers, SamplesGoToTheirOwnersAfterASeekToo) {
-  char pattern[] = "/tmp/nostall-stage-XXXXXX";
-  const std::filesystem::path root = ::mkdtemp(pattern);
+  const TemporaryFolder root;
   LoaderConfig config;
   config.source = std::make_shared<ImageSource>();
   config.job.samples = config.job.global_batch = kSamples;
@@ -297,7 +289,7 @@ TEST(LoaderWithPeers, SamplesGoToTheirOwnersAfterASeekToo) {
   config.job.world = 2;
   config.locality = true;
   const std::vector<uint64_t> sizes(kSamples, kPng.size());
-  config.cache = peer::cache_below(root, "after a seek", tier::TierKind::ram, sizes);
+  config.cache = peer::cache_below(root.path(), "after a seek", tier::TierKind::ram, sizes);
   peer::ExchangeConfig peers;
   peers.node_of_rank = {0, 1};
   peers.addresses = {"", ""};
@@ -331,7 +323,6 @@ TEST(LoaderWithPeers, SamplesGoToTheirOwnersAfterASeekToo) {
     }
   }
   EXPECT_TRUE(differs);
-  std::filesystem::remove_all(root);
 }
 
 }  // namespace

@@ -17,6 +17,7 @@
 
 #include "../failing_files.h"
 #include "../refuse.h"
+#include "../temporary.h"
 #include "base/error.h"
 #include "base/handover.h"
 #include "base/log.h"
@@ -30,18 +31,13 @@ using namespace std::chrono_literals;
 class NodeCacheTest : public testing::Test {
  protected:
   void SetUp() override {
-    char pattern[] = "/tmp/nostall-tier-XXXXXX";
-    root_ = ::mkdtemp(pattern);
     fs::create_directory(root_ / "shm");
     set_log_sink([this](LogLevel, const std::string& message) {
       const std::scoped_lock lock(mutex_);
       warnings_.push_back(message);
     });
   }
-  void TearDown() override {
-    set_log_sink({});
-    fs::remove_all(root_);
-  }
+  void TearDown() override { set_log_sink({}); }
 
   // Ten samples of 100 bytes, all in tier 0.
   static constexpr uint64_t kSamples = 10, kSize = 100;
@@ -91,7 +87,8 @@ class NodeCacheTest : public testing::Test {
     return n;
   }
 
-  fs::path root_;
+  const TemporaryFolder folder_;
+  const fs::path root_ = folder_.path();
   std::mutex mutex_;
   std::vector<std::string> warnings_;
 };

@@ -8,12 +8,12 @@
 #include <stdexcept>
 #include <string>
 
-namespace nostall::source {
+namespace nostall {
 
 class TemporaryFolder {
  public:
   TemporaryFolder() {
-    char pattern[] = "/tmp/nostall-source-XXXXXX";
+    char pattern[] = "/tmp/nostall-test-XXXXXX";
     if (!::mkdtemp(pattern)) throw std::runtime_error("cannot make a folder in /tmp");
     path_ = pattern;
   }
@@ -42,4 +42,4 @@ inline std::string random_bytes(size_t size, unsigned seed) {
   return s;
 }
 
-}  // namespace nostall::source
+}  // namespace nostall
