@@ -24,6 +24,8 @@ import prefork
 import pytest
 from conftest import write_jpeg
 from PIL import Image
+from procfs import abstract_sockets, open_links
+from ranks import one_rank
 
 import nostall
 from nostall import transforms as t
@@ -98,11 +100,7 @@ def test_substitution_is_counted_and_the_same_on_every_rank(
                 transforms=STEPS,
                 tiers=["ram:1MiB"],
                 on_error="substitute",
-                rank=rank,
-                world_size=world,
-                local_rank=0,
-                local_world_size=1,
-                job=f"substitute-{how}-{world}-{rank}",
+                **one_rank(rank, world),
             ) as loader:
                 for epoch in loader.epochs():
                     for x, _ in epoch:
@@ -186,11 +184,7 @@ def test_dataset_smaller_than_a_batch_and_than_the_world(
             8,
             epochs=2,
             tiers=["ram:1MiB"],
-            rank=rank,
-            world_size=5,
-            local_rank=0,
-            local_world_size=1,
-            job=f"small-{rank}",
+            **one_rank(rank, 5),
         ) as loader:
             for epoch in loader.epochs():
                 assert [len(raw) for raw, _ in epoch] == [1]
@@ -283,31 +277,24 @@ def test_a_killed_rank_is_reported_to_the_others(image_folder: Path) -> None:
 
 @pytest.mark.multi
 def test_nothing_is_left_of_ranks_that_are_all_killed(image_folder: Path, tmp_path: Path) -> None:
-    def sockets() -> dict[str, str]:
-        """The names in the abstract space of this user's jobs, by inode."""
-        lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
-        mine = f"@nostall-{os.getuid()}-"
-        return {f"socket:[{line[6]}]": line[7] for line in lines if line[7:] and mine in line[7]}
-
     disk = tmp_path / "disk"
     ranks = [start_rank(r, image_folder, "massacre", f"{disk}:1MiB") for r in range(2)]
     for process in ranks:
         assert process.stdout is not None
         assert process.stdout.readline() == "batch\n"
     # What they share has no name from the start, so that there is nothing to remove.
-    held = [os.readlink(link) for link in Path(f"/proc/{ranks[0].pid}/fd").iterdir()]
+    held = open_links(ranks[0].pid)
     assert any(file.startswith(f"{disk}/") for file in held)
     assert any(file.startswith("/dev/shm/") for file in held)
     assert not list(disk.iterdir())
     assert not list(Path("/dev/shm").glob(f"nostall-{os.getuid()}-*"))
-    found = sockets()
-    links = [os.readlink(f) for p in ranks for f in Path(f"/proc/{p.pid}/fd").iterdir()]
-    names = {found[link] for link in links if link in found}
+    names = {n for p in ranks for n in abstract_sockets(p.pid) if n.startswith("@nostall-")}
     assert len(names) == 2
     for process in ranks:
         process.kill()
         process.communicate()
-    assert not names & set(sockets().values())
+    left = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()}
+    assert not names & left
 
 
 @pytest.mark.multi

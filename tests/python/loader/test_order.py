@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
+from ranks import one_rank
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data.distributed import DistributedSampler
 
@@ -52,11 +53,7 @@ def test_batches_are_those_of_torch(
             seed=11,
             drop_last=drop,
             tiers=tiers,
-            rank=rank,
-            world_size=world,
-            local_rank=0,
-            local_world_size=1,
-            job=f"order-{world}-{batch}-{drop}-{rank}",
+            **one_rank(rank, world),
         ) as loader:
             for epoch in loader.epochs():
                 expected = torch_order(len(folder), batch, world, rank, 11, epoch.index, drop)
@@ -79,90 +76,61 @@ def test_a_users_own_order_is_kept(image_folder: Path) -> None:
             assert seen == order
 
 
+State = dict[str, object] | None
+
+
+def parts(
+    folder: nostall.ImageFolder,
+    world: int,
+    state: State = None,
+    take: int | None = None,
+    **options: Any,
+) -> tuple[list[list[list[int]]], State]:
+    """The parts of the ranks in every global batch, and the state after `take` of them."""
+    ids = content(folder)
+    of_rank, states = [], []
+    for rank in range(world):
+        with nostall.DataLoader(
+            folder, tiers=["ram:1MiB"], **options, **one_rank(rank, world)
+        ) as loader:
+            if "global_batch_size" in options:
+                assert loader.batch_size == len(range(rank, options["global_batch_size"], world))
+            if state:
+                loader.load_state_dict(state)
+            batches = itertools.islice(itertools.chain.from_iterable(loader.epochs()), take)
+            of_rank.append([[ids[r[i].tobytes()] for i in range(len(r))] for r, _ in batches])
+            states.append(loader.state_dict())
+    assert all(s == states[0] for s in states)
+    return [list(batch) for batch in zip(*of_rank, strict=True)], states[0]
+
+
+def whole_batches(found: list[list[list[int]]]) -> list[list[int]]:
+    return [sorted(itertools.chain(*batch)) for batch in found]
+
+
 @pytest.mark.parametrize("split", [1, 2, 3, 6])
 def test_resume_on_another_world_size_gives_the_same_global_batches(
     image_folder: Path, split: int
 ) -> None:
     folder = nostall.ImageFolder(image_folder)
-    ids = content(folder)
 
-    def stream(world: int, state: dict[str, object] | None, take: int | None) -> tuple[list, dict]:
-        """The sorted samples of every global batch, and the state after `take` of them."""
-        per_rank, states = [], []
-        for rank in range(world):
-            with nostall.DataLoader(
-                folder,
-                12 // world,
-                epochs=3,
-                seed=5,
-                tiers=["ram:1MiB"],
-                rank=rank,
-                world_size=world,
-                local_rank=0,
-                local_world_size=1,
-                job=f"resume-{split}-{world}-{rank}",
-            ) as loader:
-                if state:
-                    loader.load_state_dict(state)
-                batches = []
-                for epoch in loader.epochs():
-                    for raw, _ in epoch:
-                        batches.append([ids[raw[i].tobytes()] for i in range(len(raw))])
-                        if take is not None and len(batches) == take:
-                            break
-                    if take is not None and len(batches) == take:
-                        break
-                states.append(loader.state_dict())
-                per_rank.append(batches)
-        assert all(s == states[0] for s in states)
-        return [sorted(itertools.chain(*parts)) for parts in zip(*per_rank, strict=True)], states[0]
+    def stream(world: int, state: State = None, take: int | None = None) -> tuple[list, State]:
+        """The sorted samples of every global batch."""
+        batches, state = parts(folder, world, state, take, batch_size=12 // world, epochs=3, seed=5)
+        return whole_batches(batches), state
 
-    whole, _ = stream(2, None, None)
+    whole, _ = stream(2)
     for take in (1, 5, 6, 7, 11):
-        head, state = stream(2, None, take)
-        tail, _ = stream(split, state, None)
+        head, state = stream(2, take=take)
+        tail, _ = stream(split, state)
         assert head + tail == whole, f"after {take} batches"
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_any_number_of_ranks_shares_a_global_batch(image_folder: Path, drop_last: bool) -> None:
     folder = nostall.ImageFolder(image_folder)
-    ids = content(folder)
-
-    def parts(world: int, state: dict[str, object] | None, take: int | None) -> tuple[list, dict]:
-        """The parts of the ranks in every global batch, and the state after `take` of them."""
-        of_rank, states = [], []
-        for rank in range(world):
-            with nostall.DataLoader(
-                folder,
-                global_batch_size=6,
-                epochs=2,
-                drop_last=drop_last,
-                tiers=["ram:1MiB"],
-                rank=rank,
-                world_size=world,
-                local_rank=0,
-                local_world_size=1,
-                job=f"any-{drop_last}-{world}-{rank}",
-            ) as loader:
-                assert loader.batch_size == len(range(rank, 6, world))
-                if state:
-                    loader.load_state_dict(state)
-                seen = [
-                    [ids[raw[i].tobytes()] for i in range(len(raw))]
-                    for raw, _ in itertools.islice(
-                        itertools.chain.from_iterable(loader.epochs()), take
-                    )
-                ]
-                states.append(loader.state_dict())
-                of_rank.append(seen)
-        assert all(s == states[0] for s in states)
-        return [list(batch) for batch in zip(*of_rank, strict=True)], states[0]
-
-    def whole_batches(found: list) -> list[list[int]]:
-        return [sorted(itertools.chain(*batch)) for batch in found]
-
-    alone = whole_batches(parts(1, None, None)[0])
+    options = {"global_batch_size": 6, "epochs": 2, "drop_last": drop_last}
+    alone = whole_batches(parts(folder, 1, **options)[0])
     epoch = len(alone) // 2
     lengths = [6] * (len(folder) // 6) + ([] if drop_last else [len(folder) % 6])
     assert len(folder) % 6 == 1  # of the last batch all ranks but one have nothing
@@ -170,8 +138,8 @@ def test_any_number_of_ranks_shares_a_global_batch(image_folder: Path, drop_last
         assert [len(batch) for batch in part] == lengths
         assert len(set(itertools.chain(*part))) == sum(lengths)
     for old, new, take in ((4, 2, 4), (2, 5, epoch), (5, 4, epoch + 2)):
-        head, state = parts(old, None, take)
-        tail, _ = parts(new, state, None)
+        head, state = parts(folder, old, None, take, **options)
+        tail, _ = parts(folder, new, state, **options)
         assert whole_batches(head + tail) == alone
         for world, found in ((old, head), (new, tail)):
             for batch in found:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import prefork
 import pytest
+from procfs import abstract_sockets
 
 import nostall
 import nostall.loader._loader
@@ -232,9 +233,9 @@ def _by_the_end_of_a_configuration(source: nostall.Source) -> Callable[[], None]
 def test_other_threads_go_on_while_one_leaves(
     source: nostall.CustomSource, enter: Callable[[nostall.Source], Callable[[], None]]
 ) -> None:
-    before = set(_abstract_sockets())
+    before = abstract_sockets(os.getpid())
     leave = enter(source)
-    (giving,) = (n for n in set(_abstract_sockets()) - before if n.startswith("@nostall-"))
+    (giving,) = (n for n in abstract_sockets(os.getpid()) - before if n.startswith("@nostall-"))
     # Another process of the job has the turn: it ends when the one that leaves has come.
     turn = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     turn.bind("\0" + giving[1:].rsplit("-", 1)[0] + "-turn")
@@ -243,7 +244,7 @@ def test_other_threads_go_on_while_one_leaves(
 
     def end_the_turn() -> None:
         caller, _ = turn.accept()
-        offered.append(giving in _abstract_sockets())  # until it has left
+        offered.append(giving in abstract_sockets(os.getpid()))  # until it has left
         turn.close()
         caller.close()
 
@@ -270,12 +271,8 @@ def test_a_loader_that_cannot_work_enters_no_tiers(
         with pytest.raises(UsageError, match="depth must be at least 1"):
             next(iter(loader))
     assert len(load(loader)) == 40
-    assert f"@{name}-0" in _abstract_sockets()
+    assert f"@{name}-0" in abstract_sockets(os.getpid())
     loader.close()
-
-
-def _abstract_sockets() -> list[str]:
-    return [line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
 
 
 # ------------------------------------------------------------------------- tiers of one's own

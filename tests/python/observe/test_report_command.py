@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from ranks import one_rank
 
 import nostall
 from nostall.base._sizes import TierSpec, parse_size, parse_tiers
@@ -68,11 +69,7 @@ def run_job(root: Path, rank: int, world: int) -> Stats:
         8,
         epochs=2,
         tiers=["ram:1MiB"],
-        rank=rank,
-        world_size=world,
-        local_rank=0,
-        local_world_size=1,
-        job=f"house-{rank}",
+        **one_rank(rank, world),
     ) as loader:
         for epoch in loader.epochs():
             for _ in epoch:
