@@ -78,6 +78,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``nostall bench patterns``."""
     parser.add_argument("--networks", nargs="+", choices=[*NETWORKS, "mlp"], default=NETWORKS)
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument(
+        "--per-node",
+        type=int,
+        default=0,
+        help="ranks that are declared a node (0: this machine is one)",
+    )
     parser.add_argument("--batch", type=int, default=4, help="samples a rank and step")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--cycle-ms", type=float, default=5, help="of the negotiation")
@@ -89,8 +95,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Trains, prints the shares, the sizes and the imbalance of every network."""
-    if arguments.ranks < 2 or arguments.steps < 1 or arguments.batch < 1:
-        raise UsageError("--ranks must be at least 2, --steps and --batch at least 1")
+    if arguments.ranks < 2 or arguments.steps < 1 or arguments.batch < 1 or arguments.per_node < 0:
+        raise UsageError(
+            "--ranks must be at least 2, --steps and --batch at least 1, --per-node 0 or more"
+        )
     found: dict[str, tuple[dict[str, Any], arrivals.Profile]] = {}
     console = harness.console()
     with tempfile.TemporaryDirectory(prefix="nostall-patterns-") as folder:
@@ -110,11 +118,14 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(table)
     harness.write(
         arguments.json,
-        settings={"ranks": arguments.ranks, "batch": arguments.batch, "steps": arguments.steps},
+        settings={
+            name: getattr(arguments, name) for name in ("ranks", "per_node", "batch", "steps")
+        },
         networks={
             network: {
                 **told, "shares": measured[network], "left_out": profile.left_out,
                 "rows": [vars(row) for row in arrivals.table(profile)],
+                "alpha": profile.alpha.measured,
             }
             for network, (told, profile) in found.items()
         },
@@ -147,6 +158,9 @@ def train(
     launcher = Path(sys.executable).with_name("mpiexec")
     words = [str(launcher), "-n", str(arguments.ranks), "--oversubscribe", "--bind-to", "none"]
     words += ["--mca", "mpi_yield_when_idle", "1"]
+    if arguments.per_node:
+        names = f"NOSTALL_NODE=node$((OMPI_COMM_WORLD_RANK / {arguments.per_node}))"
+        words += ["sh", "-c", f'{names} exec "$@"', "sh"]
     words += [sys.executable, "-m", "nostall_bench.patterns_rank", str(settings)]
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     done = subprocess.run(
@@ -183,6 +197,7 @@ def _tables(network: str, told: dict[str, Any], profile: arrivals.Profile, steps
     table = harness.table(
         f"{network}: {told['parameters'] / 1e6:.1f} million parameters",
         *("operation", "size", "calls", "MB", "time, s", "worst / alpha", "average / alpha"),
+        *("worst / alpha, node", "average / alpha, node"),
         left=2,
         caption=f"{1000 * told['seconds'] / steps:.0f} ms a step, "
         f"{told['cycles'] / steps:.0f} cycles a step; alpha: {profile.alpha}",
@@ -191,6 +206,7 @@ def _tables(network: str, told: dict[str, Any], profile: arrivals.Profile, steps
         table.add_row(
             row.operation, row.size, str(row.calls), f"{row.bytes / (1 << 20):.1f}",
             f"{row.seconds:.3f}", f"{row.worst_factor:.1f}", f"{row.average_factor:.1f}",
+            f"{row.node_worst_factor:.1f}", f"{row.node_average_factor:.1f}",
         )  # fmt: skip
     return table
 

@@ -60,7 +60,8 @@ def test_a_training_in_horovods_manner_is_profiled(
     parser = argparse.ArgumentParser()
     patterns.add_arguments(parser)
     out, plot = tmp_path / "patterns.json", tmp_path / "patterns.svg"
-    words = ["--networks", "mlp", "--ranks", "2", "--steps", "6", "--cycle-ms", "1"]
+    words = ["--networks", "mlp", "--ranks", "2", "--per-node", "1", "--steps", "6"]
+    words += ["--cycle-ms", "1"]
     words += ["--profiles", str(tmp_path), "--json", str(out), "--plot", str(plot)]
     assert patterns.run(parser.parse_args(words)) == 0
     assert "published: vgg16 narrow" in capsys.readouterr().out
@@ -79,6 +80,12 @@ def test_a_training_in_horovods_manner_is_profiled(
     for values in told["shares"].values():
         assert sum(values) == pytest.approx(1)
     assert told["left_out"] == {}
+    # The time of messages of the machine is measured, and no rank of a node is alone in being late.
+    assert [size for size, ns in told["alpha"] if ns > 0] == [
+        8 << s for s in (0, 7, 11, 14, 17, 19)
+    ]
+    assert all(row["worst_factor"] > 0 for row in told["rows"])
+    assert all(row["node_worst_factor"] == 0 for row in told["rows"])
 
 
 def test_shares_are_of_the_figures() -> None:
