@@ -229,7 +229,8 @@ bool Loader::Run::read_whole(plan::SampleId sample, std::span<std::byte> into,
 void Loader::Run::fail(Task& task, plan::SampleId sample, const Error& error) {
   const std::string name = config_.source->describe(sample) + " (sample " + std::to_string(sample);
   const MutexLock lock(mutex_);
-  if (!task.error) task.error.emplace(error.kind(), name + "): " + error.what());
+  if (task.error) return;
+  task.error.emplace(error.kind(), name + "): " + error.what(), error.error_number());
 }
 
 void Loader::Run::handle_unread(Work work, int error, const std::string& why,

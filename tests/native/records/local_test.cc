@@ -11,6 +11,7 @@
 #include <cstring>
 #include <filesystem>
 
+#include "../closed_memory.h"
 #include "../refuse.h"
 #include "../temporary.h"
 
@@ -85,6 +86,12 @@ class LocalRanges : public testing::TestWithParam<Way> {
     return r.error;
   }
 
+  // Whether aligned bytes come through a buffer of the reader's own.
+  bool bounces() const {
+    return GetParam().direct == Direct::always &&
+           (GetParam().kind == ReaderKind::pread || !has_uring());
+  }
+
   struct Wanted {
     uint32_t file;
     uint64_t offset;
@@ -148,6 +155,40 @@ TEST_P(LocalRanges, TakeBytesInPlaceWhereTheySuitTheDevice) {
   reader_->read({&r, 1});
   ASSERT_EQ(r.error, 0);
   EXPECT_EQ(std::memcmp(r.into.data(), contents_[7].data() + 8192, 65536), 0);
+}
+
+// The kernel writes there: what comes through a bounce buffer is written by the reader's thread.
+TEST_P(LocalRanges, ComeWhereMemoryIsClosedForOneOfThem) {
+  for (const size_t open : {0u, 1u}) {
+    ClosedMemory closed(open, 4);
+    std::string memory[2];
+    std::vector<RangeRead> reads(3);
+    for (size_t i = 0; i < reads.size(); ++i) {
+      memory[i % 2].resize(16384);
+      reads[i].file = 7;
+      reads[i].offset = 8192 * i;
+      reads[i].into =
+          i == 1 ? closed.all().first(16384) : std::as_writable_bytes(std::span(memory[i / 2]));
+      reads[i].once = GetParam().once;
+      reads[i].error = -1;
+    }
+    if (bounces()) reads.erase(reads.begin() + 1);
+    reader_->read(reads);
+    for (const RangeRead& r : reads) {
+      const bool is_closed = r.into.data() == closed.all().data();
+      ASSERT_EQ(r.error, is_closed ? EFAULT : 0) << r.offset;
+      if (!is_closed) {
+        EXPECT_EQ(std::memcmp(r.into.data(), contents_[7].data() + r.offset, r.size()), 0);
+      }
+    }
+    closed.reopen();
+    for (RangeRead& r : reads) r.error = -1;
+    reader_->read(reads);
+    for (const RangeRead& r : reads) {
+      ASSERT_EQ(r.error, 0);
+      EXPECT_EQ(std::memcmp(r.into.data(), contents_[7].data() + r.offset, r.size()), 0);
+    }
+  }
 }
 
 TEST_P(LocalRanges, DoWithoutPinnedMemory) {

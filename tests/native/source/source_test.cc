@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <fstream>
 
+#include "../closed_memory.h"
 #include "../failing_files.h"
 #include "../readers.h"
 #include "../refuse.h"
@@ -167,6 +168,31 @@ TEST_P(ReaderTest, ReadsOnWhereTheKernelTakesNoMoreRequests) {
   for (const ReadRequest& r : read_all()) ASSERT_EQ(r.error, 0);
   EXPECT_EQ(said.size(), GetParam() == ReaderKind::uring ? 1u : 0u);
   set_log_sink({});
+}
+
+// Memory that is closed wholly, or behind its first page: the other files come, and once it is open
+// this one comes too.
+TEST_P(ReaderTest, ReadsOnWhereMemoryIsClosed) {
+  const auto reader = source_->make_reader(GetParam(), 7);
+  for (const size_t open : {0u, 1u}) {
+    ClosedMemory closed(open, 3);
+    memory_.clear();
+    for (const uint64_t size : source_->sizes()) memory_.emplace_back(size);
+    std::vector<ReadRequest> requests;
+    for (uint64_t s = 0; s < source_->size(); ++s) requests.push_back({s, memory_[s], -1});
+    requests[12].into = closed.all().first(requests[12].into.size());  // of 12000 bytes
+    reader->read(requests);
+    for (const ReadRequest& r : requests) {
+      ASSERT_EQ(r.error, r.sample == 12 ? EFAULT : 0) << r.sample;
+      if (r.error) continue;
+      for (const std::byte b : r.into) ASSERT_EQ(b, static_cast<std::byte>(r.sample));
+    }
+    EXPECT_EQ(closed.all()[open * closed.page()], std::byte{'?'});
+    closed.reopen();
+    reader->read({&requests[12], 1});
+    ASSERT_EQ(requests[12].error, 0);
+    for (const std::byte b : requests[12].into) ASSERT_EQ(b, std::byte{12});
+  }
 }
 
 TEST_P(ReaderTest, IsListedWhereNoThreadIsToBeHad) {

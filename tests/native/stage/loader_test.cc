@@ -15,10 +15,14 @@
 #include <thread>
 #include <utility>
 
+#include "../closed_memory.h"
+#include "../readers.h"
 #include "../refuse.h"
 #include "../temporary.h"
 #include "base/activity.h"
 #include "base/log.h"
+#include "source/folder.h"
+#include "source/scan.h"
 
 namespace nostall::stage {
 namespace {
@@ -471,6 +475,32 @@ TEST(Loader, MemoryThatCannotBeWrittenIsNoFaultOfTheFile) {
             << what;
         EXPECT_EQ(what.find("repair"), std::string::npos) << what;
       }
+    }
+  }
+}
+
+// The same, of real files and closed pages: bytes are read into the batch, whoever reads them.
+TEST(Loader, PagesThatAreClosedAreNoFaultOfTheFile) {
+  const TemporaryFolder folder;
+  for (int i = 0; i < 20; ++i) folder.write(std::to_string(i), std::string(9000, 'x'));
+  source::ScanOptions plain;
+  plain.class_per_folder = false;
+  for (const source::ReaderKind kind : source::reader_kinds()) {
+    LoaderConfig config = config_for(std::make_shared<MemorySource>(20), 4, 1);
+    config.source = std::make_shared<source::FolderSource>(
+        folder.path(), source::scan_folder(folder.path(), plain));
+    config.reader = kind;
+    config.batch_memory = [](size_t bytes) {
+      const auto closed = std::make_shared<ClosedMemory>(0, bytes / 4096 + 1);
+      return std::shared_ptr<std::byte>(closed, closed->all().data());
+    };
+    Loader loader(std::move(config));
+    try {
+      loader.next(60s);
+      FAIL() << "no error";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.error_number(), EFAULT);
+      EXPECT_NE(std::string(error.what()).find("the file is not at fault"), std::string::npos);
     }
   }
 }
