@@ -20,6 +20,11 @@ def on_stream(torch: Any, stream: Any) -> Iterator[None]:
         torch.accelerator.set_device_index(device)
 
 
+def raise_if_lost(stream: Any) -> None:
+    """A lost device refuses everything, page-locked memory too: this raises its own error."""
+    stream.query()
+
+
 def awaited(torch: Any, device: Any, enable_timing: bool = False) -> Any:
     """An event that a thread of the host waits for.
 

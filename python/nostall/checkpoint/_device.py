@@ -22,7 +22,7 @@ import numpy as np
 
 from nostall import _native
 from nostall.base._device_clock import waiting
-from nostall.base._streams import awaited, on_stream
+from nostall.base._streams import awaited, on_stream, raise_if_lost
 from nostall.checkpoint._tree import Leaf
 from nostall.checkpoint._window import changes_of, tensors_of, torn_words
 
@@ -364,6 +364,7 @@ def pinned(torch: Any, streams: dict[Any, Any], shape: Sequence[int], dtype: Any
     try:
         return torch.empty(shape, dtype=dtype, pin_memory=True, device="cpu")
     except RuntimeError as error:
+        raise_if_lost(torch.accelerator.current_stream())
         if not streams.get("unpinned"):
             streams["unpinned"] = True
             _log.warning(

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from nostall import _native
 from nostall.base._device_clock import end_step, waiting, waits_of
-from nostall.base._streams import awaited, on_stream
+from nostall.base._streams import awaited, on_stream, raise_if_lost
 from nostall.errors import UsageError
 from nostall.loader._ahead import Finish, aligned
 from nostall.loader._mixing import Mixed
@@ -128,6 +128,7 @@ class Device:
             return host
 
     def _give_up_pinning(self, error: RuntimeError) -> None:
+        raise_if_lost(self.stream)
         if self._pins:
             self._pins = False
             _log.warning(

@@ -167,6 +167,11 @@ def fail_after(tasks: int) -> None:
     _library.simdev_fail_after(tasks)
 
 
+def lose() -> None:
+    """Until `release_all` every call is refused, and whoever waits is told: the device is lost."""
+    _library.simdev_lose()
+
+
 def call(name: str, tensor: torch.Tensor, act: Callable[[torch.Tensor], object]) -> None:
     """The current stream calls `act` with a tensor of the host over the memory of a contiguous one."""
     count, kind = tensor.numel(), tensor.dtype

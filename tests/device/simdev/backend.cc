@@ -212,13 +212,17 @@ class DeviceMemory final : public c10::DeviceAllocator {
   static void forget(void*) {}
   static void release(void* context);
 
-  void give_back(Block* block) {
+  // It is a deleter's: what a lost device refuses keeps the memory.
+  void give_back(Block* block) noexcept {
     const std::lock_guard lock(mutex_);
     used_[block->device] -= static_cast<int64_t>(block->bytes);
-    std::vector<simdev::Event> events;
-    for (const int stream : block->others) simdev::record(events.emplace_back(), stream);
-    waiting_.emplace_back(block, std::move(events));
-    collect();
+    try {
+      std::vector<simdev::Event> events;
+      for (const int stream : block->others) simdev::record(events.emplace_back(), stream);
+      waiting_.emplace_back(block, std::move(events));
+      collect();
+    } catch (const std::exception&) {
+    }
   }
   void collect() {
     std::erase_if(waiting_, [&](auto& entry) {
@@ -283,7 +287,10 @@ struct HostImpl final : Impl {
   void record_stream(std::optional<std::vector<std::shared_ptr<simdev::Event>>>& events,
                      Stream stream) override {
     events->push_back(std::make_shared<simdev::Event>());
-    simdev::record(*events->back(), number_of(stream));
+    try {  // for a deleter
+      simdev::record(*events->back(), number_of(stream));
+    } catch (const std::exception&) {
+    }
   }
   bool query_event(std::shared_ptr<simdev::Event>& event) override { return simdev::query(*event); }
   Stream get_current_stream() const override {

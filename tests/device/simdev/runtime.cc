@@ -159,6 +159,7 @@ struct State {
   double virtual_began = 0;
   bool guarding = true;
   uint64_t fail_after = 0;  // tasks until one fails; 0: none
+  bool lost = false;        // every call fails
   std::vector<std::string> reports;
   bool logging = false;
   std::vector<Done> log;
@@ -448,7 +449,12 @@ void enqueue(Stream& stream, Task task) {
   if (!stream.busy && can_go_on(stream)) stream.wake.notify_one();
 }
 
+void refuse_if_lost() {
+  if (state().lost) throw std::runtime_error("simdev: device lost");
+}
+
 std::shared_ptr<Mark> mark_of(int number) {
+  refuse_if_lost();
   Stream& stream = stream_of(number);
   auto mark = std::make_shared<Mark>();
   join(stream.clock, host_clock());
@@ -466,7 +472,9 @@ void learn(const Mark& mark) {
 }
 
 void await(std::unique_lock<std::mutex>& lock, const std::shared_ptr<Mark>& mark) {
-  state().changed.wait(lock, [&] { return mark->done; });
+  refuse_if_lost();
+  state().changed.wait(lock, [&] { return mark->done || state().lost; });
+  refuse_if_lost();
   learn(*mark);
 }
 
@@ -551,6 +559,7 @@ void push(int number, const std::string& name, const std::vector<Range>& touched
   const auto lock = locked();
   State& s = state();
   Stream& stream = stream_of(number);
+  refuse_if_lost();
   if (s.fail_after > 0 && --s.fail_after == 0) throw std::runtime_error("simdev: device lost");
   join(stream.clock, host_clock());
   const auto timeline = static_cast<size_t>(number);
@@ -590,6 +599,7 @@ bool is_guarded(const void* address, size_t bytes) {
 
 bool query(int number) {
   const auto lock = locked();
+  refuse_if_lost();
   Stream& stream = stream_of(number);
   const bool idle = stream.tasks.empty() && !stream.busy;
   if (idle) {
@@ -621,6 +631,7 @@ void record(Event& event, int stream) {
 
 void block(const Event& event, int number) {
   const auto lock = locked();
+  refuse_if_lost();
   if (!event.mark) return;
   Stream& stream = stream_of(number);
   join(stream.clock, event.mark->clock);
@@ -632,6 +643,7 @@ void block(const Event& event, int number) {
 
 bool query(const Event& event) {
   const auto lock = locked();
+  refuse_if_lost();
   if (!event.mark) return true;
   if (event.mark->done) learn(*event.mark);
   return event.mark->done;
@@ -724,6 +736,12 @@ void simdev_fail_after(uint64_t tasks) {
   state().fail_after = tasks;
 }
 
+void simdev_lose() {
+  const auto lock = locked();
+  state().lost = true;
+  state().changed.notify_all();
+}
+
 void simdev_reset() {
   const auto lock = locked();
   State& s = state();
@@ -732,7 +750,7 @@ void simdev_reset() {
     stream->operation_seconds = stream->bytes_per_second = 0;
   }
   for (size_t& bytes : s.capacity) bytes = kArena;
-  s.refuse_pinning = s.host_by_thread = s.virtual_time = false;
+  s.refuse_pinning = s.host_by_thread = s.virtual_time = s.lost = false;
   s.fail_after = 0;
   wake();
 }

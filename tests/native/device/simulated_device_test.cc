@@ -16,6 +16,7 @@ extern "C" {
 void simdev_hold(int stream, int held);
 void simdev_speed(int stream, double operation_seconds, double bytes_per_second);
 void simdev_fail_after(uint64_t tasks);
+void simdev_lose();
 void simdev_virtual_time();
 void simdev_pass_time(double seconds);
 void simdev_reset();
@@ -146,6 +147,35 @@ TEST(SimulatedDevice, AnErrorOfATaskAndALostDeviceAreTold) {
   losing.join();
   EXPECT_THROW(push(stream, "lost", {}, 0, [] {}), std::runtime_error);
   simdev_reset();
+}
+
+TEST(SimulatedDevice, WhoeverWaitsIsToldOfALostDevice) {
+  const int stream = new_stream(0);
+  simdev_hold(stream, 1);
+  push(stream, "held", {}, 0, [] {});
+  Event event;
+  record(event, stream);
+  std::atomic<int> told{0};
+  std::vector<std::thread> waiting;
+  for (int i = 0; i < 3; ++i) {
+    waiting.emplace_back([&, i] {
+      try {
+        i == 0 ? synchronize(event) : i == 1 ? synchronize(stream) : synchronize_device(0);
+      } catch (const std::runtime_error&) {
+        ++told;
+      }
+    });
+  }
+  simdev_lose();
+  for (std::thread& thread : waiting) thread.join();
+  EXPECT_EQ(told, 3);
+  EXPECT_THROW(push(stream, "after", {}, 0, [] {}), std::runtime_error);
+  EXPECT_THROW(record(event, stream), std::runtime_error);
+  EXPECT_THROW(query(event), std::runtime_error);
+  EXPECT_THROW(block(event, stream), std::runtime_error);
+  simdev_reset();
+  synchronize(event);
+  simdev_reports();
 }
 
 TEST(SimulatedDevice, TasksHaveTheTimeThatTheyWereGivenOnTheVirtualClock) {

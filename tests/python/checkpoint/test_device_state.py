@@ -811,6 +811,42 @@ def case_a_lost_device() -> None:
         assert made.steps().keys() == {1, 3}
 
 
+def case_a_device_that_is_lost_for_good() -> None:
+    """While a save copies: it fails, and what was saved before is there."""
+    import simdev
+
+    for window in (False, True):
+        newest = pytest.raises(
+            nostall.errors.IoError, match="newest checkpoint, of step 2, is safe"
+        )
+        with cases.warnings() as said, newest, checkpointer(max_failures=10) as made:
+            stream = begun(made)
+            weight = torch.nn.Parameter(torch.ones(COUNT, device="simdev"))
+            made.attach(optimizer := torch.optim.SGD([weight], lr=1.0))
+            weight.grad = torch.ones_like(weight)
+            made.save({"weight": weight}, 1, level="fast")
+            with simdev.held(stream):
+                saved = made.save({"weight": weight}, 2, window=window)
+                simdev.lose()
+            lost = pytest.raises(RuntimeError, match="device lost")
+            if window:
+                with lost:
+                    optimizer.step()
+            with pytest.raises(nostall.errors.IoError, match=r"copy from the device .*device lost"):
+                saved.wait("fast")
+            with lost:
+                made.save({"weight": weight}, 3)
+            with lost:
+                made.restore(into={"weight": weight})
+            # Another process, or the host, goes on from there.
+            assert made.restore().state["weight"].eq(1).all()
+            assert made.steps().keys() == {0, 1}
+        assert not any("cannot be page-locked" in line for line in said), said
+        simdev.release_all()
+    torch.accelerator.synchronize()
+    simdev.reports()
+
+
 def case_a_device_that_is_not_torchs_accelerator() -> None:
     """Its tensors are copied by the call, or refused where there is nothing to copy."""
     with checkpointer() as made:

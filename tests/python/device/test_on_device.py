@@ -82,6 +82,7 @@ def test_every_place_that_orders_a_device_is_known() -> None:
 
     others = {
         "nostall.base._device_clock",  # reads times, which order nothing
+        "nostall.base._streams",  # asks whether a device is lost
         "nostall.torch._group",  # passes on what torch.distributed asks for
         "nostall.torch._optimizer",  # Horovod's word for the end of a step
     }

@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections import UserDict, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -726,6 +726,32 @@ def case_pinning_refused() -> None:
         assert all(a.equal(b) for a, b in zip(mine, theirs, strict=True))
 
 
+def case_pinning_refused_after_some_memory() -> None:
+    """As where `ulimit -l` is reached: some slabs are page-locked, and the others copied from."""
+    import simdev
+
+    from nostall.torch import _device
+
+    steps = [t.Resize((173, 89)), *FLOATS[1:]]  # of a size that nothing keeps
+    expected = batches(steps=steps)
+    taken: list[int] = []
+    memory = _device.Device.memory
+
+    def limited(self: Any, size: int) -> Any:
+        taken.append(size)
+        simdev.refuse_pinning(len(taken) > 2)
+        return memory(self, size)
+
+    limit = mock.patch.object(_device.Device, "memory", limited)
+    with cases.warnings() as said, limit, watched() as seen:
+        found = batches(steps=steps, device="simdev")
+    assert len(taken) > 2 and {pinned for _, _, pinned in seen} == {True, False}
+    assert len(said) == 1 and "page-locked" in said[0], said
+    for mine, theirs in zip(expected, found, strict=True):
+        assert all(a.equal(b) for a, b in zip(mine, theirs, strict=True))
+    assert simdev.reports() == []
+
+
 def case_an_early_end() -> None:
     import simdev
 
@@ -746,14 +772,43 @@ def case_an_early_end() -> None:
 def case_an_error_in_a_copy() -> None:
     import simdev
 
-    with loader(device="simdev") as source:
+    with loader(device="simdev", device_ahead=1) as source:
         running = iter(source)
         next(running)
         simdev.fail_after(1)
         with pytest.raises(RuntimeError, match="device lost"):
-            for _ in range(100):
-                next(running)
+            list(running)
     simdev.reports()
+
+
+def case_a_device_that_is_lost_for_good() -> None:
+    """Whatever its threads do at that moment: the loop gets the error, and the loader ends."""
+    import simdev
+
+    slab = 4 * 3 * SIZE[0] * SIZE[1]
+    moments: dict[str, tuple[dict[str, Any], Callable[[Any], bool]]] = {
+        "waits for a copy": ({"staging": 4 * slab}, lambda ahead: len(ahead._copying) >= 2),
+        "waits for the loop": ({"device_ahead": 1}, lambda ahead: ahead._held_up),
+        "is done": ({}, lambda ahead: ahead._error is not None),
+    }
+    for moment, (more, comes) in moments.items():
+        with loader(device="simdev", **more) as source:
+            running = iter(source)
+            next(running)
+            if "copy" in moment:
+                simdev.hold(on_side(source))
+            while not comes(source._ahead):
+                time.sleep(0.001)
+            simdev.lose()
+            with pytest.raises(RuntimeError, match="device lost"):
+                list(running)
+            with pytest.raises(RuntimeError, match="device lost"):
+                next(iter(source))
+        assert not [each for each in threading.enumerate() if each.name == "nostall-device"]
+        simdev.release_all()
+    torch.accelerator.synchronize()
+    simdev.reports()  # of memory that a lost device reads no more
+    same()
 
 
 def case_an_error_of_a_callable_comes_in_its_turn() -> None:

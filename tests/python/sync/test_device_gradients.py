@@ -751,6 +751,24 @@ def case_z_a_lost_device() -> None:
     simdev.reports()
 
 
+def case_z_a_device_that_is_lost_for_good() -> None:
+    """Between backward and step, where threads wait for copies: step says so, and the engine ends."""
+    import simdev
+
+    for staged in ({}, STAGED):
+        model = net()
+        optimizer = made(model, **staged)
+        side = optimizer.gradient_sync._side
+        with simdev.held(side):
+            loss_of(model, 0).backward()
+            simdev.lose()
+        with pytest.raises(RuntimeError, match="device lost"):
+            optimizer.step()
+        simdev.release_all()
+        optimizer.gradient_sync.close()
+    simdev.reports()
+
+
 # ---------------------------------------------------------------------------- for pytest
 
 
