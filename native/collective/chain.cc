@@ -121,7 +121,8 @@ class Link {
 
   bool take_fresh() {
     if (fresh_ >= slots_ || !shared_.allocate_window(step_, (fresh_ + 1) * slot_bytes_)) {
-      if (fresh_ == 0) throw_no_memory();
+      // Of a message that fits, readers do not say what they have copied, and no slot comes back.
+      if (fresh_ == 0 || segments_ <= ahead_) throw_no_memory();
       slots_ = fresh_;
       return false;
     }

@@ -5,10 +5,12 @@
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 
+#include <cerrno>
 #include <cstring>
 #include <numeric>
 #include <thread>
 
+#include "../refuse.h"
 #include "base/error.h"
 #include "collective/algorithms.h"
 #include "ranks.h"
@@ -40,6 +42,28 @@ std::vector<int32_t> sum_over(uint32_t ranks, uint64_t count, int32_t salt = 0) 
     for (uint64_t i = 0; i < count; ++i) sum[i] += values[i];
   }
   return sum;
+}
+
+// Readers of a message that fits the window do not say what they have copied, so no slot comes back.
+TEST(Communicator, AMessageThatGetsMemoryForItsFirstSegmentOnlyEndsOnAllRanks) {
+  constexpr size_t kElement = 3 << 20;  // a segment each
+  const Reducer left([](const void*, void*, uint64_t, void*) {}, nullptr, kElement, true);
+  std::atomic<int> told{0};
+  run_threads(2, [&](Communicator& c) {
+    std::vector<int32_t> little = values_of(c.rank(), 20'000);
+    for (int i = 0; i < 4; ++i) {  // 4 MiB of the window of each of two steps
+      c.allreduce(little.data(), little.data(), little.size(), sum_of_ints(),
+                  {.algorithm = Algorithm::arrival_chain});
+    }
+    refuse({SYS_fallocate}, ENOSPC);
+    std::vector<std::byte> data(2 * kElement);
+    try {
+      c.allreduce(data.data(), data.data(), 2, left, {.algorithm = Algorithm::arrival_chain});
+    } catch (const Error& error) {
+      told += std::string(error.what()).find("no shared memory") != std::string::npos ? 1 : 0;
+    }
+  });
+  EXPECT_EQ(told, 2);
 }
 
 class Sizes : public ::testing::TestWithParam<uint32_t> {};
