@@ -102,6 +102,15 @@ class Connection {
       throw Error(ErrorKind::usage, "the ranks' connection gave something that is not bytes");
     }
   }
+  // Ends the calls of all ranks that wait, where the connection has a way to.
+  void end() const noexcept {
+    const nb::gil_scoped_acquire gil;
+    try {
+      if (nb::hasattr(object_, "end")) object_.attr("end")();
+    } catch (nb::python_error& error) {
+      error.discard_as_unraisable("the end of the ranks' connection");
+    }
+  }
   const nb::object& object() const { return object_; }
 
  private:
@@ -140,6 +149,7 @@ class PythonNetwork : public sync::Network {
     return std::make_unique<bindings::PythonLeaders>(python_.object(),
                                                      std::string(collective::name_of(type)));
   }
+  void end() noexcept override { python_.end(); }
   std::vector<std::vector<std::byte>> all_gather(std::span<const std::byte> bytes) override {
     return python_.all_gather(bytes);
   }
@@ -189,6 +199,7 @@ class PythonCollectives : public sync::Collectives {
     throw Error(ErrorKind::usage, "nonblocking agreement works between the ranks of one node only");
   }
   bool test() override { return true; }
+  void end(const Error&) noexcept override { python_.end(); }
   int64_t own_cpu_ns() const override { return 0; }
 
  private:
@@ -397,7 +408,7 @@ void bind_sync(nb::module_& m) {
           },
           nb::arg("data"))
       .def("stop", &BoundEngine::stop, release,
-           "Ends the progress thread, after the reduction that is under way; no step may follow.")
+           "Ends the progress thread, and within a second what it waits for; no step may follow.")
       .def("stats", &stats_of)
       .def(
           "oversleeps",

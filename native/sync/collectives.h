@@ -1,8 +1,8 @@
 // sync/collectives.h - the collective operations that the engine needs of what connects the ranks.
 //
 // Two planes: data (fused gradients) and control (a few words, for the modes that negotiate).
-// Called by the engine's progress thread alone, but for allocate, release and the start and test of
-// nonblocking control, which are its too. Errors: Error(peer) when a rank is gone or too late.
+// Called by one thread at a time, but for end(), which any thread may call meanwhile. Errors:
+// Error(peer) when a rank is gone or too late.
 #pragma once
 
 #include <chrono>
@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "base/error.h"
 #include "collective/two_level.h"
 #include "collective/types.h"
 
@@ -41,6 +42,8 @@ class Collectives {
   // all_and without waiting: `words` must stay as they are until test() returns true.
   virtual void start_and(std::span<uint64_t> words) = 0;
   virtual bool test() = 0;
+  // Ends what any rank waits for in these calls, and all later ones, with this error.
+  virtual void end(const Error& why) noexcept = 0;
   // Processor time of threads that these collectives started, nanoseconds.
   virtual int64_t own_cpu_ns() const = 0;
   // Nanoseconds in which calls so far waited for other ranks; 0 where that is not known.
@@ -76,6 +79,8 @@ class Network {
   virtual void release(void* data) noexcept = 0;
   // On local leaders: the sum of elements of this type among them, for one allreduce.
   virtual std::unique_ptr<collective::Leaders> leaders(collective::DataType type) = 0;
+  // Ends what ranks wait for, of any node, with an error.
+  virtual void end() noexcept = 0;
   // As in Collectives.
   virtual std::vector<std::vector<std::byte>> all_gather(std::span<const std::byte> bytes) = 0;
   virtual std::vector<std::byte> broadcast(std::span<const std::byte> bytes, uint32_t root) = 0;

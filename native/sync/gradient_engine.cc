@@ -19,6 +19,11 @@
 namespace nostall::sync {
 namespace {
 
+using Clock = std::chrono::steady_clock;
+
+// For what is under way when an engine is stopped: all that ranks which are not late need.
+constexpr std::chrono::seconds kGrace{1};
+
 std::string text_of(const TensorSpec& t) {
   return t.name + " (" + std::to_string(t.count) + " x " +
          std::string(collective::name_of(t.type)) +
@@ -64,14 +69,32 @@ GradientEngine::~GradientEngine() {
 }
 
 void GradientEngine::stop() noexcept {
-  if (::getpid() != owner_ || !thread_.joinable()) return;
-  {
-    const MutexLock lock(step_->mutex);
-    step_->stop = true;
+  if (::getpid() != owner_) return;
+  const MutexLock one(step_->stopping);
+  if (!thread_.joinable()) return;
+  while (!ends_until(Clock::now() + kGrace)) {
+    step_->collectives->end(
+        Error(ErrorKind::peer, "rank " + std::to_string(step_->collectives->rank()) +
+                                   " has closed its gradient engine amid a reduction"));
   }
-  step_->work.notify_all();
   thread_.join();
   cores_.give_back();
+}
+
+// Asks the progress thread to end; false: it has not.
+bool GradientEngine::ends_until(Clock::time_point deadline) {
+  // A call that waits for other ranks to agree holds the mutex.
+  while (!step_->mutex.try_lock()) {
+    if (Clock::now() > deadline) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  step_->stop = true;
+  step_->mutex.unlock();
+  step_->work.notify_all();
+  MutexLock lock(step_->mutex);
+  while (!step_->ended && step_->done.wait_until(lock, deadline)) {
+  }
+  return step_->ended;
 }
 
 void GradientEngine::compare_tensors() {
@@ -123,7 +146,7 @@ void GradientEngine::check_quiet(const char* call) const {
     throw Error(ErrorKind::usage,
                 std::string(call) + " is for engines that do not negotiate: mode planned");
   }
-  if (step_->error) std::rethrow_exception(step_->error);
+  step_->check_runs(call);
 }
 
 void GradientEngine::check_usable(const char* call) const {
@@ -131,15 +154,6 @@ void GradientEngine::check_usable(const char* call) const {
     throw Error(ErrorKind::usage, std::string(call) +
                                       ": this process was forked from the one that made the "
                                       "gradient engine; make one of its own");
-  }
-}
-
-void GradientEngine::check_runs(const char* call) const {
-  if (step_->error) std::rethrow_exception(step_->error);
-  if (step_->stop) {
-    throw Error(ErrorKind::usage, std::string(call) +
-                                      ": the gradient engine was stopped, as all are "
-                                      "at the end of a program");
   }
 }
 
@@ -183,7 +197,7 @@ Coordinator::Place GradientEngine::enter(uint32_t tensor, void* result, const vo
   }
   if (present && step_->options.check_finite) check_finite(tensor, gradient);
   const MutexLock lock(step_->mutex);
-  check_runs("submit");
+  step_->check_runs("submit");
   Pending& p = step_->pending[tensor];
   if (p.submitted) {
     throw Error(ErrorKind::usage, "gradient " + step_->tensors[tensor].name +
@@ -222,10 +236,10 @@ void GradientEngine::wait() {
                 "rank " + std::to_string(step_->collectives->rank()) +
                     " waits for gradients that it did not submit: " + step_->names(absent));
   }
-  if (step_->reduced < step_->tensors.size()) check_runs("wait");
-  while (step_->reduced < step_->tensors.size() && !step_->error) step_->done.wait(lock);
   // A step that is complete is good, even if a rank has closed its engine since.
-  if (step_->reduced < step_->tensors.size()) std::rethrow_exception(step_->error);
+  if (step_->reduced < step_->tensors.size()) step_->check_runs("wait");
+  while (step_->reduced < step_->tensors.size() && !step_->ended) step_->done.wait(lock);
+  if (step_->reduced < step_->tensors.size()) step_->check_runs("wait");
   for (Pending& p : step_->pending) p = {};
   step_->submitted = step_->reduced = 0;
   ++step_->stats.steps;
@@ -237,11 +251,11 @@ void GradientEngine::wait_for(uint32_t tensor) {
     throw Error(ErrorKind::usage, "there is no gradient number " + std::to_string(tensor));
   }
   MutexLock lock(step_->mutex);
-  if (!step_->pending[tensor].reduced) check_runs("wait_for");
+  if (!step_->pending[tensor].reduced) step_->check_runs("wait_for");
   ++watchers_;
-  while (!step_->pending[tensor].reduced && !step_->error) step_->done.wait(lock);
+  while (!step_->pending[tensor].reduced && !step_->ended) step_->done.wait(lock);
   --watchers_;
-  if (!step_->pending[tensor].reduced) std::rethrow_exception(step_->error);
+  if (!step_->pending[tensor].reduced) step_->check_runs("wait_for");
 }
 
 std::vector<uint32_t> GradientEngine::contributors() const {
@@ -268,6 +282,10 @@ void GradientEngine::run() noexcept {
   } catch (...) {
     const MutexLock lock(step_->mutex);
     step_->error = std::current_exception();
+  }
+  {
+    const MutexLock lock(step_->mutex);
+    step_->ended = true;
     reducing_.reset();
   }
   step_->done.notify_all();

@@ -34,6 +34,7 @@
 // the child's calls throw Error(usage).
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -89,14 +90,15 @@ class GradientEngine {
 
   GradientStats stats() const;
 
-  // Ends the progress thread, after the reduction that is under way; the destructor does so too.
-  // Calls that would wait for it throw Error(usage) afterwards.
+  // Ends the progress thread; the destructor does so too. A reduction or agreement under way ends
+  // within a second, or with Error(peer) on all ranks that take part: those of others may not come.
+  // From any thread. Calls that wait, or would wait afterwards, throw Error(usage).
   void stop() noexcept;
 
  private:
   void check_usable(const char* call) const;
   void check_quiet(const char* call) const NOSTALL_REQUIRES(step_->mutex);
-  void check_runs(const char* call) const NOSTALL_REQUIRES(step_->mutex);
+  bool ends_until(std::chrono::steady_clock::time_point deadline);
   void compare_tensors();
   void check_finite(uint32_t tensor, const void* gradient) const;
   Coordinator::Place enter(uint32_t tensor, void* result, const void* gradient, bool present);

@@ -107,6 +107,10 @@ class NodeCollectives : public Collectives {
     if (error_) std::rethrow_exception(error_);
     return true;
   }
+  void end(const Error& why) noexcept override {
+    data_.end(why);
+    control_.end(why);
+  }
   int64_t own_cpu_ns() const override { return helper_cpu_.load(std::memory_order_relaxed); }
   int64_t waited_ns() const override { return data_.stats().wait_ns + control_.stats().wait_ns; }
   void on_late(std::chrono::nanoseconds after,

@@ -25,14 +25,14 @@ void PlannedOrder::set_plan(ReductionPlan plan) {
   if (step_.submitted > 0) {
     throw Error(ErrorKind::usage, "the plan changes between steps only: wait() first");
   }
-  while (!idle_ && !step_.error) step_.done.wait(lock);
-  if (step_.error) std::rethrow_exception(step_.error);
+  while (!idle_ && !step_.ended) step_.done.wait(lock);
+  step_.check_runs("set_plan");
   compare(plan);
   try {
     adopt(plan, std::move(group_of));
   } catch (...) {
     step_.error = std::current_exception();  // there are no buffers any more
-    step_.done.notify_all();
+    step_.work.notify_all();
     throw;
   }
 }

@@ -6,6 +6,8 @@
 
 #include <algorithm>
 
+#include "base/error.h"
+
 namespace nostall::sync {
 namespace {
 
@@ -33,6 +35,15 @@ std::string Step::names(std::span<const uint32_t> list) const {
     text += " and " + std::to_string(list.size() - kMostNames) + " more";
   }
   return text;
+}
+
+void Step::check_runs(const char* call) const {
+  if (error) std::rethrow_exception(error);
+  if (stop) {
+    throw Error(ErrorKind::usage, std::string(call) +
+                                      ": the gradient engine was stopped, as all are "
+                                      "at the end of a program");
+  }
 }
 
 int64_t Step::oldest() const {

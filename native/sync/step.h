@@ -36,6 +36,8 @@ struct Step {
   std::string names(std::span<const uint32_t> list) const;
   // Since when the oldest submitted gradient waits for its reduction; 0: none does.
   int64_t oldest() const NOSTALL_REQUIRES(mutex);
+  // Throws the error that has ended the engine, or Error(usage) after stop().
+  void check_runs(const char* call) const NOSTALL_REQUIRES(mutex);
   // Adds what the processor has done so far for the calling thread, the progress thread.
   void account() NOSTALL_REQUIRES(mutex);
 
@@ -45,12 +47,15 @@ struct Step {
 
   Mutex mutex;
   Condition work;  // the next group is complete, or `stop`
-  Condition done;  // tensors are reduced, the thread is idle, or `error`
+  Condition done;  // tensors are reduced, the thread is idle, or `ended`
   std::vector<Pending> pending NOSTALL_GUARDED_BY(mutex);
   uint64_t submitted NOSTALL_GUARDED_BY(mutex) = 0, reduced NOSTALL_GUARDED_BY(mutex) = 0;
   bool stop NOSTALL_GUARDED_BY(mutex) = false;
+  bool ended NOSTALL_GUARDED_BY(mutex) = false;        // the progress thread has
   std::exception_ptr error NOSTALL_GUARDED_BY(mutex);  // has ended the engine
   GradientStats stats NOSTALL_GUARDED_BY(mutex);
+
+  Mutex stopping;  // one stop() after the other
 };
 
 }  // namespace nostall::sync

@@ -74,6 +74,10 @@ class TwoLevelCollectives : public Collectives {
     throw Error(ErrorKind::usage, "nonblocking agreement works between the ranks of one node only");
   }
   bool test() override { return true; }
+  void end(const Error& why) noexcept override {
+    node_.end(why);
+    network_->end();
+  }
   int64_t own_cpu_ns() const override { return 0; }
   int64_t waited_ns() const override { return node_.stats().wait_ns; }
   void on_late(std::chrono::nanoseconds after,

@@ -43,7 +43,10 @@ _calling: weakref.WeakSet[_native.GradientEngine] = weakref.WeakSet()
 
 @atexit.register
 def _end_with_program() -> None:
-    """Python ends threads that call it later, and the process with them."""
+    """Python ends threads that call it later, and the process with them.
+
+    A thread that waits for ranks which do not come is told to end after a second.
+    """
     for engine in list(_calling):
         engine.stop()
 
@@ -87,7 +90,8 @@ class Network(Protocol):
     """What connects ranks of several nodes beside their shared memory.
 
     With allreduce(address, elements, type), all_and(bytes) and all_min(int) it connects ranks that
-    share none (bindings/sync.cc).
+    share none (bindings/sync.cc). end(), from any thread, ends calls that wait on any rank by an
+    exception there; without it an engine that is stopped amid a reduction waits for its end.
     """
 
     rank: int

@@ -20,7 +20,7 @@ from nostall.errors import UsageError
 from nostall.job._cluster import node_identity
 from nostall.job._rendezvous import initialised_store
 from nostall.sync import Network, connect_nodes_by
-from nostall.torch._mesh import connect
+from nostall.torch._mesh import connect, hang_up
 
 
 class LeaderTensor:
@@ -72,6 +72,11 @@ class GlooNetwork(Network):
 
     def release(self, address: int) -> None:
         self._memory.pop(address, None)
+
+    def end(self) -> None:
+        for gloo in (self._all, self._leaders):
+            if gloo is not None:
+                hang_up(gloo)
 
     def start(self, address: int, count: int, type: str) -> Any:
         base = max(begin for begin in self._memory if begin <= address)

@@ -448,11 +448,15 @@ TEST(GradientEngine, PlansChangeBetweenSteps) {
   EXPECT_EQ(errors, Errors(2));
 }
 
-// A node's collectives, whose memory may fail.
+// A node's collectives, whose memory may fail, and whose calls that wait are told of.
 class Failing : public Collectives {
  public:
-  Failing(std::unique_ptr<Collectives> real, std::function<void()> before_memory)
-      : real_(std::move(real)), before_memory_(std::move(before_memory)) {}
+  Failing(
+      std::unique_ptr<Collectives> real, std::function<void()> before_memory,
+      std::function<void()> before_wait = [] {})
+      : real_(std::move(real)),
+        before_memory_(std::move(before_memory)),
+        before_wait_(std::move(before_wait)) {}
   uint32_t rank() const override { return real_->rank(); }
   uint32_t ranks() const override { return real_->ranks(); }
   void* allocate(uint64_t bytes) override {
@@ -461,11 +465,13 @@ class Failing : public Collectives {
   }
   void release(void* data) noexcept override { real_->release(data); }
   void allreduce(void* data, uint64_t count, DataType type) override {
+    before_wait_();
     real_->allreduce(data, count, type);
   }
   void all_and(std::span<uint64_t> words) override { real_->all_and(words); }
   int64_t all_min(int64_t value) override { return real_->all_min(value); }
   std::vector<std::vector<std::byte>> all_gather(std::span<const std::byte> bytes) override {
+    before_wait_();
     return real_->all_gather(bytes);
   }
   std::vector<std::byte> broadcast(std::span<const std::byte> bytes, uint32_t root) override {
@@ -473,12 +479,93 @@ class Failing : public Collectives {
   }
   void start_and(std::span<uint64_t> words) override { real_->start_and(words); }
   bool test() override { return real_->test(); }
+  void end(const Error& why) noexcept override { real_->end(why); }
   int64_t own_cpu_ns() const override { return real_->own_cpu_ns(); }
 
  private:
   std::unique_ptr<Collectives> real_;
-  std::function<void()> before_memory_;
+  std::function<void()> before_memory_, before_wait_;
 };
+
+std::string error_of(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "none";
+}
+
+// Far beyond what stop() may take on any machine, far below the timeout that it must not wait for.
+constexpr auto kHang = 100s;
+constexpr auto kLong = 3600s;
+
+TEST_P(Modes, AnEngineThatStopsWaitsForNoRankThatDoesNotCome) {
+  std::atomic<bool> stopped{false}, reduces{false};
+  const bool planned = GetParam().config.mode == Mode::planned;
+  const auto wrap = [&](std::unique_ptr<Collectives> real) -> std::unique_ptr<Collectives> {
+    if (real->rank() == 1) return real;
+    return std::make_unique<Failing>(
+        std::move(real), [] {}, [&] { reduces = true; });
+  };
+  const Errors errors = run(
+      2, GetParam().config, [](uint32_t) { return model(3); },
+      [&](GradientEngine& engine, uint32_t rank) {
+        // Beyond the engine: it may write to them until it is closed.
+        static thread_local std::vector<std::vector<float>> gradients;
+        gradients.clear();
+        for (const TensorSpec& spec : engine.tensors()) gradients.emplace_back(spec.count);
+        while (rank == 1 && !stopped) std::this_thread::sleep_for(1ms);
+        if (rank == 0) {
+          reduces = !planned;  // what negotiates begins no reduction that other ranks lack
+          for (uint32_t t = 0; t < 3; ++t) engine.submit(t, gradients[t].data());
+          while (!reduces) std::this_thread::sleep_for(1ms);
+          const auto begin = std::chrono::steady_clock::now();
+          std::jthread waits([&] { EXPECT_NE(error_of([&] { engine.wait(); }), "none"); });
+          std::jthread also([&] { engine.stop(); });
+          engine.stop();
+          EXPECT_LT(std::chrono::steady_clock::now() - begin, kHang);
+          stopped = true;
+          return;
+        }
+        for (uint32_t t = 0; t < 3; ++t) engine.submit(t, gradients[t].data());
+        engine.wait();
+      },
+      kLong, wrap);
+  EXPECT_EQ(errors[0], "");
+  EXPECT_NE(errors[1].find("closed its gradient engine"), std::string::npos) << errors[1];
+}
+
+TEST(GradientEngine, AStopEndsWaitsForWhatIsNotSubmittedAndCallsThatWaitForOtherRanks) {
+  std::atomic<bool> stopped{false}, gathers{false};
+  const auto wrap = [&](std::unique_ptr<Collectives> real) -> std::unique_ptr<Collectives> {
+    if (real->rank() == 1) return real;
+    return std::make_unique<Failing>(
+        std::move(real), [] {}, [&] { gathers = true; });
+  };
+  const auto body = [&](GradientEngine& engine, uint32_t rank) {
+    while (rank == 1 && !stopped) std::this_thread::sleep_for(1ms);
+    if (rank == 1) return;
+    const auto begin = std::chrono::steady_clock::now();
+    std::jthread waits([&] {
+      EXPECT_NE(error_of([&] { engine.wait_for(1); }).find("engine was stopped"),
+                std::string::npos);
+    });
+    gathers = false;
+    std::jthread agrees([&] {
+      EXPECT_NE(error_of([&] { engine.all_gather({}); }).find("closed its gradient engine"),
+                std::string::npos);
+    });
+    while (!gathers) std::this_thread::sleep_for(1ms);
+    engine.stop();
+    EXPECT_LT(std::chrono::steady_clock::now() - begin, kHang);
+    EXPECT_NE(error_of([&] { engine.broadcast({}, 0); }).find("was stopped"), std::string::npos);
+    stopped = true;
+  };
+  const Errors errors = run(
+      2, {}, [](uint32_t) { return model(3); }, body, kLong, wrap);
+  EXPECT_EQ(errors, Errors(2));
+}
 
 TEST(GradientEngine, APlanThatOneRankHasNoMemoryForEndsAllRanks) {
   std::atomic<int> left{1 << 30};  // of rank 1's pieces of memory

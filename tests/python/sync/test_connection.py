@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -151,6 +152,35 @@ def test_a_program_that_ends_amid_a_step_ends_as_it_meant(ending: str, mode: str
     ended = prefork.run(words, 60, whole=True)
     assert ended.returncode == ENDINGS[ending], ended.stderr
     assert "terminate" not in ended.stderr
+
+
+@pytest.mark.parametrize("mode", ["planned", "negotiated"])
+def test_a_stop_ends_a_connection_that_waits_for_other_ranks(mode: str) -> None:
+    class Silent(Doubled):
+        """The other rank does not come."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.waits, self.ended = threading.Event(), threading.Event()
+
+        def _called(self, name: str) -> None:
+            if name in ("allreduce", "all_and"):
+                self.waits.set()
+                self.ended.wait()
+                raise RuntimeError("ended")
+
+        def end(self) -> None:
+            self.ended.set()
+
+    network = Silent()
+    options = SyncOptions(mode=mode)  # type: ignore[arg-type]
+    engine, _ = make_engine([("w", 5, "float32")], options, Ranks(0, 2, "silent", network))
+    gradient = np.ones(5, "f4")
+    engine.submit(0, gradient.ctypes.data, True)
+    assert network.waits.wait(60)
+    engine.stop()
+    with pytest.raises(Error, match="the ranks' connection failed: ended"):
+        engine.wait()
 
 
 def test_a_stopped_engine_says_so() -> None:

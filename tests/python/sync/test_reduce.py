@@ -104,6 +104,38 @@ os._exit(0)
 
 
 @pytest.mark.multi
+def test_a_stop_between_nodes_waits_for_no_rank_that_does_not_come(tmp_path: Path) -> None:
+    code = f"""
+import os, time
+os.environ.update(NOSTALL_NODE=f"node {{rank // 2}}", LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2")
+import numpy as np
+import torch.distributed as dist
+import nostall.torch
+from nostall.errors import Error
+from nostall.sync import GradientReducer, SyncOptions
+dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=rank, world_size=4)
+store = dist.distributed_c10d._get_default_store()
+engine = GradientReducer({{"x": np.zeros(2)}}, SyncOptions(timeout=3600))._engine
+gradient = np.ones(2)
+if rank == 3:
+    store.wait(["stopped"])
+engine.submit(0, gradient.ctypes.data, True)
+if rank == 0:
+    while engine.stats()["sleep_ns"] == 0:  # until the reduction begins
+        time.sleep(0.001)
+    engine.stop()
+    store.set("stopped", "")
+try:
+    engine.wait()
+except Error as error:
+    result = str(error)
+"""
+    results = run_ranks(4, code)
+    assert "has closed its gradient engine" in results[1], results
+    assert all("connection between nodes failed" in text for text in results[2:]), results
+
+
+@pytest.mark.multi
 def test_ranks_that_differ_are_told_where() -> None:
     code = """
 import numpy as np
