@@ -110,7 +110,8 @@ device-test: build
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --device simdev \
 	  $(addprefix tests/python/,loader torch sync checkpoint)
 
-# Portable wheels: $(ARCH), by Zig's clang; those of this machine are tried in new environments of TRY.
+# Portable wheels: $(ARCH), by Zig's clang; those of this machine are tried in new environments of TRY, and
+# so is the source distribution where there is a compiler.
 ARCH ?= $(shell uname -m)
 TRY ?= $(PYTHON)
 wheel:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -123,3 +125,33 @@ def test_python_that_does_not_run_is_named(library: Path, tmp_path: Path) -> Non
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stdout.startswith("python0.1: does not run: "), done.stdout + done.stderr
+
+
+def check_sdist(sdist: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    """As where there is no compiler: only the files are looked at."""
+    return subprocess.run(
+        [sys.executable, str(SCRIPTS / "check-sdist"), str(sdist)],
+        env=os.environ | {"CXX": "no-such-compiler", "TMPDIR": str(folder)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_source_distribution_is_whole(tmp_path: Path) -> None:
+    made = BUILD["source_distribution"](Path(sys.executable), tmp_path)
+    done = check_sdist(made, tmp_path)
+    assert done.returncode == 0 and "is whole; not tried" in done.stdout, done.stdout + done.stderr
+    home = tmp_path / "nostall-1"
+    with tarfile.open(made) as files:
+        names = files.getnames()
+    for name in {n.split("/")[1] for n in names} - {"LICENSE"}:
+        (home / name).mkdir(parents=True)
+    wrong = tmp_path / "nostall-1.tar.gz"
+    for said in ("lacks LICENSE", "has files that a build made"):
+        with tarfile.open(wrong, "w:gz") as files:
+            files.add(home, "nostall-1")
+        done = check_sdist(wrong, tmp_path)
+        assert done.returncode == 1 and said in done.stderr, done.stderr
+        (home / "LICENSE").touch()
+        (home / "native" / "a.o").touch()
