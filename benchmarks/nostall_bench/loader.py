@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 MODES = ("read", "transform", "fields", "recipe", "cached", "cold")
-LIMIT = "limit (C++)"
-IN_MEMORY = "limit in memory (C++)"  # of fields: no file is opened, as a loader's tiers spare it
+LIMIT = "C++ loop (the limit)"
+# Of fields: no file is opened, as a loader's tiers spare it.
+IN_MEMORY = "C++ loop in memory (the limit)"
 # What nostall-limit calls the modes that it has.
 LIMITS = {
     "read": "read",

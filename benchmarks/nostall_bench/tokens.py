@@ -28,7 +28,7 @@ from nostall_bench.worker import cpu_seconds, pss_bytes
 if TYPE_CHECKING:
     from rich.table import Table
 
-LIMIT = "limit (C++)"
+LIMIT = "C++ loop (the limit)"
 _COUNTED = 50  # batches whose waste is counted before the time begins
 
 

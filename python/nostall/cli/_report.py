@@ -9,9 +9,10 @@ So does the directory of an MPI profile (nostall run --profile): which rank arri
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
-from nostall.errors import IoError, UsageError
+from nostall.errors import UsageError
 from nostall.observe import timelines as analyze
 from nostall.observe._stats import Stats
 from nostall.observe.report import _arrivals as arrivals
@@ -48,8 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
         profile = arrivals.read(profiles)
         print(arrivals.text(profile))
         for path in arguments.output or []:
-            arrivals.save(profile, path)
-            print(path)
+            _write(lambda path: arrivals.save(profile, path), path)
         return 0
     directories = [Path(f).is_dir() for f in arguments.files]
     if any(directories):
@@ -62,28 +62,26 @@ def run(arguments: argparse.Namespace) -> int:
         for found_run in found_runs:
             print(run_page.text(found_run))
         for path in arguments.output or ["nostall-report.html"]:
-            run_page.save(found_runs, path)
-            print(path)
+            _write(lambda path: run_page.save(found_runs, path), path)
         return 0
     traces = [analyze.is_trace(f) for f in arguments.files]
     if all(traces):
         found = analyze.analyze(arguments.files, arguments.exclude)
         print(timeline_report.text(found))
         for path in arguments.output or []:
-            timeline_report.save(found, path)
-            print(path)
+            _write(lambda path: timeline_report.save(found, path), path)
         return 0
     if any(traces):
         odd = arguments.files[traces.index(False)]
         raise UsageError(f"{odd} is not a timeline, but the others are: report them one by one")
-    outputs = arguments.output or ["nostall-report.html"]
     stats = [Stats.load(f) for f in arguments.files]
-    for output in outputs:
-        try:
-            write(stats, output)
-        except OSError as error:
-            raise IoError(
-                f"cannot write the report to {output}: {error.strerror}; pass another file with -o"
-            ) from error
-        print(output)
+    for path in arguments.output or ["nostall-report.html"]:
+        _write(lambda path: write(stats, path), path)
     return 0
+
+
+def _write(save: Callable[[str], None], path: str) -> None:
+    """Writes one file, and says its name, and whether there was one of that name."""
+    replaced = Path(path).exists()
+    save(path)
+    print(f"{path} (in the place of an older one)" if replaced else path)

@@ -106,8 +106,11 @@ def test_report_is_one_file_that_asks_nobody(
         # In a process of its own each rank's loader would be the first.
         replace(run_job(image_folder, rank, 2), loader="loader 0").save(tmp_path / f"{rank}.json")
     out = tmp_path / "report.html"
-    assert main(["report", str(tmp_path / "0.json"), str(tmp_path / "1.json"), "-o", str(out)]) == 0
-    assert str(out) in capsys.readouterr().out
+    command = ["report", str(tmp_path / "0.json"), str(tmp_path / "1.json"), "-o", str(out)]
+    assert main(command) == 0
+    assert capsys.readouterr().out == f"{out}\n"
+    assert main(command) == 0
+    assert capsys.readouterr().out == f"{out} (in the place of an older one)\n"
     text = out.read_text()
     assert "<svg" in text
     assert "lower bound" in text

@@ -70,12 +70,21 @@ def made(rank: int = 0, name: str = "nfs") -> Rank:
 
 
 def test_words_say_where_the_run_waited() -> None:
-    text = runs.words(Run("run", [made()], None, []))
+    text = runs.words(Run("run", [made(0), made(1)], None, []))
     assert text.startswith(
         "This run waited 60.0 % of its time, 12.0 of 20.0 s per rank: 60.0 % for"
     )
     assert "60.0 % for the source (/data, nfs)" in text
     assert "peers and checkpoints were not recorded" in text
+
+
+def test_one_rank_alone_is_told_of_no_ranks() -> None:
+    run = Run("run", [made()], None, [])
+    assert "Waits for checkpoints were not recorded" in runs.words(run)
+    # Tables that are folded away have the columns of all runs.
+    page = re.sub("<(style|table)>.*?</\\1>", "", run_page.page([run]), flags=re.S)
+    for text in (runs.words(run), run_page.text(run), page):
+        assert not re.search("per rank|a rank|all ranks|each rank|other ranks|peers", text)
 
 
 def test_the_model_is_the_slowest_of_its_terms() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 from nostall.errors import UsageError
 from nostall.observe._stats import Stats
@@ -26,14 +25,23 @@ def page(stats: Sequence[Stats]) -> str:
     Raises:
         UsageError: no statistics, or of different jobs.
     """
+    return _run_page.page([_of_statistics(stats)])
+
+
+def write(stats: Sequence[Stats], path: str | os.PathLike[str]) -> None:
+    """Writes the page.
+
+    Raises:
+        UsageError: no statistics, or of different jobs.
+        IoError: the file cannot be written.
+    """
+    _run_page.save([_of_statistics(stats)], path)
+
+
+def _of_statistics(stats: Sequence[Stats]) -> Run:
     if not stats:
         raise UsageError("there are no statistics to report")
     ranks = {s.rank: Rank(s.rank) for s in stats}
     for s in stats:
         ranks[s.rank].loaders.append(Loader({}, s))
-    return _run_page.page([Run("", [ranks[r] for r in sorted(ranks)], None, [])])
-
-
-def write(stats: Sequence[Stats], path: str | os.PathLike[str]) -> None:
-    """Writes the page."""
-    Path(path).write_text(page(stats))
+    return Run("", [ranks[r] for r in sorted(ranks)], None, [])

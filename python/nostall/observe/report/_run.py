@@ -120,6 +120,13 @@ class Run:
         return by_loader((x for r in self.ranks for x in r.loaders), lambda x: x.stats)
 
     @property
+    def alone(self) -> bool:
+        """Whether one rank trained: nothing is said of ranks then."""
+        worlds = [s.world_size for s in self.stats]
+        worlds += [r.digest.world for r in self.ranks if r.digest is not None]
+        return len(self.ranks) == 1 and max(worlds, default=1) <= 1
+
+    @property
     def seconds(self) -> float:
         """Seconds of the run, on average over ranks."""
         return sum(r.seconds for r in self.ranks) / len(self.ranks)
@@ -276,12 +283,13 @@ def words(run: Run) -> str:
     )
     text = (
         f"This run waited {percent(run.waited)} of its time, {run.waited * run.seconds:.1f} of "
-        f"{run.seconds:.1f} s per rank: {percent(run.data)} for data"
+        f"{run.seconds:.1f} s{'' if run.alone else ' per rank'}: {percent(run.data)} for data"
         + (f" ({detail})" if detail else "")
     )
     for name, share in (("peers", run.peers), ("checkpoints", run.checkpoints)):
         text += f", {percent(share)} for {name}" if share is not None else ""
-    absent = [n for n, s in (("peers", run.peers), ("checkpoints", run.checkpoints)) if s is None]
+    absent = ["peers"] if run.peers is None and not run.alone else []
+    absent += ["checkpoints"] if run.checkpoints is None else []
     text += "."
     if absent:
         text += f" Waits for {' and '.join(absent)} were not recorded."

@@ -13,7 +13,7 @@ import numpy as np
 from nostall.base._sizes import format_bytes
 from nostall.errors import IoError, UsageError
 from nostall.observe._stats import DEVICE_CAUSES, HEADINGS, ORIGINS, Stats, device_lines, merge
-from nostall.observe.report._advice import Advice, advise
+from nostall.observe.report._advice import advise
 from nostall.observe.report._digest import CAUSES, FETCHING, Digest, Spans
 from nostall.observe.report._drawing import Line, Part, bar, legend, lines, spans, stacks
 from nostall.observe.report._parts import document, folded, section, table
@@ -41,14 +41,12 @@ def advice_lines(run: Run) -> list[str]:
     found = advise(run)
     if not found:
         return ["No change that the model knows would make this run noticeably shorter."]
-    return [_sentence(a) for a in found]
-
-
-def _sentence(a: Advice) -> str:
-    return (
-        f"{a.change}: expected gain {a.gain:.1f} s per rank, {percent(a.share)} of the run, because "
+    each = "" if run.alone else " per rank"
+    return [
+        f"{a.change}: expected gain {a.gain:.1f} s{each}, {percent(a.share)} of the run, because "
         f"{a.why}."
-    )
+        for a in found
+    ]
 
 
 def text(run: Run) -> str:
@@ -120,12 +118,12 @@ def _whole(run: Run, name: str) -> list[str]:
         f'<header><p class="above">{html.escape(named)}</p>{_headline(run)}{_facts(run)}</header>',
         section("Where the time went", _shares(run), _cards(run, groups)),
         section("What to change", _changes(run)),
-        section("What each rank did", _lanes(run), _ranks(run)),
+        section("What it did" if run.alone else "What each rank did", _lanes(run), _ranks(run)),
         section("What each device did", _devices(run)),
     ]
     digests = [r.digest for r in run.ranks if r.digest is not None]
     if digests:
-        out += [section(_PHASES, _phases(digests)), section(_THREADS, _threads(digests))]
+        out += [section(_PHASES, _phases(digests)), section(_THREADS, _threads(run, digests))]
     if run.timeline is not None and run.timeline.ranks:
         out.append(section("How long each rank waited for the others", _imbalance(run.timeline)))
     out += [_of_loader(group, named=len(groups) > 1) for group in groups]
@@ -177,21 +175,26 @@ def _shares(run: Run) -> str:
     ]
     parts = [Part("compute", "compute and all else", max(0.0, 1.0 - sum(p.amount for p in waits)))]
     parts += [p for p in waits if p.amount > 0]
-    return bar(parts, "Where the time of all ranks went") + legend(
-        [(p.colour, f"{p.name} {percent(p.amount)}") for p in parts]
-    )
+    return bar(
+        parts, "Where the time went" if run.alone else "Where the time of all ranks went"
+    ) + legend([(p.colour, f"{p.name} {percent(p.amount)}") for p in parts])
 
 
 def _cards(run: Run, groups: Sequence[Sequence[Loader]]) -> str:
-    cards = [(f"{run.seconds:,.1f} s", "length of a rank")]
+    length, everywhere, each = (
+        ("length of the run", "", "")
+        if run.alone
+        else ("length of a rank", ", all ranks", ", a rank")
+    )
+    cards = [(f"{run.seconds:,.1f} s", length)]
     for group in groups[:2]:
         whole = merge([x.stats for x in group])
         rate = whole.samples / whole.seconds if whole.seconds else 0.0
         name = f" of {whole.loader}" if len(groups) > 1 else ""
-        cards.append((f"{rate:,.0f}", f"samples a second{name}, all ranks"))
+        cards.append((f"{rate:,.0f}", f"samples a second{name}{everywhere}"))
     read = sum(s.source_bytes for s in run.stats)
     cards += [
-        (f"{run.waited * run.seconds:,.1f} s", "waited, a rank"),
+        (f"{run.waited * run.seconds:,.1f} s", f"waited{each}"),
         (format_bytes(read), "read from the source"),
     ]
     return '<div class="cards">' + "".join(
@@ -250,11 +253,16 @@ def _lanes(run: Run) -> str:
         lanes.append((f"rank {d.rank}", _columns(begin, edges, waits, ran)))
     note = f"<p>{len(shown)} of {len(run.ranks)} ranks, those that waited longest for data.</p>"
     names = [("compute", "compute and all else"), ("data", "waits for data"),
-             ("peers", "waits for other ranks"), ("checkpoint", "waits for checkpoints")]  # fmt: skip
+             *([] if run.alone else [("peers", "waits for other ranks")]),
+             ("checkpoint", "waits for checkpoints")]  # fmt: skip
     return (
         (note if len(run.ranks) > len(shown) else "")
         + legend(names)
-        + stacks("What each rank did over time", lanes, float(edges[-1]))
+        + stacks(
+            "What it did over time" if run.alone else "What each rank did over time",
+            lanes,
+            float(edges[-1]),
+        )
     )
 
 
@@ -357,8 +365,8 @@ def _steps(rank: Rank) -> tuple[Any, Any]:
     return steps, np.maximum(0.0, steps - wait[1:][within])
 
 
-def _threads(digests: Sequence[Digest]) -> str:
-    """How many threads of all ranks were busy, by kind of work."""
+def _threads(run: Run, digests: Sequence[Digest]) -> str:
+    """How many threads, of all ranks, were busy, by kind of work."""
     edges, zero = _slots(digests)
     middle = ((edges[1:] + edges[:-1]) / 2).tolist()
     curves, rows = [], []
@@ -380,7 +388,12 @@ def _threads(digests: Sequence[Digest]) -> str:
     headings = ("work", "threads, average", "threads, most", "thread seconds", "bytes")
     return (
         legend([(c.colour, c.name) for c in curves])
-        + lines("Busy threads over time, of all ranks", curves, float(edges[-1]), "")
+        + lines(
+            "Busy threads over time" + ("" if run.alone else ", of all ranks"),
+            curves,
+            float(edges[-1]),
+            "",
+        )
         + folded(table(headings, rows))
     )
 
@@ -464,7 +477,8 @@ def _of_loader(group: Sequence[Loader], named: bool) -> str:
         facts.append(f"{given.get('dataset')}, {given['samples']:,} samples of "
                      f"{format_bytes(float(given['dataset_bytes']))}"
                      + (f" at {given['storage']}" if given.get("storage") else ""))  # fmt: skip
-        facts.append(f"batches of {given.get('batch_size')} a rank")
+        each = " a rank" if whole.world_size > 1 else ""
+        facts.append(f"batches of {given.get('batch_size')}{each}")
         tiers = ", ".join(f"{t[0]} {format_bytes(float(t[1]))}" for t in given.get("tiers", []))
         facts.append(f"tiers: {tiers or 'none'}")
     memory = ", ".join(
@@ -494,7 +508,7 @@ def read_line(whole: Stats, ranks: int) -> str:
     line = f"read {whole.source_bytes / 1e6:.1f} MB from the source"
     if ranks == whole.world_size:
         line += f", lower bound {whole.lower_bound_bytes / 1e6:.1f} MB"
-    return f"{line}; {ranks} of {whole.world_size} ranks."
+    return f"{line}." if whole.world_size == 1 else f"{line}; {ranks} of {whole.world_size} ranks."
 
 
 def _over_time(stats: Sequence[Stats]) -> tuple[Any, float, dict[str, Any]]:
@@ -524,7 +538,8 @@ def _flow(stats: Sequence[Stats]) -> str:
         for epoch, moment in zip(s.batches.epoch, s.batches.time, strict=True):
             first[int(epoch)] = min(moment, first.get(int(epoch), moment))
     marks = [(moment, f"epoch {epoch}") for epoch, moment in sorted(first.items())]
-    return "<h3>Samples a second, all ranks</h3>" + lines(
+    everywhere = ", all ranks" if len(stats) > 1 else ""
+    return f"<h3>Samples a second{everywhere}</h3>" + lines(
         "Samples a second over time, since the loader was made", [curve], end, "", marks
     )
 
