@@ -68,7 +68,9 @@ class Consistent {
       reads_left_ = reads_of(accesses_, sizes.size());
       kept_mb_.assign(flows_.size(), 0);
     }
-    if (decision.filling == Filling::evicting) held_copies_.emplace(accesses_, sizes, model);
+    if (decision.filling == Filling::evicting) {
+      held_copies_.emplace(accesses_, sizes, model, decision.owner);
+    }
     claimed_.assign(decision.filling == Filling::reading ? sizes.size() : 0, plan::kNoOwner);
     result_.node_stall.assign(nodes_, 0);
     result_.staged.assign(classes_ + 1, 0);
@@ -277,12 +279,12 @@ class Consistent {
       take(0, size);
       take(link(node), size);
     }
-    if (const auto kept = held_copies_->read(node, access)) {
-      if (kept->node != node) {
+    for (const Held::Copy& kept : held_copies_->read(node, access)) {
+      if (kept.node != node) {
         take(out(node), size);
-        take(in(kept->node), size);
+        take(in(kept.node), size);
       }
-      take_write(kept->node, kept->storage_class, size);
+      take_write(kept.node, kept.storage_class, size);
       result_.warm_seconds = now_;
     }
     return origin;

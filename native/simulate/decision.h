@@ -36,6 +36,8 @@ struct Decision {
   // [node][class - 1]: the samples that the node keeps in that storage class, in fill order.
   std::vector<std::vector<std::vector<uint32_t>>> keep;
   // Filling::reading: the node that gets what was read from the source, plan::kNoOwner for none.
+  // Filling::evicting: if given, that node never drops the sample, so that each makes room by its own
+  // accesses alone, and the others know where a copy is.
   std::vector<uint32_t> owner;
   // As-published alone: whether the staging buffer is filled from other nodes and from the source as
   // well as from the node's own classes. A sample that it cannot be filled with is read when it is

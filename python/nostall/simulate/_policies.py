@@ -472,21 +472,28 @@ class Nostall(Policy):
         "this loader: the node that needs a sample first reads it, for itself and for the node "
         "that keeps it, so that the file system is read once by all nodes together; evicting, what "
         "the loader does not do: each node keeps what it reads and drops what it needs last, of what "
-        "another node has too"
+        "another node has too; with owners, of what it does not own"
     )
 
-    def __init__(self, copies: bool = True, evict: bool = False) -> None:
+    def __init__(self, copies: bool = True, evict: bool = False, owners: bool = False) -> None:
         if evict and not copies:
             raise UsageError("evict=true makes copies: leave copies=false out")
+        if owners and not evict:
+            raise UsageError("owners=true says what is not evicted: add evict=true")
         self.copies = copies
         self.evict = evict
+        self.owners = owners
         details = ([] if copies else ["no copies"]) + (["evicting"] if evict else [])
+        details += ["owners keep theirs"] if owners else []
         self.title = "nostall" + (f" ({', '.join(details)})" if details else "")
 
     def decide(self, job: Job) -> Decision:
         if self.evict:
             decision = Decision()
             decision.filling = Filling.evicting
+            if self.owners:
+                rooms = [sum(job.capacities)] * job.nodes
+                decision.set_owner(job.plan.owners(job.bytes, rooms, ranks_per_node=1))
             return decision
         decision = keep_owned(job.plan.native, job.bytes, job.capacities)
         if not self.copies and job.capacities:

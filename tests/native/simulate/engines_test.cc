@@ -175,13 +175,20 @@ TEST(Consistent, EvictionKeepsTheLastCopy) {
     model.classes[2].capacity = room - room / 3;
     const auto mb = [](double m) { return static_cast<uint64_t>(m * 1e6); };
     const std::vector<uint64_t> rooms = {mb(room / 3), mb(room - room / 3)};
-    const Result fixed = consistent(model, spec, sizes, keep_owned(spec, bytes, rooms));
+    const Decision kept = keep_owned(spec, bytes, rooms);
+    const Result fixed = consistent(model, spec, sizes, kept);
     const Result result = consistent(model, spec, sizes, evicting);
     EXPECT_NEAR(result.staged.back(), sum(sizes), 1e-6 * sum(sizes)) << room;
     EXPECT_NEAR(fixed.staged.back(), sum(sizes), 1e-6 * sum(sizes)) << room;
     EXPECT_NEAR(sum(result.staged), 8 * sum(sizes), 1e-3);
     const auto local = [](const Result& r) { return r.staged[0] + r.staged[1]; };
     EXPECT_GT(local(result), 0.9 * local(fixed)) << room;
+    Decision copies = evicting;
+    copies.owner = kept.owner;
+    const Result owned = consistent(model, spec, sizes, copies);
+    EXPECT_NEAR(owned.staged.back(), sum(sizes), 1e-6 * sum(sizes)) << room;
+    EXPECT_GT(local(owned), 0.9 * local(fixed)) << room;
+    EXPECT_NEAR(sum(owned.staged), 8 * sum(sizes), 1e-3);
   }
   // Nothing to keep all in: what is held stays, and every epoch reads the rest.
   model.classes[1].capacity = 300;

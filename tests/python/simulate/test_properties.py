@@ -192,14 +192,21 @@ def test_owners_alone_keep_every_sample_once() -> None:
 
 
 def test_eviction_reads_once_and_more_from_the_node() -> None:
-    both = ["nostall", {"name": "nostall", "evict": True}]
-    one = scenario(policies=both, training={"E": 8})
+    evict = {"name": "nostall", "evict": True}
+    three = ["nostall", evict, {**evict, "owners": True}]
+    one = scenario(policies=three, training={"E": 8})
     room = one.dataset.total / 4 * 2  # twice what holds one copy of each sample
     one = with_values(one, {"d.1": room, "d.2": 0})
-    na, (fixed, evicting) = simulate(one, ["as-published"])[1], simulate(one, ["consistent"])
+    na = simulate(one, ["as-published"])[1]
+    fixed, evicting, owned = simulate(one, ["consistent"])
     assert "mode consistent alone" in na.why
     assert evicting.title == "nostall (evicting)"
     assert evicting.source_mb == pytest.approx(fixed.source_mb, rel=1e-6)
     assert evicting.local_share > fixed.local_share
+    assert owned.title == "nostall (evicting, owners keep theirs)"
+    assert owned.source_mb == pytest.approx(fixed.source_mb, rel=1e-6)
+    assert owned.local_share > fixed.local_share
     with pytest.raises(UsageError, match="leave copies=false out"):
         make_policy("nostall", {"evict": True, "copies": False})
+    with pytest.raises(UsageError, match="add evict=true"):
+        make_policy("nostall", {"owners": True})
