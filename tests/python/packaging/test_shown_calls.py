@@ -1,0 +1,118 @@
+"""What pages and examples call exists, with the arguments that they pass; README's script runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import prefork
+
+ROOT = Path(__file__).parents[3]
+# Run with torch: names of nostall.torch are shown too. Arguments: the root of the checkout.
+CALLS = '''
+import ast, importlib, inspect, re, sys, textwrap, typing
+from pathlib import Path
+import nostall
+
+root = Path(sys.argv[1])
+pages = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
+block = re.compile(r"```python\\n(.*?)```", re.S)
+shown = [(p, textwrap.dedent(b)) for p in pages for b in block.findall(p.read_text())]
+shown += [(p, p.read_text()) for p in sorted((root / "examples").glob("*.py"))]
+assert len(shown) > 130
+
+def chain(node):
+    """The dotted name of an expression; None for others."""
+    if isinstance(node, ast.Name):
+        return [node.id]
+    before = chain(node.value) if isinstance(node, ast.Attribute) else None
+    return before and [*before, node.attr]
+
+def resolve(names, imported):
+    """The object that a dotted name means; None if it is none of nostall's."""
+    if names is None or names[0] not in imported:
+        return None
+    found = imported[names[0]]
+    for name in names[1:]:
+        try:
+            found = getattr(found, name)
+        except AttributeError:
+            if not inspect.ismodule(found):
+                raise
+            found = importlib.import_module(f"{found.__name__}.{name}")
+        if not (inspect.ismodule(found) or inspect.isclass(found)):
+            break  # of what a call gives nothing is known
+    return found
+
+def takes(call):
+    """The names of the arguments of a callable; None if it takes any."""
+    target = call.__init__ if inspect.isclass(call) else call
+    names = set()
+    try:
+        signature = inspect.signature(target)
+    except ValueError:  # of nanobind's methods
+        return None
+    for p in signature.parameters.values():
+        if p.kind is p.VAR_KEYWORD:
+            hint = typing.get_type_hints(target).get(p.name)
+            if typing.get_origin(hint) is not typing.Unpack:
+                return None
+            names |= set(typing.get_type_hints(typing.get_args(hint)[0]))
+        names.add(p.name)
+    return names
+
+faults, calls = [], 0
+for page, text in shown:
+    tree = ast.parse(text)
+    imported = {"nostall": nostall, "t": nostall.transforms}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.startswith("nostall.") and alias.asname:
+                    imported[alias.asname] = importlib.import_module(alias.name)
+                elif alias.asname == "t" or alias.name == "t":
+                    imported.pop("t", None)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "nostall":
+            for alias in node.names:
+                home = importlib.import_module(node.module)
+                imported[alias.asname or alias.name] = resolve(["home", alias.name], {"home": home})
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign | ast.For):  # a name of the page's own
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for name in {n.id for x in targets for n in ast.walk(x) if isinstance(n, ast.Name)}:
+                imported.pop(name, None)
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        names = chain(node.func)
+        try:
+            call = resolve(names, imported)
+            if call is None or not callable(call):
+                continue
+            known = takes(call)
+        except (AttributeError, ImportError) as error:
+            faults.append(f"{page.relative_to(root)}: {'.'.join(names)}: {error}")
+            continue
+        calls += 1
+        for keyword in node.keywords:
+            if known is not None and keyword.arg is not None and keyword.arg not in known:
+                faults.append(f"{page.relative_to(root)}: {'.'.join(names)} has no {keyword.arg}=")
+assert calls > 200, calls
+print("\\n".join(faults))
+'''
+
+
+def test_shown_calls_exist_with_their_arguments() -> None:
+    run = prefork.run(["-c", CALLS, str(ROOT)], torch=True, timeout=100)
+    assert run.returncode == 0, run.stderr
+    assert not run.stdout.strip(), run.stdout
+
+
+def test_the_script_of_the_readme_runs(image_folder: Path, tmp_path: Path) -> None:
+    (script, *_) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    data, epochs = '"/data/train"', "epochs=90"
+    assert data in script and epochs in script
+    script = script.replace(data, repr(str(image_folder))).replace(epochs, "epochs=2")
+    run = prefork.run(["-c", script], torch=True, cwd=tmp_path, timeout=100)
+    assert run.returncode == 0, run.stderr
+    assert "stalled" in run.stdout
