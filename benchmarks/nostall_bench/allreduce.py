@@ -58,9 +58,10 @@ ENGINES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "gloo": ("gloo", {}, []),
     "openmpi": ("mpi", {}, []),
     "openmpi yield": ("mpi", {}, ["--mca", "mpi_yield_when_idle", "1"]),
+    "openmpi sm": ("mpi", {}, ["--mca", "coll_sm_priority", "100"]),  # else "tuned" is chosen
     "mpich": ("mpi", {}, []),
 }
-PEERS = ("gloo", "openmpi", "openmpi yield", "mpich")
+PEERS = ("gloo", "openmpi", "openmpi yield", "openmpi sm", "mpich")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -180,7 +181,7 @@ def _installed(arguments: argparse.Namespace) -> list[str]:
     if importlib.util.find_spec("torch"):
         found.append("gloo")
     if importlib.util.find_spec("mpi4py") and _mpiexec("openmpi", arguments).exists():
-        found += ["openmpi", "openmpi yield"]
+        found += ["openmpi", "openmpi yield", "openmpi sm"]
     if arguments.mpich:
         found.append("mpich")
     return found

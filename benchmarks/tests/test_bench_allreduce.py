@@ -22,7 +22,7 @@ def test_measures_all_engines_in_one_run(
     out = tmp_path / "rows.json"
     words = ["bench", "allreduce", "--operation", operation, "--ranks", "2", "--repeats", "1"]
     words += ["--sizes", "64", "64KiB", "--mif", "0", "5", "--seconds", "0.01", "--most", "20"]
-    engines = ["nostall", "nostall shared", "arrival_leader", "arrival_chain", "openmpi"]
+    engines = ["nostall", "nostall shared", "arrival_leader", "arrival_chain", "openmpi sm"]
     if operation == "allreduce":
         engines.append("rsa")
     if operation == "allgather":
