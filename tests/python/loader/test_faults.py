@@ -23,9 +23,9 @@ import numpy as np
 import prefork
 import pytest
 from conftest import write_jpeg
+from loader_ranks import one_rank
 from PIL import Image
 from procfs import abstract_sockets, open_links
-from ranks import one_rank
 
 import nostall
 from nostall import transforms as t

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-from ranks import one_rank
+from loader_ranks import one_rank
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data.distributed import DistributedSampler
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from ranks import one_rank
+from loader_ranks import one_rank
 
 import nostall
 from nostall.base._sizes import TierSpec, parse_size, parse_tiers
