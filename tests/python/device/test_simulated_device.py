@@ -303,6 +303,17 @@ def case_backward_on_a_side_stream_is_clean_and_its_control_is_not() -> None:
     expect("aten::mul", "no event")
 
 
+def case_each_fault_is_reported_every_time() -> None:
+    """Once, and whatever came before: twenty times the same."""
+    for _ in range(20):
+        case_a_copy_reads_its_source_late()
+        case_an_early_read_of_a_copy_to_the_host_is_poison_and_reported()
+        case_reuse_is_reported_however_long_ago_the_copy_ran()
+        case_system_calls_refuse_guarded_pages()
+        case_a_missing_event_is_reported_whatever_the_timing()
+        case_a_missing_record_stream_is_reported()
+
+
 def case_memory_that_is_not_there() -> None:
     import simdev
 
@@ -320,6 +331,19 @@ def case_a_lost_device() -> None:
     simdev.fail_after(1)
     with pytest.raises(RuntimeError, match="device lost"):
         torch.zeros(5, device="simdev")
+    there = torch.zeros(5, device="simdev")  # one task was lost
+    mark = recorded(side())
+    simdev.lose()
+    calls: list[Callable[[], object]] = [
+        there.cpu, there.zero_, mark.query, mark.synchronize, torch.accelerator.synchronize,
+        lambda: recorded(side()), lambda: side().wait_event(mark),
+        lambda: torch.zeros(1 << 20).pin_memory().to("simdev", non_blocking=True),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(RuntimeError, match="device lost"):
+            call()
+    simdev.release_all()
+    assert there.tolist() == [0] * 5
 
 
 # ---------------------------------------------------------------------------- results
@@ -349,6 +373,22 @@ def case_training_equals_the_cpu() -> None:
     assert simdev.reports() == []
 
 
+def case_random_numbers_and_mixed_precision_equal_the_cpu() -> None:
+    import simdev
+
+    found = []
+    for device in ("cpu", "simdev"):
+        torch.manual_seed(3)
+        drawn = torch.nn.functional.dropout(torch.ones(50, 50, device=device), 0.3)
+        noise = torch.randn(50, 50, device=device) * torch.rand((), device=device)
+        with torch.autocast(device, dtype=torch.bfloat16):
+            product = drawn @ noise
+        assert product.dtype == torch.bfloat16
+        found.append([drawn.cpu(), noise.cpu(), product.cpu()])
+    assert all(map(torch.equal, *found))
+    assert simdev.reports() == []
+
+
 def case_views_and_files(tmp: str = "/dev/shm/simdev.pt") -> None:
     base = torch.arange(24.0).to("simdev")
     view = base.view(2, 3, 4).transpose(0, 2)[1, ::2].unsqueeze(0)
@@ -375,7 +415,7 @@ def case_two_devices() -> None:
 # ---------------------------------------------------------------------------- processes of their own
 
 
-def ends_host_touches_device_memory() -> None:
+def ends_host_touches_device_memory(writes: bool = False) -> None:
     import ctypes
 
     import simdev  # noqa: F401
@@ -383,8 +423,15 @@ def ends_host_touches_device_memory() -> None:
     on_device = torch.ones(10, device="simdev")
     on_device.sum().item()
     print("alive", flush=True)
-    ctypes.string_at(on_device.data_ptr(), 4)
+    if writes:
+        ctypes.memset(on_device.data_ptr(), 0, 4)
+    else:
+        ctypes.string_at(on_device.data_ptr(), 4)
     print("touched", flush=True)
+
+
+def ends_host_writes_device_memory() -> None:
+    ends_host_touches_device_memory(writes=True)
 
 
 def ends_forked_child() -> None:
@@ -415,8 +462,9 @@ def test_of_the_device() -> None:
     cases.check(__file__)
 
 
-def test_a_host_that_touches_device_memory_dies() -> None:
-    done = cases.run(__file__, "ends_host_touches_device_memory")
+@pytest.mark.parametrize("does", ["touches", "writes"])
+def test_a_host_that_touches_device_memory_dies(does: str) -> None:
+    done = cases.run(__file__, f"ends_host_{does}_device_memory")
     assert (done.returncode, done.stdout) == (-signal.SIGSEGV, "alive\n")
 
 

@@ -475,6 +475,36 @@ def case_nothing_is_copied_or_taken_once_all_memory_is_there() -> None:
     assert allocated() - before <= 4 * 3 + 1  # as above, in whatever order copies and uses end
 
 
+def case_copies_read_where_decoders_wrote() -> None:
+    """Images and labels cross the bus from the memory that the stage fills: from no copy of it."""
+    from nostall.torch import _device
+
+    slabs: list[range] = []
+    memory, copy = _device.Device.memory, _device.Sending._copy
+    read = 0
+
+    def taken(self: Any, size: int) -> Any:
+        slab = memory(self, size)
+        slabs.append(range(slab.ctypes.data, slab.ctypes.data + slab.nbytes))
+        return slab
+
+    def copied(self: Any, host: torch.Tensor, *into: Any) -> torch.Tensor:
+        nonlocal read
+        first, last = host.data_ptr(), host.data_ptr() + host.nbytes - 1
+        assert any(first in slab and last in slab for slab in slabs), (host.shape, host.dtype)
+        read += 1
+        return copy(self, host, *into)
+
+    with (
+        mock.patch.object(_device.Device, "memory", taken),
+        mock.patch.object(_device.Sending, "_copy", copied),
+    ):
+        count = len(batches(device="simdev"))
+        assert read == 2 * count
+        batches(device="simdev", source=several(), fields=["image", "mask", "id"])
+        assert read > 2 * count
+
+
 def case_page_locked_memory_that_is_given_back_is_free() -> None:
     """Tensors over it are forgotten, also where another slab may come to lie there."""
     from nostall.torch import _device
@@ -613,6 +643,34 @@ def case_batches_through_dlpack() -> None:
             del images, other
     assert sums == pytest.approx(expected, rel=1e-4)
     assert simdev.reports() == []
+
+
+def through_dlpack(waits: bool) -> list[str]:
+    """Another library uses batches on a stream of its own, and keeps them when the loop has not."""
+    import simdev
+
+    theirs, sums = torch.Stream(device="simdev"), []
+    with loader(device="simdev") as source:
+        for images, _ in source:
+            with simdev.held(on_side(source)):
+                if waits:  # as __dlpack__(stream=) does on CUDA
+                    theirs.wait_stream(torch.accelerator.current_stream())
+                other = torch.utils.dlpack.from_dlpack(images.__dlpack__())
+                with theirs:
+                    total = other.sum()
+                images.record_stream(theirs)  # of what is over its memory torch takes no note
+            del images, other
+            sums.append(total)
+    theirs.synchronize()
+    if waits:
+        expected = [images.sum().item() for images, _ in batches()[:10]]
+        assert [total.item() for total in sums] == pytest.approx(expected, rel=1e-4)
+    return simdev.reports()
+
+
+def case_batches_through_dlpack_on_another_stream() -> None:
+    assert through_dlpack(waits=True) == []
+    assert any("no event" in line for line in through_dlpack(waits=False))
 
 
 # ---------------------------------------------------------------------------- faults
