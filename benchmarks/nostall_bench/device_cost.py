@@ -54,7 +54,8 @@ def report(ways: Sequence[str], batches: int) -> list[dict[str, Any]]:
         for key, most in LIMITS.items() if row["way"] == "nostall" else ():
             own = row[key]["own"]["median"]
             words = f"{_NAMES[key]} of a batch that is ready, at most {most} us without the device"
-            harness.verdict(own <= most, f"{words}: median {own:.1f}")
+            late = row[key]["own"]["p95"]
+            harness.verdict(own <= most, f"{words}: median {own:.1f}, 95 % of batches {late:.1f}")
     found: list[dict[str, Any]] = rows
     return found
 

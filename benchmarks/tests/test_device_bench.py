@@ -24,7 +24,7 @@ pytestmark = [
 def test_steps_against_the_slowest_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     device.add_arguments(parser)
-    options = ["--compute", "4", "--copy", "2", "--decode", "1", "--steps", "3"]
+    options = ["--compute", "4", "--copy", "2", "--decode", "1", "--steps", "3", "--repeats", "1"]
     assert device.run(parser.parse_args([*options, "--json", str(tmp_path / "found.json")])) == 0
     out = capsys.readouterr().out
     assert "of the slowest part" in out
