@@ -572,6 +572,10 @@ TEST_F(AnswerTest, WhatTheOwnerLacksIsPushedAfterAll) {
   EXPECT_FALSE(exchange_->push_wanted(0));
 }
 
+// What must not be waited for, and far less, which no machine is too slow for.
+constexpr auto kLong = 3600s;
+constexpr auto kHang = 100s;
+
 // A process that was stopped keeps its connections.
 class StallTest : public HostileTest {};
 
@@ -606,7 +610,8 @@ TEST_F(StallTest, TransfersUnderWayEndBeforeWhatTheyTouch) {
   exchange_.reset();
 }
 
-// All ranks of a node hang: a thread that needs a sample does not wait for each of them in turn.
+// All ranks of a node hang: a thread that needs a sample does not wait for each of them in turn, but
+// ends while the second one has still time to be heard.
 TEST_F(StallTest, ANodeThatHangsCostsOneTimeout) {
   start(1s, tier::TierKind::ram, 3);
   answering();
@@ -614,31 +619,43 @@ TEST_F(StallTest, ANodeThatHangsCostsOneTimeout) {
   std::vector<std::byte> into;
   EXPECT_EQ(fetch(*exchange_, 0, into), Outcome::failed);
   EXPECT_EQ(exchange_->where(0, 1), Where::source);
-  const auto begin = std::chrono::steady_clock::now();
   EXPECT_EQ(fetch(*exchange_, 0, into), Outcome::failed);
-  EXPECT_LT(std::chrono::steady_clock::now() - begin, 2500ms);
+  EXPECT_EQ(exchange_->stats().dropped_ranks, 1u);
+}
+
+TEST_F(StallTest, AStopEndsWhatIsAsked) {
+  start(kLong);
+  Session session = answering();
+  ASSERT_TRUE(reachable());
+  std::vector<std::byte> into;
+  const auto group = begin_fetch(into);
+  ASSERT_TRUE(session.open(wire_->hear(Kind::fetch)));
+  std::stop_source stop;
+  stop.request_stop();
+  const auto begin = std::chrono::steady_clock::now();
+  exchange_->finish(*group, stop.get_token());
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, kHang);
 }
 
 TEST_F(StallTest, AStopEndsWhatWaitsForAConnection) {
-  start(30s);
+  start(kLong);
   std::vector<std::byte> into;
   const auto group = begin_fetch(into);
   std::stop_source stop;
   stop.request_stop();
   const auto begin = std::chrono::steady_clock::now();
   exchange_->finish(*group, stop.get_token());
-  EXPECT_LT(std::chrono::steady_clock::now() - begin, 15s);
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, kHang);
 }
 
 TEST_F(StallTest, PushesToANodeThatIsNotThereYetCostNoTime) {
-  start(30s);
+  start(kLong);
   sizes_[0] = sizes_[2] = uint64_t{33} << 20;
   const auto bytes = std::make_shared<std::vector<std::byte>>(bytes_of(0));
   const auto begin = std::chrono::steady_clock::now();
   EXPECT_TRUE(exchange_->push(0, *bytes, bytes, {}));
   EXPECT_FALSE(exchange_->push(2, *bytes, bytes, {}));
-  // Half of the time that waiting for the node would cost.
-  EXPECT_LT(std::chrono::steady_clock::now() - begin, 15s);
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, kHang);
 }
 
 // ------------------------------------------------------------------------------- lost and back

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -126,12 +126,25 @@ class Ranks:
         self.barrier.wait()
         return list(self.parts)
 
-    def run(self, work: object) -> None:
-        threads = [threading.Thread(target=work, args=(r,)) for r in range(len(self.ranks))]
+    def run(self, work: Callable[[int], None]) -> None:
+        errors: list[BaseException] = []
+
+        def one(rank: int) -> None:
+            try:
+                work(rank)
+            except BaseException as error:
+                errors.append(error)
+                self.barrier.abort()
+
+        threads = [
+            threading.Thread(target=one, args=(r,), daemon=True) for r in range(len(self.ranks))
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join()
+            thread.join(60)
+        assert not errors, errors
+        assert not any(thread.is_alive() for thread in threads)
 
     def close(self) -> None:
         for one in self.ranks:
@@ -142,7 +155,7 @@ def test_ranks_agree_on_one_call_that_none_has_begun() -> None:
     """Rank 2 gets the signal; rank r has begun r calls more than the slowest."""
     ranks = Ranks(["SIGUSR1", "SIGUSR2", "SIGHUP"])
     ended = [0, 0, 0]
-    begun = threading.Barrier(4)
+    begun = threading.Barrier(4, timeout=60)
 
     def train(rank: int) -> None:
         calls = 0
@@ -159,7 +172,7 @@ def test_ranks_agree_on_one_call_that_none_has_begun() -> None:
         begun.wait()
         ranks.ranks[2]._handle(signal.SIGHUP, None)
 
-    sender = threading.Thread(target=send)
+    sender = threading.Thread(target=send, daemon=True)
     sender.start()
     try:
         ranks.run(train)

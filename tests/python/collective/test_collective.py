@@ -382,14 +382,15 @@ with join() as c:
     c.barrier()
     if rank == 0:
         time.sleep(0.4)
-    begin = time.process_time()
+    begin, used = time.monotonic(), time.thread_time()
     c.allreduce(np.ones(1000))
-    print(time.process_time() - begin)
+    print((time.thread_time() - used) / max(0.4, time.monotonic() - begin))
 """,
         4,
         shm,
     )
-    assert sum(float(text) for text in out[1:]) < 0.25 * 0.4
+    # Threads that spun would take all of the time that they get.
+    assert sum(float(text) for text in out[1:]) < 0.25
 
 
 def test_torchrun_variables_say_who_joins(shm: Path) -> None:

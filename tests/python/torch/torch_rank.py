@@ -284,16 +284,16 @@ def unconnected() -> None:
     """Gloo refuses rank 1 for once, then for good."""
     if lacks("ProcessGroupGloo.set_timeout", hasattr(dist.ProcessGroupGloo, "set_timeout")):
         return
-    mesh._LIMIT = timedelta(seconds=2)
     refusals = 1
 
     class Refusing(dist.ProcessGroupGloo):  # type: ignore[misc]
-        def __init__(self, *arguments: object) -> None:
+        def __init__(self, store: Any, rank: int, size: int, limit: timedelta) -> None:
             nonlocal refusals
             refusals -= 1
             if rank == 1 and refusals >= 0:
                 raise RuntimeError("connection refused\nwith lines more")
-            super().__init__(*arguments)
+            # Rank 0 waits in vain for the one that is refused.
+            super().__init__(store, rank, size, timedelta(seconds=0.5) if refusals >= 0 else limit)
 
     mesh.dist.ProcessGroupGloo = Refusing
     group = dist.new_group()
@@ -311,12 +311,22 @@ def unconnected() -> None:
 
 def message_later() -> None:
     """A message is waited for as long as the group says, not as long as its making may take."""
-    mesh._LIMIT = timedelta(seconds=1)
+    real: Any = mesh.dist.ProcessGroupGloo
+
+    class Brief(real):  # type: ignore[misc]
+        """Connects as long as it takes, and then has a short limit of connecting as its timeout."""
+
+        def __init__(self, store: Any, rank: int, size: int, limit: timedelta) -> None:
+            super().__init__(store, rank, size, limit)
+            self.set_timeout(timedelta(milliseconds=10))
+
+    if hasattr(real, "set_timeout"):
+        mesh.dist.ProcessGroupGloo = Brief
     store = dist.distributed_c10d._get_default_store()
     group = dist.new_group()
     if rank == 0:
         store.wait(["waiting"])
-        time.sleep(2)
+        time.sleep(0.3)
         dist.send(torch.tensor([42.0]), 1, group)
         store.wait(["timed out"])
         return
