@@ -20,12 +20,15 @@ BENCHMARKS := $(shell git ls-files benchmarks/native benchmarks/nostall_bench be
 .PHONY: demo docs test wheel dlio-test trainers-test device-test native-test python-test build lint format sanitize sanitize-all fuzz campaign bench clean help
 
 help:
-	@echo "make demo      train on a slow file system, with and without nostall (under 5 minutes)"
-	@echo "make test      native and Python tests"
+	@echo "make demo      train on a slow file system, with and without nostall (under 5 minutes); the first time it"
+	@echo "               installs system packages and 6 GB into .venv, most of it torch, and compiles for 3 minutes"
+	@echo "make test      native and Python tests; the first time as for make demo, and it fetches MPICH and Slurm"
 	@echo "make docs      the documentation as a site, with a search"
 	@echo "make wheel     wheels for any Linux of glibc 2.28 or later, into dist/ (ARCH=aarch64 is untried)"
 	@echo "make bench     nostall bench loader, with every peer that installs"
 	@echo "make campaign  campaigns of faults at a small size (SCALE=1 ONLY=name for the published size)"
+	@echo "make trainers-test | dlio-test  on Ray and DeepSpeed (310 MB), with DLIO and TensorFlow (1.6 GB)"
+	@echo "make device-test  tests of the host on the simulated accelerator"
 	@echo "make sanitize-all  the package and the MPI library under sanitizers as well (an hour)"
 	@echo "make lint | sanitize | fuzz | format | clean"
 
