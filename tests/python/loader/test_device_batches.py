@@ -12,6 +12,7 @@ import threading
 import time
 from collections import UserDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -30,6 +31,7 @@ from torch.profiler import ProfilerActivity, profile
 import nostall
 from nostall import fields as f
 from nostall import transforms as t
+from nostall.base import _device_clock
 from nostall.errors import UsageError
 from nostall.loader._ahead import Ahead
 from nostall.observe._stats import Stats
@@ -316,6 +318,17 @@ def case_consumers_on_several_streams() -> None:
                 images, labels = next(running)
                 sums.append((images.sum() + labels.sum()).item())
     assert sums == expected
+    assert (reports := simdev.reports()) == [], reports
+
+
+def case_consumers_in_threads_that_chose_no_stream() -> None:
+    """Each has the default stream of the device, whatever others have chosen."""
+    import simdev
+
+    expected = consume()
+    with torch.Stream(device="simdev"), ThreadPoolExecutor(2) as pool:
+        found = [pool.submit(consume) for _ in range(2)]
+        assert [each.result() for each in found] == [expected] * 2
     assert (reports := simdev.reports()) == [], reports
 
 
@@ -1015,6 +1028,31 @@ def case_waits_for_input_on_the_devices_clock() -> None:
     assert lane["input"].seconds == pytest.approx(0.048)
     page = run_page.page([found])
     assert "What each device did" in page and "rank 0, simdev:0" in page
+
+
+def case_a_device_that_is_lost_in_a_recorded_run() -> None:
+    """What it waited for is not known from there on, which is said; the run ends without waiting."""
+    import simdev
+
+    with tempfile.TemporaryDirectory() as place, cases.warnings() as said:
+        nostall.trace.start(place, rank=0)
+        with loader([t.Resize(SIZE)], device="simdev", size=8, device_ahead=1) as source:
+            running = iter(source)
+            next(running)
+            simdev.hold(torch.accelerator.current_stream())
+            next(running)
+            simdev.lose()
+            with pytest.raises(RuntimeError, match="device lost"):
+                list(running)
+        for thread in threading.enumerate():
+            if thread.name == "nostall-clock":
+                thread.join(60)
+        with mock.patch.object(_device_clock, "_END", "no time to wait for"):
+            nostall.trace.stop()
+    assert len(said) == 1 and "are not recorded: simdev: device lost" in said[0], said
+    simdev.release_all()
+    torch.accelerator.synchronize()
+    simdev.reports()
 
 
 # ---------------------------------------------------------------------------- for pytest
