@@ -83,7 +83,7 @@ def test_samples_travel_between_hosts(hosts: list[list[str]], tmp_path: Path, sh
         pytest.skip(f"slow storage: {reason}")
     data = make_data(tmp_path / "data", 120)
     total = sum(p.stat().st_size for p in data.rglob("*.jpg"))
-    with SlowFS(data, tmp_path / "mounts", 20e6, 40e6, 0.5e-3, clients=NODES) as storage:
+    with SlowFS(data, tmp_path / "mounts", 20e6, 40e6, 15e-3, clients=NODES) as storage:
         job = Job(
             data,
             NODES,

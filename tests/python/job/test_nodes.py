@@ -35,7 +35,7 @@ def slow(data: Path, tmp_path: Path):
     """A shared file system with a mount for each of four nodes."""
     if reason := missing():
         pytest.skip(f"slow storage: {reason}")
-    with SlowFS(data, tmp_path / "mounts", 20e6, 40e6, 0.5e-3, clients=4) as storage:
+    with SlowFS(data, tmp_path / "mounts", 20e6, 40e6, 15e-3, clients=4) as storage:
         yield storage
 
 
