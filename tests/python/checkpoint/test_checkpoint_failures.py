@@ -22,7 +22,7 @@ import nostall.checkpoint._store
 from nostall import _native
 from nostall.checkpoint._begin import undrained
 from nostall.checkpoint._cleaner import Cleaner
-from nostall.checkpoint._drain import copy_all
+from nostall.checkpoint._drain import copy_all, read_back
 from nostall.checkpoint._format import Manifest, Part
 from nostall.checkpoint._retention import Keep
 from nostall.checkpoint._saved import Saved, Settings
@@ -421,6 +421,53 @@ def test_a_drain_that_the_end_stops_is_left_to_the_next_start(tmp_path: Path) ->
     with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable") as ckpt:
         ckpt.wait(60)
     assert steps_in(tmp_path / "durable") == [1]
+
+
+def test_a_manifest_of_another_step_is_damaged(tmp_path: Path) -> None:
+    with nostall.Checkpointer(durable=tmp_path, level="durable") as ckpt:
+        ckpt.save(state_of(1), 1)
+    store = Store(tmp_path, "durable")
+    (entry,) = store.entries()
+    shutil.copytree(store.directory(1), store.directory(2))
+    found = {e.step: e.damage for e in store.entries()}
+    assert found == {1: "", 2: f"{store.directory(2) / entry.name} is of step 1"}
+
+
+def test_a_rename_is_not_taken_for_one_that_was_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise FileNotFoundError(errno.ENOENT, "gone")
+
+    for name in ("old", "new"):
+        (tmp_path / name).write_text(name)
+    monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises(FileNotFoundError, match="gone"):
+        rename(tmp_path / "old", tmp_path / "new")
+
+
+def test_a_copy_that_reads_back_differently_is_told(tmp_path: Path) -> None:
+    data = b"a part of a checkpoint"
+    (tmp_path / "copy").write_bytes(data)
+    for crc, bad in ((_native.crc32c(data), False), (_native.crc32c(b"other"), True)):
+        part = Part(0, "copy", len(data), (crc,))
+        with (
+            pytest.raises(IoError, match="copy reads back with 1 damaged blocks")
+            if bad
+            else (contextlib.nullcontext())
+        ):
+            read_back(tmp_path / "copy", part, _native.Priority.normal)
+
+
+def test_a_checkpoint_that_goes_before_it_is_drained_is_told(tmp_path: Path) -> None:
+    with nostall.Checkpointer(durable=tmp_path, level="durable") as ckpt:
+        ckpt.save(state_of(1), 1)
+        (manifest,) = ckpt.durable.manifests()
+        ckpt.durable.remove(1, "aaaaaaaa-000001")  # another save of the step
+        assert steps_in(tmp_path) == [1]
+        ckpt.durable.remove(1, manifest.id)
+        with pytest.raises(IoError, match=r"the checkpoint in .* is gone"):
+            ckpt._background._complete(ckpt.durable, manifest)
 
 
 def test_a_rank_that_is_stopped_does_not_speak_of_a_timeout(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def test_a_killed_job_leaves_the_newest_checkpoint_and_no_rubbish(
     seed = random.randrange(1000)
     points = [(i % ranks, share) for i, share in enumerate((0.5, 0.0, 0.75, 0.25))]
     result = campaign.run(
-        points, ranks=ranks, power_cut=power_cut, seed=seed, timeout=100, nodes=nodes
+        points, ranks=ranks, power_cut=power_cut, seed=seed, timeout=280, nodes=nodes
     )
     assert result["failures"] == [], f"seed {seed}"
     assert result["counts"]["killed"] == len(points)
@@ -56,7 +56,7 @@ def run_storage(scenario: str, home: Path, shim: Path) -> tuple[list[dict[str, A
         },
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()], done.stderr

@@ -366,6 +366,57 @@ def own_part(nodes: Nodes, step: int) -> Part:
     return dataclasses.replace(part_at(nodes.store, step, b"y"), rank=nodes.rank)
 
 
+def test_ranks_that_do_not_finish_are_named_and_a_stop_ends_the_wait(tmp_path: Path) -> None:
+    first, second = some_nodes(tmp_path, 2, timeout=0.1)
+    late = first.commit(Manifest(5, "aaaaaaaa-000001", 2, ()), own_part(first, 5), lambda: False)
+    assert late.reason == "ranks [1] did not finish their part in time"
+    stopped = first.commit(Manifest(6, "aaaaaaaa-000002", 2, ()), own_part(first, 6), lambda: True)
+    assert stopped.reason == "stopped"
+    for nodes in (first, second):
+        nodes.close()
+
+
+def test_a_part_that_does_not_fit_or_cannot_be_written_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = two_nodes(tmp_path)
+    part = part_at(first.store, 7, b"some bytes")
+    full = os.statvfs_result((4096, 4096, 9, 0, 0, 9, 9, 9, 0, 255))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "statvfs", lambda path: full)
+        told = first.give_partner(7, part)
+    assert f"{second.store.root} has no room for a partner's 10 bytes" in told
+    assert first.give_partner(7, part) == ""
+    with pytest.raises(IoError, match=r"cannot fetch .*/none/got from node 1: .*No such file"):
+        first.fetch(7, part, 1, tmp_path / "none" / "got")
+    for nodes in (first, second):
+        nodes.close()
+
+
+def test_an_answer_that_is_no_answer_is_told(tmp_path: Path) -> None:
+    first, second = two_nodes(tmp_path)
+    mine = part_at(second.store, 5, b"y")
+    other = dataclasses.replace(mine, rank=0)
+    whole = Manifest(5, "aaaaaaaa-000009", 2, (other, mine)).to_bytes().decode()
+    answers: list[dict[str, Any]] = [{"nothing": 1}, {"reason": "", "manifest": whole}]
+    rude = Listener(lambda _, stream: stream.send(answers.pop(0)), b"secret", 10)
+    second.addresses[0] = rude.address
+    for said in ("rank 0 answers {", "rank 0 answers of save aaaaaaaa-000009, not of"):
+        outcome = second.commit(Manifest(5, "aaaaaaaa-000001", 2, ()), mine, lambda: False)
+        assert said in outcome.reason and not outcome.certain
+    rude.close()
+    for nodes in (first, second):
+        nodes.close()
+
+
+def test_a_directory_that_changes_while_nodes_meet_is_refused() -> None:
+    groups = nostall.checkpoint._begin._groups
+    assert groups([[0, 2], [1], [0, 2]]) == [[0, 2], [1]]
+    for seen, rank in (([[0, 1], [1]], 0), ([[0], []], 1)):
+        with pytest.raises(UsageError, match=f"rank {rank} sees the marks of ranks"):
+            groups(seen)
+
+
 def test_who_was_told_that_nobody_decided_is_in_no_checkpoint(tmp_path: Path) -> None:
     first, second = some_nodes(tmp_path, 2, timeout=0.3)
     manifest = Manifest(5, "aaaaaaaa-000001", 2, ())
@@ -382,7 +433,7 @@ def test_while_the_manifest_is_on_its_way_nothing_is_certain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nostall.checkpoint._nodes, "_PUBLISHING_SECONDS", 0.1)
-    first, second = some_nodes(tmp_path, 2, timeout=5)
+    first, second = some_nodes(tmp_path, 2, timeout=60)
     manifest = Manifest(5, "aaaaaaaa-000001", 2, ())
     waiting, go_on, told = threading.Event(), threading.Event(), []
     publish = first._publish_everywhere
