@@ -17,7 +17,7 @@ from nostall.cli import main
 from nostall.errors import UsageError
 from nostall_bench import lmdb, slowfs
 from nostall_bench.lmdb import data, fio
-from nostall_bench.lmdb.places import _Group
+from nostall_bench.lmdb.places import _Group, _groups
 from nostall_bench.lmdb.pool import PARTS, Pool, Rank, Task
 from nostall_bench.lmdb.storage import Storage
 
@@ -237,6 +237,23 @@ def test_coalesced_ranges_cover_every_record_once() -> None:
         assert [i for p in parts for i in range(len(group.begin))[p]] == list(
             range(len(group.begin))
         )
+
+
+def test_nodes_whose_records_differ_in_size_make_as_many_groups() -> None:
+    order = np.arange(24).reshape(6, 4)  # two nodes: the second one's records are twice as long
+    length = np.where(np.arange(24) % 4 < 2, 4096, 8192).astype(np.uint64)
+    task = Task("", [], order, np.cumsum(length) * 2, length, "", 2, 6 * 4 * 4096, 1, 1)
+
+    class Half:
+        def __init__(self, node: int) -> None:
+            self.part = slice(2 * node, 2 * node + 2)
+
+        def of_node(self, task: Task) -> Any:
+            return task.order[:, self.part]
+
+    groups: Any = _groups
+    begins = [[begin for begin, _ in groups(Half(node), task)] for node in range(2)]
+    assert begins == [[0, 4], [0, 4]]
 
 
 def test_a_rank_that_fails_is_named(tmp_path: Path) -> None:

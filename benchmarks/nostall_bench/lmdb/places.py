@@ -60,10 +60,12 @@ class _Group:
 
 
 def _groups(share: Share, task: Task) -> Iterator[tuple[int, _Group]]:
-    """First iteration and ranges of each group whose reads fill the window."""
+    """First iteration and ranges of each group whose reads fill the window, as many on every node: all
+    ranks meet after each."""
     records = share.of_node(task)
     pages = ((task.length.astype(np.int64) + PAGE - 1) // PAGE + 1) * PAGE
-    each = int(pages[records].sum(axis=1).max())
+    of_nodes = pages[task.order].reshape(len(task.order), task.nodes, -1)
+    each = int(of_nodes.sum(axis=2).max())
     count = max(1, task.window // max(1, each))
     for begin in range(0, len(records), count):
         yield begin, _Group(records[begin : begin + count], task)
