@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import tempfile
@@ -623,6 +624,25 @@ def case_a_copy_that_the_device_refuses() -> None:
         assert into["weights"].eq(1).all()
         (line,) = said
         assert "by way of ordinary memory" in line and "device lost" in line
+
+
+def case_no_memory_for_a_second_tensor() -> None:
+    """Of one that is not contiguous: it is read to the host, and copied from there."""
+    import simdev
+
+    with checkpointer() as made, cases.warnings() as said:
+        rows, columns = 7, 543210  # more than what other cases may leave
+        weights = torch.arange(1.0 * rows * columns, device="simdev").view(rows, columns)
+        made.save({"weights": weights.t()}, 1, level="fast")
+        into = torch.zeros(rows, columns, device="simdev").t()
+        gc.collect()
+        torch.accelerator.synchronize()
+        simdev.capacity(torch.accelerator.memory_allocated())
+        made.restore(into={"weights": into})
+        (line,) = said
+        assert "by way of ordinary memory" in line and "out of memory" in line
+        simdev.capacity(1 << 30)
+        assert into.equal(weights.t())
 
 
 def case_an_error_of_nostall_is_not_the_devices() -> None:

@@ -769,6 +769,28 @@ def case_z_a_device_that_is_lost_for_good() -> None:
     simdev.reports()
 
 
+def case_z_a_device_that_one_rank_loses() -> None:
+    """Through the host's engine: the other rank is told as soon as the optimizer is closed."""
+    import simdev
+
+    from nostall.errors import PeerError
+
+    model = net()
+    optimizer = made(model, **STAGED)
+    if RANK == 0:
+        with simdev.held(optimizer.gradient_sync._side):
+            loss_of(model, 0).backward()
+            simdev.lose()
+    else:
+        loss_of(model, 0).backward()
+    error, words = (RuntimeError, "device lost") if RANK == 0 else (PeerError, "rank 0 .* left")
+    with pytest.raises(error, match=words):
+        optimizer.step()
+    optimizer.gradient_sync.close()
+    simdev.release_all()
+    simdev.reports()
+
+
 # ---------------------------------------------------------------------------- for pytest
 
 
