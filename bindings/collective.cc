@@ -212,16 +212,25 @@ void bind_moves(nb::class_<Communicator>& communicator) {
       .def(
           "reduce_scatter",
           [recorded = kind("reduce_scatter")](Communicator& self, uintptr_t in, uintptr_t out,
-                                              uint64_t count, const PyReducer& reducer) {
+                                              const std::vector<uint64_t>& counts,
+                                              const PyReducer& reducer, bool fixed) {
+            const Order order = fixed ? Order::fixed : Order::any;
+            const bool equal = counts.size() == 1;
             bindings::without_gil([&] {
               trace::Span span(recorded);
-              span.values[0] = static_cast<int64_t>(count);
-              self.reduce_scatter(address(in), writable(out), count, reducer.get());
+              const auto rank = std::min<size_t>(self.rank(), counts.size() - 1);
+              span.values[0] = static_cast<int64_t>(counts.empty() ? 0 : counts[rank]);
+              if (equal) {
+                self.reduce_scatter(address(in), writable(out), counts[0], reducer.get(), order);
+              } else {
+                self.reduce_scatterv(address(in), writable(out), counts, reducer.get(), order);
+              }
             });
             reducer.raise();
           },
-          nb::arg("source"), nb::arg("target"), nb::arg("count"), nb::arg("reducer"),
-          "`count` elements for each rank.")
+          nb::arg("source"), nb::arg("target"), nb::arg("counts"), nb::arg("reducer"),
+          nb::arg("fixed") = false,
+          "counts[r] elements for rank r; one count is that of every rank.")
       .def(
           "allgather",
           [](Communicator& self, uintptr_t in, uintptr_t out, uint64_t bytes) {

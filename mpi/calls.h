@@ -3,11 +3,12 @@
 
 #include <array>
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 
 namespace nostall::mpi {
 
-// As the records of a profile number them. The first six may be answered here.
+// As the records of a profile number them.
 enum class Call : uint8_t {
   allreduce,
   reduce,
@@ -27,8 +28,22 @@ enum class Call : uint8_t {
   scan,
   exscan
 };
-inline constexpr int kAnswered = 6;
-const char* name_of(Call call) noexcept;  // of these six
+inline constexpr size_t kCalls = 17;
+
+// Those that may be answered here.
+struct Answered {
+  Call call;
+  const char* name;
+};
+inline constexpr std::array<Answered, 8> kAnswered{
+    {{Call::allreduce, "allreduce"},
+     {Call::reduce, "reduce"},
+     {Call::bcast, "bcast"},
+     {Call::barrier, "barrier"},
+     {Call::allgather, "allgather"},
+     {Call::allgatherv, "allgatherv"},
+     {Call::reduce_scatter, "reduce_scatter"},
+     {Call::reduce_scatter_block, "reduce_scatter_block"}}};
 
 // Why a call was left to the MPI.
 enum class Fallback : uint8_t {
@@ -43,7 +58,7 @@ inline constexpr int kFallbacks = 6;
 const char* name_of(Fallback passed) noexcept;
 
 struct Counters {
-  std::array<std::atomic<uint64_t>, kAnswered> ours{};
+  std::array<std::atomic<uint64_t>, kCalls> ours{};
   std::array<std::atomic<uint64_t>, kFallbacks> passed{};
   std::atomic<uint64_t> background{0};                  // nonblocking calls that were ours
   std::atomic<uint64_t> nonblocking{0}, persistent{0};  // left to the MPI

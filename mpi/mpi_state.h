@@ -3,10 +3,11 @@
 // Loaded with LD_PRELOAD into an unmodified program, it answers MPI_Allreduce, MPI_Reduce,
 // MPI_Bcast and MPI_Barrier from collective/ on communicators within a node, and in two levels on
 // others, and their nonblocking forms within a node (nonblocking.h); within a node it answers
-// MPI_Allgather and MPI_Allgatherv too (gathers.cc). MPI_Alloc_mem gives memory in
-// which allreduces of MPI_COMM_WORLD need no copy. All else reaches the MPI untouched. NOSTALL_MPI
-// chooses: "replace" (the default), "off"; with NOSTALL_MPI_PROFILE=DIRECTORY every collective is
-// recorded (profile.cc), those that the MPI always answers too (recorded.cc).
+// MPI_Allgather and MPI_Allgatherv too (gathers.cc), and MPI_Reduce_scatter and
+// MPI_Reduce_scatter_block (scatters.cc). MPI_Alloc_mem gives memory in which allreduces of
+// MPI_COMM_WORLD need no copy. All else reaches the MPI untouched. NOSTALL_MPI chooses: "replace"
+// (the default), "off"; with NOSTALL_MPI_PROFILE=DIRECTORY every collective is recorded
+// (profile.cc), those that the MPI always answers too (recorded.cc).
 //
 // Whether a call is ours must come out the same on every rank without asking: it depends only on
 // what MPI requires to be the same everywhere (communicator, operation, type signature), never on a

@@ -1,4 +1,4 @@
-// The collectives that the MPI always answers, of allgathers the nonblocking ones. They stand here so
+// The collectives that the MPI always answers, of allgathers and reduce_scatters the nonblocking ones. They stand here so
 // that a profile has them; without one they cost a comparison.
 //
 // Bytes of a call are what this rank gives: to all others together where it gives each its own
@@ -159,13 +159,12 @@ namespace own = nostall::mpi;
                     void* receive, const Count* out, const Place* places, const MPI_Datatype* to,  \
                     MPI_Comm comm),                                                                \
                    (send, in, at, from, receive, out, places, to, comm))                           \
-  NOSTALL_RECORDED(Reduce_scatter##S, Ireduce_scatter##S, reduce_scatter,                          \
-                   own::sum(counts, type, comm),                                                   \
-                   (const void* send, void* receive, const Count* counts, MPI_Datatype type,       \
-                    MPI_Op op, MPI_Comm comm),                                                     \
-                   (send, receive, counts, type, op, comm))                                        \
-  NOSTALL_RECORDED(                                                                                \
-      Reduce_scatter_block##S, Ireduce_scatter_block##S, reduce_scatter_block,                     \
+  NOSTALL_STARTED(Ireduce_scatter##S, reduce_scatter, own::sum(counts, type, comm),                \
+                  (const void* send, void* receive, const Count* counts, MPI_Datatype type,        \
+                   MPI_Op op, MPI_Comm comm),                                                      \
+                  (send, receive, counts, type, op, comm))                                         \
+  NOSTALL_STARTED(                                                                                 \
+      Ireduce_scatter_block##S, reduce_scatter_block,                                              \
       own::given(count, type, own::ranks_of(comm)),                                                \
       (const void* send, void* receive, Count count, MPI_Datatype type, MPI_Op op, MPI_Comm comm), \
       (send, receive, count, type, op, comm))                                                      \

@@ -201,8 +201,7 @@ void report() {
   const auto add = [&line](const std::string& name, const std::atomic<uint64_t>& n) {
     line += " " + name + " " + std::to_string(n.load());
   };
-  for (int i = 0; i < kAnswered; ++i)
-    add(name_of(static_cast<Call>(i)), all.ours[static_cast<size_t>(i)]);
+  for (const Answered& each : kAnswered) add(each.name, all.ours[static_cast<size_t>(each.call)]);
   add("background", all.background);
   add("allocations", all.allocations);
   line += "; left to the MPI:";
@@ -236,11 +235,6 @@ void begin() {
   if (profiling()) profile_begin();
 }
 
-const char* name_of(Call call) noexcept {
-  static constexpr std::array<const char*, kAnswered> names{"allreduce", "reduce",    "bcast",
-                                                            "barrier",   "allgather", "allgatherv"};
-  return names[static_cast<size_t>(call)];
-}
 const char* name_of(Fallback passed) noexcept {
   static constexpr std::array<const char*, kFallbacks> names{
       "none", "switched-off", "inter-communicator", "not-shared", "type", "several-nodes"};

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <vector>
 
 #include "mpi_state.h"
@@ -14,15 +15,16 @@
 namespace nostall::mpi {
 
 // A buffer whose address our kernels accept, and its way back. One that overlaps `other`, of as
-// many bytes, is copied as well: an error in MPI that no MPI reports, and that has an obvious
-// meaning.
+// many bytes unless it has others, is copied as well: an error in MPI that no MPI reports, and that
+// has an obvious meaning.
 class Aligned {
  public:
   Aligned(const void* data, uint64_t bytes, size_t alignment, bool fill,
-          const void* other = nullptr)
+          const void* other = nullptr, std::optional<uint64_t> its_bytes = {})
       : data_(data) {
     const auto at = reinterpret_cast<uintptr_t>(data), its = reinterpret_cast<uintptr_t>(other);
-    const bool overlaps = other != nullptr && at != its && at < its + bytes && its < at + bytes;
+    const bool overlaps =
+        other != nullptr && at != its && at < its + its_bytes.value_or(bytes) && its < at + bytes;
     if (at % alignment == 0 && !overlaps) return;
     copy_.resize(bytes);
     if (fill && bytes > 0) std::memcpy(copy_.data(), data, bytes);

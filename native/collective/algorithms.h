@@ -27,7 +27,8 @@ void posted_barrier(Steps& steps);
 void posted_allreduce(Steps& steps, const Message& message);
 void posted_reduce(Steps& steps, const Message& message, uint32_t root);  // one stage at most
 void posted_broadcast(Steps& steps, const Message& message, uint32_t root);
-void posted_reduce_scatter(Steps& steps, const Message& message);  // count: a rank's share
+// `out` gets the elements from borders[rank] to borders[rank + 1]; one stage at most, of two ranks up.
+void posted_reduce_scatter(Steps& steps, const Message& message, std::span<const uint64_t> borders);
 // parts[r]: where rank r's data go.
 void posted_allgather(Steps& steps, const std::byte* in, std::span<const Gathered> parts);
 
@@ -37,6 +38,8 @@ struct ChainShape {
   bool broadcast = false;  // the root's data to all others
   bool by_rank = false;    // in the order of ranks, not of arrival
   bool whole = false;      // no segments: each rank hands on all of it
+  // Of the result rank r gets the elements from borders[r] to borders[r + 1]; empty: all of it.
+  std::span<const uint64_t> borders{};
 };
 void chain(Steps& steps, const Message& message, const ChainShape& shape);
 // How a message is cut for it. Segments grow where they would be more than a word counts beside its
@@ -63,6 +66,9 @@ Arrival arrive(Steps& steps, bool offers_in_place);
 bool shared_allreduce(Steps& steps, const Message& message, const Arrival& arrival);
 void chain_after(Steps& steps, const Message& message, const ChainShape& shape,
                  const Arrival& arrival);
+
+// A reduce_scatter of more bytes, of a rank to all, goes by the chain.
+inline constexpr uint64_t kScatterFrom = 16 << 10;
 
 // gather.cc: each rank's data through its share of the step's window, for messages of which a rank
 // gives more than kGatherFrom bytes.

@@ -15,9 +15,13 @@
 // were not used yet only up to kAhead bytes, so that the window stays in cache, or without that
 // limit while a rank has not arrived: then it has nothing better to do.
 //
+// In a reduce_scatter a rank copies out the segments of its own block alone; segments may reach over
+// the borders of blocks. The last rank writes what is its own to its result, past the window.
+//
 // Early ranks have done their work when the last one arrives, so only one pass over its data
 // remains [Mohammadalizadehbakhtevari 2021, alg. 5.1, there without segments].
 #include <algorithm>
+#include <optional>
 #include <vector>
 
 #include "collective/algorithms.h"
@@ -46,18 +50,18 @@ class Link {
         step_(arrival.step),
         place_(place_of(arrival)),
         last_(shape.broadcast ? 0 : steps.ranks() - 1),
-        reads_(shape.broadcast
-                   ? steps.rank() != static_cast<uint32_t>(shape.root)
-                   : shape.root < 0 || steps.rank() == static_cast<uint32_t>(shape.root)),
         stream_(message.bytes() >= kStreamFrom) {
     size_segments();
+    block_ = block_of(steps.rank());
+    wanted_ = wanted_by(steps.rank());
   }
 
   void run() {
-    const bool copies_out = reads_ && place_ != static_cast<int64_t>(last_);
-    uint64_t forwarded = place_ >= 0 ? 0 : segments_, copied = copies_out ? 0 : segments_;
-    while (forwarded < segments_ || copied < segments_) {
-      if (copied < segments_ && copied < results()) {
+    const bool copies_out = place_ != static_cast<int64_t>(last_);
+    uint64_t forwarded = place_ >= 0 ? 0 : segments_;
+    uint64_t copied = copies_out ? wanted_.begin : wanted_.end;
+    while (forwarded < segments_ || copied < wanted_.end) {
+      if (copied < wanted_.end && copied < results()) {
         copy_out(copied++);
       } else if (forwarded < segments_ && may_forward(forwarded)) {
         forward(forwarded++);
@@ -68,6 +72,32 @@ class Link {
   }
 
  private:
+  // Elements, or segments.
+  struct Range {
+    uint64_t begin, end;
+    bool has(uint64_t one) const { return one >= begin && one < end; }
+  };
+
+  // The part of the result that a rank gets.
+  Range block_of(uint32_t rank) const {
+    if (!shape_.borders.empty()) return {shape_.borders[rank], shape_.borders[rank + 1]};
+    const bool is_root = rank == static_cast<uint32_t>(shape_.root);
+    const bool reads = shape_.broadcast ? !is_root : shape_.root < 0 || is_root;
+    return {0, reads ? message_.count : 0};
+  }
+  // The segments in which it lies.
+  Range wanted_by(uint32_t rank) const {
+    const Range block = block_of(rank);
+    if (block.begin == block.end) return {0, 0};
+    return {block.begin / per_segment_, (block.end + per_segment_ - 1) / per_segment_};
+  }
+  // The first segment that a rank has still to copy out.
+  uint64_t next_of(uint32_t rank) const {
+    const Range wanted = wanted_by(rank);
+    const uint64_t next = std::max(wanted.begin, count_in(shared_.copied(rank, step_)));
+    return next < wanted.end ? next : segments_;
+  }
+
   int64_t place_of(const Arrival& arrival) const {
     if (shape_.broadcast) return steps_.rank() == static_cast<uint32_t>(shape_.root) ? 0 : -1;
     return shape_.by_rank ? steps_.rank() : arrival.place;
@@ -139,10 +169,7 @@ class Link {
   void collect_free(uint64_t segment) {
     uint64_t done = segment;
     for (uint32_t r = 0; r < steps_.ranks() && done > freed_; ++r) {
-      const bool reader = shape_.broadcast
-                              ? r != static_cast<uint32_t>(shape_.root)
-                              : shape_.root < 0 || r == static_cast<uint32_t>(shape_.root);
-      if (reader) done = std::min(done, count_in(shared_.copied(r, step_)));
+      done = std::min(done, next_of(r));
     }
     for (; freed_ < done; ++freed_) free_.push_back(slot_of(freed_));
   }
@@ -177,25 +204,46 @@ class Link {
       next_slot_ = -1;
       copy(memory_of(segment), mine, bytes, false);
     } else {
-      std::byte* sum = memory_of(segment);
-      if (place_ != static_cast<int64_t>(last_) || !reads_) {
-        message_.reducer->combine(sum, sum, mine, n);
-      } else if (shape_.root >= 0) {
-        message_.reducer->combine(message_.out + at, sum, mine, n);
-      } else {
-        message_.reducer->combine_and_copy(sum, message_.out + at, sum, mine, n, stream_);
-      }
+      add(segment, memory_of(segment), mine, first, n);
     }
     steps_.publish(shared_.progress(static_cast<uint32_t>(place_), step_), stamp(segment + 1));
-    if (reads_ && place_ == static_cast<int64_t>(last_)) mark_copied(segment + 1);
+    if (place_ == static_cast<int64_t>(last_) && wanted_.has(segment)) mark_copied(segment + 1);
+  }
+
+  // Adds this rank's elements to the sum of those before it; what of it is the result of the last
+  // rank goes there.
+  void add(uint64_t segment, std::byte* sum, const std::byte* mine, uint64_t first, uint64_t n) {
+    const Reducer& reducer = *message_.reducer;
+    if (place_ != static_cast<int64_t>(last_) || !wanted_.has(segment)) {
+      reducer.combine(sum, sum, mine, n);
+    } else if (shape_.root < 0 && shape_.borders.empty()) {
+      reducer.combine_and_copy(sum, result_of(first), sum, mine, n, stream_);
+    } else if (first >= block_.begin && first + n <= block_.end && !is_shifted()) {
+      reducer.combine(result_of(first), sum, mine, n);
+    } else {
+      reducer.combine(sum, sum, mine, n);
+      copy_block(segment);
+    }
+  }
+
+  // The result goes to the beginning of the input, where other ranks' blocks are.
+  bool is_shifted() const { return message_.out == message_.in && block_.begin > 0; }
+  std::byte* result_of(uint64_t element) const {
+    return message_.out + (element - block_.begin) * message_.element();
   }
 
   void copy_out(uint64_t segment) {
-    const uint64_t first = segment * per_segment_;
-    const uint64_t n = std::min(per_segment_, message_.count - first);
-    copy(message_.out + first * message_.element(), memory_of(segment), n * message_.element(),
-         stream_);
+    copy_block(segment);
     mark_copied(segment + 1);
+  }
+
+  // What of a segment is this rank's.
+  void copy_block(uint64_t segment) {
+    const uint64_t first = segment * per_segment_;
+    const uint64_t begin = std::max(first, block_.begin);
+    const uint64_t end = std::min(first + per_segment_, block_.end);
+    copy(result_of(begin), memory_of(segment) + (begin - first) * message_.element(),
+         (end - begin) * message_.element(), stream_);
   }
 
   // Read by the first rank alone, and only for messages longer than it may run ahead.
@@ -204,38 +252,36 @@ class Link {
   }
 
   void wait(uint64_t forwarded, uint64_t copied) {
-    const auto ahead = [this](uint64_t next) { return stamp(std::min(next + batch_, segments_)); };
     Want input{0, ~uint64_t{0}}, output{0, ~uint64_t{0}};
-    if (forwarded < segments_) {
-      if (place_ > 0) {
-        const Word& before = shared_.progress(static_cast<uint32_t>(place_ - 1), step_);
-        input = {shared_.key(before), ahead(forwarded)};
-      } else {
-        input = slowest_reader();
-      }
+    std::optional<uint32_t> slowest;
+    if (forwarded < segments_ && place_ > 0) {
+      const Word& before = shared_.progress(static_cast<uint32_t>(place_ - 1), step_);
+      input = {shared_.key(before), stamp(std::min(forwarded + batch_, segments_))};
+    } else if (forwarded < segments_) {
+      slowest = slowest_reader();
+      const Word& next = slowest ? shared_.copied(*slowest, step_) : shared_.progress(last_, step_);
+      input = {shared_.key(next), stamp(freed_ + 1)};
     }
-    if (copied < segments_) {
-      output = {shared_.key(shared_.progress(last_, step_)), ahead(copied)};
+    if (copied < wanted_.end) {
+      output = {shared_.key(shared_.progress(last_, step_)),
+                stamp(std::min(copied + batch_, wanted_.end))};
     }
+    // When that reader has copied, another one may be the slowest: the next wait is for it.
     steps_.wait(
         [&] {
-          return (copied < segments_ && copied < results()) ||
-                 (forwarded < segments_ && may_forward(forwarded));
+          return (copied < wanted_.end && copied < results()) ||
+                 (forwarded < segments_ && may_forward(forwarded)) ||
+                 (slowest && next_of(*slowest) > freed_);
         },
         {input, output});
   }
 
   // A reader that the first rank waits for before it can use a slot again.
-  Want slowest_reader() {
+  std::optional<uint32_t> slowest_reader() const {
     for (uint32_t r = 0; r < steps_.ranks(); ++r) {
-      const bool reader = shape_.broadcast
-                              ? r != static_cast<uint32_t>(shape_.root)
-                              : shape_.root < 0 || r == static_cast<uint32_t>(shape_.root);
-      if (reader && r != steps_.rank() && count_in(shared_.copied(r, step_)) <= freed_) {
-        return {shared_.key(shared_.copied(r, step_)), stamp(freed_ + 1)};
-      }
+      if (r != steps_.rank() && next_of(r) <= freed_) return r;
     }
-    return {shared_.key(shared_.progress(last_, step_)), stamp(freed_ + 1)};
+    return std::nullopt;
   }
 
   Steps& steps_;
@@ -245,7 +291,8 @@ class Link {
   const uint64_t step_;
   const int64_t place_;  // -1: only reads
   const uint32_t last_;
-  const bool reads_, stream_;
+  const bool stream_;
+  Range block_{0, 0}, wanted_{0, 0};  // what of the result this rank gets, and its segments
   uint64_t per_segment_ = 0, slot_bytes_ = 0, segments_ = 0, slots_ = 0, ahead_ = 0, batch_ = 0;
   uint64_t known_results_ = 0, known_input_ = 0;
   // Slots, of the first rank.
@@ -301,7 +348,9 @@ void chain_after(Steps& steps, const Message& message, const ChainShape& shape,
                  const Arrival& arrival) {
   steps.check_arrived(arrival.step);
   Link(steps, message, shape, arrival).run();
-  if (shape.root < 0) {
+  // A rank without a block may leave before others arrive.
+  if (shape.root < 0 &&
+      (shape.borders.empty() || shape.borders[steps.rank()] < shape.borders[steps.rank() + 1])) {
     steps.all_arrived(arrival.step);
   } else {
     steps.finish_early(arrival.step);

@@ -145,6 +145,11 @@ struct Communicator::Impl {
   }
 
   void gather(const void* in, std::span<const Gathered> parts);
+  // Rank r's block reaches from borders[r] to borders[r + 1].
+  static void check_scatter(const void* in, const void* out, std::span<const uint64_t> borders,
+                            uint32_t rank, const Reducer& reducer);
+  void reduce_scatter(const void* in, void* out, std::span<const uint64_t> borders,
+                      const Reducer& reducer, Order order);
   void allreduce(const Message& message, Algorithm algorithm, Order order);
   void cooperative_allreduce(const Message& message, bool by_rank);
   // Copies what is not shared to shared memory and back. False if some rank has no room for that.
@@ -331,15 +336,60 @@ void Communicator::broadcast(void* data, uint64_t bytes, uint32_t root,
   }
 }
 
-void Communicator::reduce_scatter(const void* in, void* out, uint64_t count,
-                                  const Reducer& reducer) {
+void Communicator::reduce_scatter(const void* in, void* out, uint64_t count, const Reducer& reducer,
+                                  Order order) {
   const uint64_t all = bytes_of(count, reducer.element_bytes(), ranks());
-  check_buffer("reduce_scatter", in, all, reducer.alignment());
-  check_buffer("reduce_scatter", out, all / ranks(), reducer.alignment());
-  refuse_overlap("reduce_scatter", in, all, out, all / ranks(), nullptr);
+  std::vector<uint64_t> borders(ranks() + 1);
+  for (uint32_t r = 0; r < ranks(); ++r) borders[r + 1] = borders[r] + count;
+  Impl::check_scatter(in, out, borders, rank(), reducer);
   const Impl::Turn turn(*impl_, Call::reduce_scatter, 0, reducer.code(), count, all);
-  posted_reduce_scatter(impl_->steps, {static_cast<const std::byte*>(in),
-                                       static_cast<std::byte*>(out), count, &reducer});
+  impl_->reduce_scatter(in, out, borders, reducer, order);
+}
+
+void Communicator::reduce_scatterv(const void* in, void* out, std::span<const uint64_t> counts,
+                                   const Reducer& reducer, Order order) {
+  if (counts.size() != ranks()) {
+    throw Error(ErrorKind::usage, "a reduce_scatterv of " + std::to_string(ranks()) +
+                                      " ranks has " + std::to_string(counts.size()) +
+                                      " counts; give one for each");
+  }
+  std::vector<uint64_t> borders(1);
+  Fnv sizes;
+  for (const uint64_t count : counts) {
+    bytes_of(count, reducer.element_bytes(), ranks());  // so that their sum is no overflow
+    borders.push_back(borders.back() + count);
+    sizes.number(count);
+  }
+  Impl::check_scatter(in, out, borders, rank(), reducer);
+  const Impl::Turn turn(*impl_, Call::reduce_scatterv, 0, reducer.code(), sizes.value(),
+                        borders.back() * reducer.element_bytes());
+  impl_->reduce_scatter(in, out, borders, reducer, order);
+}
+
+void Communicator::Impl::check_scatter(const void* in, const void* out,
+                                       std::span<const uint64_t> borders, uint32_t rank,
+                                       const Reducer& reducer) {
+  const uint64_t element = reducer.element_bytes(), all = borders.back() * element;
+  const uint64_t mine = (borders[rank + 1] - borders[rank]) * element;
+  check_buffer("reduce_scatter", in, all, reducer.alignment());
+  check_buffer("reduce_scatter", out, mine, reducer.alignment());
+  if (mine == 0 || out == static_cast<const std::byte*>(in) + borders[rank] * element) return;
+  refuse_overlap("reduce_scatter", in, all, out, mine, out);
+}
+
+void Communicator::Impl::reduce_scatter(const void* in, void* out,
+                                        std::span<const uint64_t> borders, const Reducer& reducer,
+                                        Order order) {
+  const Message message{static_cast<const std::byte*>(in), static_cast<std::byte*>(out),
+                        borders.back(), &reducer};
+  if (message.count == 0) return posted_barrier(steps);
+  if (steps.ranks() == 1) {
+    if (in != out) copy(out, in, message.bytes(), false);
+    return;
+  }
+  if (message.bytes() <= kScatterFrom) return posted_reduce_scatter(steps, message, borders);
+  const bool by_rank = order == Order::fixed || !reducer.commutative();
+  chain(steps, message, {.by_rank = by_rank, .borders = borders});
 }
 
 void Communicator::allgather(const void* in, void* out, uint64_t bytes) {

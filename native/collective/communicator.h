@@ -101,9 +101,13 @@ class Communicator {
               const CallOptions& options = {});
   // cooperative, binomial.
   void broadcast(void* data, uint64_t bytes, uint32_t root, const CallOptions& options = {});
-  // `in` holds `count` elements for each rank, `out` gets the combined ones for this rank; always
-  // in the order of ranks.
-  void reduce_scatter(const void* in, void* out, uint64_t count, const Reducer& reducer);
+  // `in` holds `count` elements for each rank, `out` gets the combined ones for this rank. It may
+  // be `in`, or this rank's block there. One algorithm.
+  void reduce_scatter(const void* in, void* out, uint64_t count, const Reducer& reducer,
+                      Order order = Order::any);
+  // As above, counts[r] for rank r; the same counts on all ranks.
+  void reduce_scatterv(const void* in, void* out, std::span<const uint64_t> counts,
+                       const Reducer& reducer, Order order = Order::any);
   // `out` holds `bytes` for each rank; `in` may be this rank's part of it.
   void allgather(const void* in, void* out, uint64_t bytes);
   // parts[r] is where the data of rank r go; their sizes are the same on all ranks, the places need

@@ -95,28 +95,21 @@ void posted_broadcast(Steps& steps, const Message& message, uint32_t root) {
   steps.finish_early(step);
 }
 
-// A piece of every rank's share at a time; each rank folds its own.
-void posted_reduce_scatter(Steps& steps, const Message& message) {
-  const uint64_t element = message.element();
-  const uint32_t ranks = steps.ranks();
-  const uint64_t piece = elements_in(kStageBytes / ranks, element);
-  uint64_t at = 0;
-  do {
-    const uint64_t n = std::min(piece, message.count - at), bytes = n * element;
-    const uint64_t step = steps.begin_step();
-    for (uint32_t r = 0; r < ranks; ++r) {
-      copy(steps.shared().stage(steps.rank(), step, bytes * ranks) + r * bytes,
-           message.in + (r * message.count + at) * element, bytes, false);
-    }
-    steps.post(step);
-    steps.wait_for_posts(step);
-    if (n > 0) {
-      std::byte* out = message.out + at * element;
-      message.reducer->fold(std::array{out},
-                            stages(steps, step, bytes * ranks, steps.rank() * bytes), n, false);
-    }
-    at += n;
-  } while (at < message.count);
+// A rank reads its own part where it is.
+void posted_reduce_scatter(Steps& steps, const Message& message,
+                           std::span<const uint64_t> borders) {
+  const uint64_t begin = borders[steps.rank()], count = borders[steps.rank() + 1] - begin;
+  const uint64_t bytes = message.bytes(), at = begin * message.element();
+  const uint64_t end = at + count * message.element();
+  const uint64_t step = steps.begin_step();
+  std::byte* const stage = steps.shared().stage(steps.rank(), step, bytes);
+  copy(stage, message.in, at, false);
+  copy(stage + end, message.in + end, bytes - end, false);
+  steps.post(step);
+  steps.wait_for_posts(step);
+  std::vector<const std::byte*> parts = stages(steps, step, bytes, at);
+  parts[steps.rank()] = message.in + at;
+  if (count > 0) message.reducer->fold(std::array{message.out}, parts, count, false);
 }
 
 // A rank copies what is there before it waits for the rest.

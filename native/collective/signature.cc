@@ -20,9 +20,11 @@ const char* name_of(Call call) noexcept {
     case Call::allgather:
       return "allgather";
     case Call::allgatherv:
+      return "allgatherv";
+    case Call::reduce_scatterv:
       break;
   }
-  return "allgatherv";
+  return "reduce_scatterv";
 }
 
 std::string describe_signature(uint64_t signature) {
@@ -34,11 +36,15 @@ std::string describe_signature(uint64_t signature) {
   const bool reduces =
       call != Call::broadcast && call != Call::allgather && call != Call::allgatherv;
   const bool known = reduces && type < kDataTypes && op < kOps;
-  text += " of " + std::to_string(count) + " ";
+  text += " of ";
+  if (call != Call::reduce_scatterv) text += std::to_string(count) + " ";
   text += known ? std::string(name_of(static_cast<DataType>(type))) + " elements, " +
                       std::string(name_of(static_cast<Op>(op)))
           : reduces ? std::string("elements, an operation of the user")
                     : std::string("bytes");
+  if (call == Call::reduce_scatterv) {
+    text += ", in blocks whose sizes have the hash " + std::to_string(count);
+  }
   if (call == Call::allgatherv) {
     text += ", in parts whose sizes have the hash " + std::to_string((signature >> 34) & 0xffffu);
   }

@@ -15,7 +15,8 @@ enum class Call : uint8_t {
   broadcast,
   reduce_scatter,
   allgather,
-  allgatherv,  // its count: the bytes of all ranks; in place of a type: a hash of their sizes
+  allgatherv,       // its count: the bytes of all ranks; in place of a type: a hash of their sizes
+  reduce_scatterv,  // in place of a count: a hash of the counts of all ranks
 };
 
 inline constexpr uint64_t kCountBits = 34;

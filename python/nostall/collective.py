@@ -18,7 +18,7 @@ Algorithms (`algorithm=`): "cooperative" (nostall's own), "arrival_leader" and "
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
@@ -216,27 +216,43 @@ class Communicator:
         return array
 
     def reduce_scatter(
-        self, array: Array, op: str | Operation = "sum", out: Array | None = None
+        self,
+        array: Array,
+        op: str | Operation = "sum",
+        out: Array | None = None,
+        *,
+        counts: Sequence[int] | None = None,
     ) -> Array:
         """This rank's part of the ranks' arrays combined.
 
-        `array` has `size` parts of equal length, flat; the sums are folded in the order of ranks.
+        `array` has `size` parts of equal length, flat, or with `counts` one of counts[r] elements for
+        each rank r. `out` may be `array`, whose beginning then gets the result.
         """
-        if array.size % self.size != 0:
+        if counts is None and array.size % self.size != 0:
             raise UsageError(f"{array.size} elements cannot be shared equally by {self.size} ranks")
-        target = np.empty(array.size // self.size, array.dtype) if out is None else out
-        if target.dtype != array.dtype or target.size * self.size != array.size:
+        each = [array.size // self.size] if counts is None else [int(count) for count in counts]
+        if counts is not None and (
+            len(each) != self.size or min(each) < 0 or sum(each) != array.size
+        ):
+            raise UsageError(
+                f"counts={each} are not {self.size} numbers of elements, one of each rank, whose sum "
+                f"is that of the array, {array.size}"
+            )
+        mine = each[self.rank] if counts is not None else each[0]
+        target = np.empty(mine, array.dtype) if out is None else out
+        if target.dtype != array.dtype or (target.size != mine and target is not array):
             raise UsageError(
                 f"out has {target.size} elements of {target.dtype}; it needs "
-                f"{array.size // self.size} of {array.dtype}"
+                f"{mine} of {array.dtype}"
             )
         self._live().reduce_scatter(
             _address(array),
             _address(target, writable=True),
-            target.size,
+            each,
             self._reducer(op, array.dtype),
+            self._fixed,
         )
-        return target
+        return target if target is not array else array.reshape(-1)[:mine]
 
     def allgather(self, array: Array, out: Array | None = None) -> Array:
         """All ranks' arrays, which have the same shape: `out` has the shape (size, *shape)."""

@@ -529,11 +529,12 @@ class Group(ProcessGroup):  # type: ignore[misc]
     ) -> Any:
         opts = dist.ReduceScatterOptions() if opts is None else opts
         parts = list(inputs[0])
-        same = all(t.numel() == outputs[0].numel() for t in parts)
-        if not same or self._scatter_operation(opts, [*outputs, *parts]) is None:
+        counts = [t.numel() for t in parts]
+        fits = len(parts) == self._size and counts[self._rank] == outputs[0].numel()
+        if not fits or self._scatter_operation(opts, [*outputs, *parts]) is None:
             return self._delegate_reduction("reduce_scatter", parts, outputs, opts, outputs, inputs)
-        joined = torch.cat([t.reshape(-1) for t in parts])
-        return self.reduce_scatter_single(outputs[0], joined, opts)
+        joined = torch.cat([t.detach().reshape(-1) for t in parts])
+        return self._reduce_scatter(outputs[0], joined, counts, opts)
 
     def reduce_scatter_single(
         self, output: torch.Tensor, source: torch.Tensor, opts: Any = None
@@ -544,19 +545,12 @@ class Group(ProcessGroup):  # type: ignore[misc]
             return self._delegate_reduction(
                 "reduce_scatter_single", [source], [output], opts, output, source
             )
-        average = opts.reduceOp.op == ReduceOp.AVG
-
-        def work() -> list[torch.Tensor]:
-            flat, target = _contiguous(source), _contiguous(output)
-            self._node._live().reduce_scatter(
-                flat.data_ptr(), target.data_ptr(), target.numel(), self._reducer(op, flat)
+        if source.numel() != output.numel() * self._size:
+            raise UsageError(
+                f"the input of reduce_scatter has {source.numel()} elements; {self._size} ranks get "
+                f"{output.numel()} each"
             )
-            if average:
-                _divide(target, self._size)
-            _copy_back(output, target)
-            return [output]
-
-        return self._do("reduce_scatter_single", work, opts)
+        return self._reduce_scatter(output, source, [output.numel()], opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -750,6 +744,26 @@ class Group(ProcessGroup):  # type: ignore[misc]
             among.timeout = self._limit
             leaders = LeaderTensor(flat, lambda part: self._leaders.allreduce([part], among))
         node.two_level_allreduce(leaders, address, flat.numel(), reducer, self._fixed, _PART_BYTES)
+
+    def _reduce_scatter(
+        self, output: torch.Tensor, source: torch.Tensor, counts: list[int], opts: Any
+    ) -> Any:
+        """counts[r] elements for rank r; one count is that of every rank."""
+        op = self._operation(opts.reduceOp, [output, source])
+        average = opts.reduceOp.op == ReduceOp.AVG
+        assert op is not None
+
+        def work() -> list[torch.Tensor]:
+            flat, target = _contiguous(source), _contiguous(output)
+            self._node._live().reduce_scatter(
+                flat.data_ptr(), target.data_ptr(), counts, self._reducer(op, flat), self._fixed
+            )
+            if average:
+                _divide(target, self._size)
+            _copy_back(output, target)
+            return [output]
+
+        return self._do("reduce_scatter_single", work, opts)
 
     def _end_waiting(self) -> None:
         """Aborts this rank's communicator, and ends the ranks that wait for it."""

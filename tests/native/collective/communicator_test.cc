@@ -203,6 +203,74 @@ TEST(Allgatherv, RefusesPartsThatAreNotOneForEachRankOrOverlap) {
   });
 }
 
+// Elements of each rank's block: one in three is empty, and borders lie inside of segments.
+std::vector<uint64_t> blocks_of(uint32_t ranks, uint64_t most) {
+  std::vector<uint64_t> counts(ranks);
+  for (uint32_t r = 0; r < ranks; ++r) {
+    counts[r] = r + 1 == ranks ? most : r % 3 == 1 ? 0 : most / (r + 2) + r;
+  }
+  return counts;
+}
+
+// `data` as this rank's input; the result goes to other memory, to the input's beginning, or to this
+// rank's block of it.
+template <typename T>
+std::vector<T> scattered(Communicator& c, std::vector<T> data, std::span<const uint64_t> counts,
+                         int place, const Reducer& reducer, Order order = Order::any) {
+  const uint64_t begin = std::accumulate(counts.begin(), counts.begin() + c.rank(), uint64_t{0});
+  const uint64_t mine = counts[c.rank()];
+  std::vector<T> apart(mine);
+  T* const out = place == 0 ? apart.data() : data.data() + (place == 1 ? 0 : begin);
+  const std::vector<T> given = data;
+  c.reduce_scatterv(data.data(), out, counts, reducer, order);
+  const std::vector<T> result(out, out + mine);
+  if (place != 0) std::copy_n(given.begin() + (out - data.data()), mine, out);
+  EXPECT_EQ(data, given) << "what is no result has changed";
+  return result;
+}
+
+TEST_P(Sizes, ReduceScattervGivesEachItsBlock) {
+  run_threads(GetParam(), [](Communicator& c) {
+    Delays delays(c.rank() + 300);
+    for (const uint64_t most : {0U, 5U, 900U, 3000U, 20'000U, 300'000U, 3'000'000U}) {
+      if (c.ranks() > 3 && most > 1'000'000) continue;
+      const std::vector<uint64_t> counts = blocks_of(c.ranks(), most);
+      const uint64_t all = std::accumulate(counts.begin(), counts.end(), uint64_t{0});
+      const uint64_t begin =
+          std::accumulate(counts.begin(), counts.begin() + c.rank(), uint64_t{0});
+      const std::vector<int32_t> sum = sum_over(c.ranks(), all);
+      const std::vector<int32_t> expected(
+          sum.begin() + static_cast<ptrdiff_t>(begin),
+          sum.begin() + static_cast<ptrdiff_t>(begin + counts[c.rank()]));
+      for (const int place : {0, 1, 2}) {
+        for (const Order order : {Order::any, Order::fixed}) {
+          delays.maybe();
+          ASSERT_EQ(scattered(c, values_of(c.rank(), all), counts, place, sum_of_ints(), order),
+                    expected)
+              << most << ", " << place;
+        }
+      }
+    }
+  });
+}
+
+TEST(ReduceScatterv, RefusesCountsThatAreNotOneForEachRankAndBuffersThatOverlap) {
+  run_threads(3, [](Communicator& c) {
+    std::vector<int32_t> data(60);
+    const std::vector<uint64_t> two{10, 20}, three{10, 20, 30}, endless{1, ~uint64_t{0} / 8, 1};
+    const auto call = [&](std::span<const uint64_t> counts, int32_t* out) {
+      c.reduce_scatterv(data.data(), out, counts, sum_of_ints());
+    };
+    std::vector<int32_t> out(30);
+    EXPECT_THROW(call(two, out.data()), Error);
+    EXPECT_THROW(call(endless, out.data()), Error);
+    EXPECT_THROW(call(three, data.data() + 5), Error);
+    EXPECT_THROW(call(three, nullptr), Error);
+    EXPECT_THROW(c.reduce_scatter(data.data(), data.data() + 5, 20, sum_of_ints()), Error);
+    call(three, out.data());
+  });
+}
+
 TEST_P(Sizes, FixedOrderHasTheSameBitsForAnyOrderOfArrival) {
   const uint32_t ranks = GetParam();
   const auto value = [](uint32_t rank, uint64_t i) {
@@ -227,6 +295,14 @@ TEST_P(Sizes, FixedOrderHasTheSameBitsForAnyOrderOfArrival) {
           c.allreduce(data, data, count, sum, {.order = Order::fixed});
           ASSERT_EQ(std::memcmp(data, expected.data(), 4 * count), 0);
         }
+        for (uint64_t i = 0; i < count; ++i) own[i] = value(c.rank(), i);
+        std::vector<uint64_t> counts(ranks);
+        for (uint32_t r = 0; r < ranks; ++r)
+          counts[r] = count * (r + 1) / ranks - count * r / ranks;
+        delays.maybe();
+        const auto mine = scattered(c, own, counts, repeat % 3, sum, Order::fixed);
+        ASSERT_EQ(std::memcmp(mine.data(), &expected[count * c.rank() / ranks], 4 * mine.size()),
+                  0);
       }
     });
   }
@@ -276,6 +352,16 @@ TEST_P(Sizes, KeepTheOrderOfOperationsThatDoNotCommute) {
         c.reduce(data.data(), data.data(), count, reducer, root, {.algorithm = algorithm});
         ASSERT_TRUE(c.rank() != root || data == expected) << name_of(algorithm);
       }
+      // The elements of its block are those of the same place, so give it all of them.
+      std::vector<uint64_t> counts(c.ranks());
+      counts[count % c.ranks()] = count;
+      std::vector<Affine> data(count);
+      for (uint64_t i = 0; i < count; ++i) {
+        data[i] = {2 * c.rank() + 3, static_cast<uint32_t>(i) + c.rank()};
+      }
+      delays.maybe();
+      const auto mine = scattered(c, data, counts, 0, reducer);
+      ASSERT_TRUE(counts[c.rank()] == 0 || mine == expected);
     }
   });
 }
@@ -342,7 +428,7 @@ TEST(Communicator, SurvivesManyCallsInARow) {
     run_threads(ranks, [](Communicator& c) {
       Delays same(42), own(c.rank());
       for (int call = 0; call < 1500; ++call) {
-        const uint32_t kind = same.next() % 5, root = same.next() % c.ranks();
+        const uint32_t kind = same.next() % 6, root = same.next() % c.ranks();
         const uint64_t count = same.next() % 8 == 0 ? same.next() % 30'000 : same.next() % 40;
         const Algorithm algorithm = kAll[same.next() % 8];
         const auto mine = values_of(c.rank(), count, call);
@@ -363,6 +449,16 @@ TEST(Communicator, SurvivesManyCallsInARow) {
             c.broadcast(out.data(), 4 * count, root);
             ASSERT_EQ(out, values_of(root, count, call));
             break;
+          case 4: {
+            std::vector<uint64_t> counts(c.ranks());
+            counts[root] = count / 3;
+            counts[(root + 1) % c.ranks()] = count - count / 3;
+            out = scattered(c, mine, counts, 0, sum_of_ints());
+            const auto begin = std::accumulate(counts.begin(), counts.begin() + c.rank(), 0);
+            const auto sum = sum_over(c.ranks(), count, call);
+            ASSERT_TRUE(std::equal(out.begin(), out.end(), sum.begin() + begin));
+            break;
+          }
           default:
             c.barrier();
         }
@@ -385,6 +481,15 @@ TEST(Communicator, MessagesFarBeyondASmallWindowPassThroughIt) {
           std::vector<int32_t> data = values_of(r, kCount);
           c.allreduce(data.data(), data.data(), kCount, sum_of_ints(), {.algorithm = algorithm});
           EXPECT_EQ(data, sum_over(ranks, kCount)) << name_of(algorithm);
+        }
+        // Blocks of many segments, and of a part of one.
+        std::vector<uint64_t> counts{200'000, 100, 99'901};
+        if (ranks == 2) counts = {100, 299'901};
+        const auto begin = std::accumulate(counts.begin(), counts.begin() + r, 0);
+        const auto sum = sum_over(ranks, kCount);
+        for (const int place : {0, 1, 2}) {
+          const auto mine = scattered(c, values_of(r, kCount), counts, place, sum_of_ints());
+          EXPECT_TRUE(std::equal(mine.begin(), mine.end(), sum.begin() + begin));
         }
       });
     }
@@ -494,6 +599,16 @@ TEST(Communicator, NamesTheCallsThatDoNotMatch) {
       EXPECT_THAT(error_of([&] { c.allgatherv(mine.data(), parts); }),
                   HasSubstr("allgatherv of " + std::to_string(3 * bytes) +
                             " bytes, in parts whose sizes have the hash "));
+    });
+    run_threads(2, [bytes](Communicator& c) {
+      std::vector<int32_t> data(3 * bytes), mine(3 * bytes);
+      const uint64_t of_0 = c.rank() == 0 ? 2 * bytes : bytes;
+      const std::vector<uint64_t> counts{of_0, 3 * bytes - of_0};
+      EXPECT_THAT(
+          error_of([&] { c.reduce_scatterv(data.data(), mine.data(), counts, sum_of_ints()); }),
+          HasSubstr(
+              "reduce_scatterv of int32 elements, sum, in blocks whose sizes have the hash "));
+      EXPECT_THAT(error_of([&] { c.barrier(); }), HasSubstr("broken"));
     });
   }
   for (const Algorithm algorithm : kAll) {

@@ -122,6 +122,108 @@ TEST(Processes, AreToldWhoIsMissingInAnAllgather) {
   EXPECT_EQ(results, (std::vector<int>{7, -SIGKILL, 7}));
 }
 
+// The last rank to call does so when the others have added up all that they have, not before: of
+// each element one addition is left. The data are more than the window.
+TEST(Processes, HaveTheirSumsBeforeTheLastArrivesAtAReduceScatter) {
+  constexpr uint32_t kRanks = 4;
+  constexpr uint64_t kCount = 1 << 17;  // of each block
+  const Directory directory;
+  CommunicatorConfig config = directory.config();
+  config.window_bytes = kRanks * kCount * sizeof(uint64_t);
+  void* const memory =
+      ::mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  ASSERT_NE(memory, MAP_FAILED);
+  const UserFunction add = [](const void* in, void* inout, uint64_t count, void* added) {
+    const auto* const left = static_cast<const uint64_t*>(in);
+    auto* const right = static_cast<uint64_t*>(inout);
+    for (uint64_t i = 0; i < count; ++i) right[i] += left[i];
+    std::atomic_ref<uint64_t>(*static_cast<uint64_t*>(added)).fetch_add(count);
+  };
+  const auto results = run_processes(kRanks, config, [&](Communicator& c) {
+    const Reducer sum(add, memory, sizeof(uint64_t), true);
+    const std::atomic_ref<uint64_t> added(*static_cast<uint64_t*>(memory));
+    std::vector<uint64_t> data(kRanks * kCount), block(kCount);
+    for (uint64_t last = 0; last < kRanks; ++last) {
+      for (uint64_t i = 0; i < data.size(); ++i) data[i] = i + (c.rank() << last);
+      c.barrier();
+      const uint64_t before = last * (kRanks - 1) * data.size();
+      const int64_t end = now_ns() + 60'000'000'000;
+      while (c.rank() == last && added.load() < before + (kRanks - 2) * data.size()) {
+        if (now_ns() > end) return 1;
+        std::this_thread::yield();
+      }
+      c.reduce_scatter(data.data(), block.data(), kCount, sum);
+      c.barrier();
+      if (added.load() != before + (kRanks - 1) * data.size()) return 2;
+      for (uint64_t i = 0; i < kCount; ++i) {
+        const uint64_t ranks = kRanks * (kRanks - 1) / 2;
+        if (block[i] != kRanks * (c.rank() * kCount + i) + (ranks << last)) return 3;
+      }
+    }
+    return 0;
+  });
+  ::munmap(memory, 4096);
+  EXPECT_EQ(results, (std::vector<int>(kRanks, 0)));
+}
+
+// A rank without a block does not wait for one that comes late.
+TEST(Processes, LeaveAReduceScatterEarlyThatGivesThemNothing) {
+  const Directory directory;
+  const CommunicatorConfig config = directory.config();
+  const std::string left = config.directory + "/left";
+  const auto results = run_processes(3, config, [&left](Communicator& c) {
+    std::vector<float> data(100'000, 1), block(100'000);
+    const std::vector<uint64_t> counts{0, 100'000, 0};
+    for (int call = 0; call < 2; ++call) {
+      const int64_t end = now_ns() + 60'000'000'000;
+      while (call == 0 && c.rank() == 1 && !std::filesystem::exists(left)) {
+        if (now_ns() > end) return 2;
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+      c.reduce_scatterv(data.data(), block.data(), counts, sum());
+      if (c.rank() == 0 && call == 0) std::ofstream(left).put('x');
+      if (c.rank() == 1 && (block.front() != 3 || block.back() != 3)) return 1;
+    }
+    c.barrier();
+    return 0;
+  });
+  EXPECT_EQ(results, (std::vector<int>(3, 0)));
+}
+
+TEST(Processes, AreToldWhoIsMissingInAReduceScatter) {
+  const Directory directory;
+  CommunicatorConfig config = directory.config();
+  config.timeout = std::chrono::milliseconds(500);
+  for (const bool dies : {true, false}) {
+    const auto results = run_processes(3, config, [dies](Communicator& c) {
+      std::vector<float> data(3 << 20), block(1 << 20);
+      c.reduce_scatter(data.data(), block.data(), block.size(), sum());
+      if (c.rank() == 1 && dies) ::raise(SIGKILL);
+      if (c.rank() == 1) {
+        // Until the others have waited in vain.
+        for (const int64_t end = now_ns() + 60'000'000'000; now_ns() < end;) {
+          try {
+            c.check();
+          } catch (const Error&) {
+            return 0;
+          }
+          std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        }
+        return 3;
+      }
+      try {
+        c.reduce_scatter(data.data(), block.data(), block.size(), sum());
+      } catch (const Error& error) {
+        const std::string what = error.what();
+        const bool named = what.find(dies ? "rank 1" : "not arrived: 1") != std::string::npos;
+        return named && what.find("reduce_scatter (call 2)") != std::string::npos ? 7 : 1;
+      }
+      return 2;
+    });
+    EXPECT_EQ(results, (std::vector<int>{7, dies ? -SIGKILL : 0, 7}));
+  }
+}
+
 TEST(Processes, AreToldWhoWasKilledInsideACall) {
   const Directory directory;
   const auto results = run_processes(3, directory.config(), [](Communicator& c) {

@@ -116,6 +116,17 @@ bool gather_is_right(Communicator& c, uint64_t bytes, uint8_t call) {
   return true;
 }
 
+// Rank 1 has no block.
+bool scatter_is_right(Communicator& c, uint64_t count, int32_t call) {
+  std::vector<uint64_t> counts(c.ranks(), count);
+  counts[1] = 0;
+  const uint64_t all = std::accumulate(counts.begin(), counts.end(), uint64_t{0});
+  std::vector<int32_t> data(all, static_cast<int32_t>(c.rank() + 1) * call), mine(counts[c.rank()]);
+  c.reduce_scatterv(data.data(), mine.data(), counts, sum());
+  const auto ranks = static_cast<int32_t>(c.ranks());
+  return mine == std::vector<int32_t>(counts[c.rank()], ranks * (ranks + 1) / 2 * call);
+}
+
 // Back to back, so that a rank is in the next call while another is still in the last.
 const Scenario kScenarios[]{
     {"exchange",
@@ -193,6 +204,20 @@ const Scenario kScenarios[]{
        return gather_is_right(c, 40'000, 1) && gather_is_right(c, 3, 2);
      },
      kArena, 64 << 10},
+    // A window of two slots for six segments: the first rank waits for all others to copy each.
+    {"full_window",
+     [](Communicator& c) {
+       return allreduce_is_right(c, Algorithm::cooperative, 11'000, 1) &&
+              allreduce_is_right(c, Algorithm::cooperative, 7000, 2);
+     },
+     kArena, 16 << 10},
+    // A window of two slots for six segments or more; then one step for all.
+    {"scatter",
+     [](Communicator& c) {
+       return scatter_is_right(c, 11'000, 1) && scatter_is_right(c, 6000, 2) &&
+              scatter_is_right(c, 3, 3);
+     },
+     kArena, 16 << 10},
 };
 
 class Schedules : public ::testing::TestWithParam<Scenario> {};

@@ -89,6 +89,69 @@ with join() as c:
     )
 
 
+SCATTERS = """
+both = np.random.default_rng([2026, size])  # the same draws on all ranks
+own = np.random.default_rng(rank)
+names = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}
+def scatter(c):
+    kind = both.choice(["float16", "float32", "float64", "int8", "int64", "uint16", "complex64"])
+    name = both.choice(["sum", "prod"] if kind == "complex64" else list(names))
+    most = both.choice([1, 9, 700, 5000, 90_000])
+    counts = both.integers(0, most, size, endpoint=True) * (both.random(size) < 0.75)
+    if both.random() < 0.3:
+        counts[:] = most
+    begin = counts[:rank].sum()
+    parts = [both.integers(1, 3, counts.sum()).astype(kind) for _ in range(size)]
+    expected = parts[0]
+    for part in parts[1:]:
+        expected = names[name](expected, part)
+    given = parts[rank].copy()
+    way = both.integers(4)
+    out = [None, given, np.empty(counts[rank], kind), given[begin : begin + counts[rank]]][way]
+    if own.random() < 0.4:
+        time.sleep(own.random() / 1000)
+    equal = len(set(counts)) == 1 and both.random() < 0.8
+    got = c.reduce_scatter(given, name, out, **({} if equal else {"counts": counts}))
+    np.testing.assert_array_equal(got, expected[begin : begin + counts[rank]], f"{kind} {name}")
+    if way % 2 == 0:
+        np.testing.assert_array_equal(given, parts[rank])
+for order in ("any", "fixed"):
+    with Communicator(job + order, rank, size, directory=directory, order=order) as c:
+        for _ in range(60):
+            scatter(c)
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_reduce_scatters_of_any_blocks_agree_with_numpy(ranks: int, shm: Path) -> None:
+    check(SCATTERS, ranks, shm)
+
+
+def test_a_fixed_order_keeps_the_bits_of_a_reduce_scatter(shm: Path) -> None:
+    check(
+        """
+with join(order="fixed") as c:
+    parts = [np.random.default_rng(r).standard_normal(60_000).astype("f4") for r in range(size)]
+    expected = parts[0]
+    for part in parts[1:]:
+        expected = expected + part
+    for late in range(size):
+        time.sleep(0.01 * (rank == late))
+        got = c.reduce_scatter(parts[rank])
+        assert got.tobytes() == expected.reshape(size, -1)[rank].tobytes(), late
+    # An operation that does not commute has this order anyway: the left operand is the lower rank's.
+    keep = Operation(lambda left, right: left)
+with Communicator(job + "any", rank, size, directory=directory) as c:
+    for late in range(size):
+        time.sleep(0.01 * (rank == late))
+        got = c.reduce_scatter(parts[rank], keep, counts=[0, 59_999, 1])
+        assert (got == parts[0][:59_999] if rank == 1 else got == parts[0][59_999:]).all() or rank == 0
+""",
+        3,
+        shm,
+    )
+
+
 def test_every_algorithm_can_be_chosen(shm: Path) -> None:
     check(
         """
@@ -339,6 +402,12 @@ with join() as c:
         lambda: c.allreduce(grid.reshape(-1)[:8], out=grid.reshape(-1)[4:12]),
         lambda: c.broadcast(np.ones(3), root=2),
         lambda: c.reduce_scatter(np.ones(3)),
+        lambda: c.reduce_scatter(np.ones(4), out=np.ones(3)),
+        lambda: c.reduce_scatter(np.ones(4), out=np.ones(2, "f4")),
+        lambda: c.reduce_scatter(np.ones(4), counts=[4]),
+        lambda: c.reduce_scatter(np.ones(4), counts=[1, 2]),
+        lambda: c.reduce_scatter(np.ones(4), counts=[5, -1]),
+        lambda: c.reduce_scatter(grid, out=grid.reshape(-1)[1:9]),
         lambda: c.allreduce(np.ones(2), "mean"),
         lambda: c.allreduce(np.ones(2, complex), "max"),
         lambda: c.empty(1 << 40),

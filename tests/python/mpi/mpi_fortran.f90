@@ -74,6 +74,14 @@ program mpi_fortran
     call mpi_allgatherv(MPI_IN_PLACE, 0, MPI_INTEGER, every, counts, places, MPI_INTEGER, &
                         MPI_COMM_WORLD, error)
     if (every(1) /= 52 .or. every(4) /= 51 .or. every(6) /= 50) stop 23
+    ! Blocks of one to three elements, and of two each in place.
+    whole = rank + turn
+    call mpi_reduce_scatter(whole, every, counts, MPI_INTEGER, MPI_SUM, MPI_COMM_WORLD, error)
+    if (any(every(1:rank + 1) /= 3 + 3*turn)) stop 31
+    every = rank + turn
+    call mpi_reduce_scatter_block(MPI_IN_PLACE, every, 2, MPI_INTEGER, MPI_MAX, MPI_COMM_WORLD, &
+                                  error)
+    if (any(every(1:2) /= 2 + turn) .or. any(every(7:) /= rank + turn)) stop 32
     ! The MPI's own, of which a profile has a record.
     call mpi_alltoall(whole, 1, MPI_INTEGER, every, 1, MPI_INTEGER, MPI_COMM_WORLD, error)
     if (any(every(1:3) /= (/ 0, 1, 2 /) + turn)) stop 24

@@ -135,6 +135,65 @@ def allgathers() -> None:
     assert world.allgather("x" * rank) == ["x" * r for r in range(size)]
 
 
+def reduce_scatters() -> None:
+    """Equal and uneven blocks, one empty, in place, at odd addresses, over one another; all late."""
+
+    def first(a: object, b: object, _: object) -> None:
+        np.frombuffer(b, "f4")[:] = np.frombuffer(a, "f4")  # type: ignore[call-overload]
+
+    keep = MPI.Op.Create(first, commute=False)
+    for count in (0, 1, 900, 200_000):
+        room = np.zeros(4 * count * size + 1, "u1")
+        odd = np.frombuffer(room.data[1:], "f4")
+        parts = [((np.arange(count * size) + 3 * r) % 7).astype("f4") for r in range(size)]
+        expected = sum(parts)
+        uneven = [count * size - (size - 2) * (count // 3), *[count // 3] * (size - 2), 0]
+        for late in range(size):
+            for counts in ([count] * size, uneven):
+                equal = counts is not uneven
+                begin, mine = sum(counts[:rank]), counts[rank]
+                result = expected[begin : begin + mine]
+                call = world.Reduce_scatter_block if equal else world.Reduce_scatter
+                more = () if equal else (counts,)
+                if rank == late:
+                    time.sleep(0.01)
+                for given in (parts[rank].copy(), odd):
+                    given[:] = parts[rank]
+                    out = np.empty(mine, "f4")
+                    call([given, MPI.FLOAT], [out, MPI.FLOAT], *more)
+                    np.testing.assert_array_equal(out, result)
+                    np.testing.assert_array_equal(given, parts[rank])
+                    call(MPI.IN_PLACE, [given, MPI.FLOAT], *more)
+                    np.testing.assert_array_equal(given[:mine], result)
+                out[:] = 0
+                call(parts[rank], out, *more, MPI.MAX)
+                np.testing.assert_array_equal(out, np.max(parts, axis=0)[begin : begin + mine])
+        if nodes == 1 and count > 0:  # an error in MPI, whose meaning is clear
+            given = parts[rank].copy()
+            at = count // 2
+            world.Reduce_scatter_block(given, given[at : at + count])
+            np.testing.assert_array_equal(
+                given[at : at + count], expected[count * rank : count * (rank + 1)]
+            )
+        # The left operand is that of the lower rank.
+        out = np.empty(count, "f4")
+        world.Reduce_scatter_block(parts[rank], out, keep)
+        np.testing.assert_array_equal(out, parts[0][count * rank : count * (rank + 1)])
+    keep.Free()
+    # A type with gaps is the MPI's.
+
+    def add(a: object, b: object, _: object) -> None:
+        left, right = np.frombuffer(a, "f4"), np.frombuffer(b, "f4")  # type: ignore[call-overload]
+        right[::2] += left[: len(right) : 2]
+
+    every_other = MPI.FLOAT.Create_resized(0, 8).Commit()
+    total = MPI.Op.Create(add, commute=True)
+    out = np.zeros(8, "f4")
+    world.Reduce_scatter_block([np.ones(8 * size, "f4"), every_other], [out, every_other], total)
+    assert out.tolist() == [size, 0] * 4
+    total.Free()
+
+
 def gathered_early() -> None:
     """The last rank comes when the others have each other's data, and not before."""
     count = 300_000

@@ -60,7 +60,7 @@ def test_collectives_of_all_types_agree_with_numpy(ranks: int) -> None:
     assert "all right" in result.stdout, result.stderr
     assert counted(result.stderr) == {
         **{"allreduce": 440, "reduce": 220, "bcast": 60, "barrier": 60},
-        **{"allgather": 0, "allgatherv": 0},
+        **{"allgather": 0, "allgatherv": 0, "reduce_scatter": 0, "reduce_scatter_block": 0},
         **{"background": 0, "allocations": 0, "persistent": 0},
         **{"switched-off": 0, "inter-communicator": 0, "not-shared": 0, "type": 0},
         **{"several-nodes": 0, "nonblocking": 0},
@@ -96,6 +96,25 @@ def test_allgathers_between_nodes_are_the_mpis() -> None:
     counts = counted(result.stderr)
     assert (counts["allgather"], counts["allgatherv"]) == (0, 0)
     assert counts["several-nodes"] >= 4 * 4 * 8 + 1
+
+
+@pytest.mark.parametrize("which", MPIS)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_reduce_scatters_of_all_shapes(which: str, ranks: int) -> None:
+    result = run(which, ranks, [sys.executable, str(RANK), "reduce_scatters"])
+    assert "all right" in result.stdout, result.stderr
+    counts = counted(result.stderr)
+    assert counts["reduce_scatter"] == 4 * ranks * 5
+    assert counts["reduce_scatter_block"] == 4 * ranks * 5 + 3 + 4
+    assert counts["type"] == 1
+
+
+def test_reduce_scatters_between_nodes_are_the_mpis() -> None:
+    result = launch(["reduce_scatters"], 4, nodes=2)
+    assert "all right" in result.stdout, result.stderr
+    counts = counted(result.stderr)
+    assert (counts["reduce_scatter"], counts["reduce_scatter_block"]) == (0, 0)
+    assert counts["several-nodes"] >= 4 * 4 * 10 + 4
 
 
 # Checks that leave the library as they found it, one after the other in one job.

@@ -39,6 +39,7 @@ def test_fortran_programs_are_answered(tmp_path: Path) -> None:
     assert (counts["allreduce"], counts["reduce"]) == (10 * 2, 10)
     assert (counts["bcast"], counts["barrier"]) == (10, 1)
     assert (counts["allgather"], counts["allgatherv"]) == (10, 20)
+    assert (counts["reduce_scatter"], counts["reduce_scatter_block"]) == (10, 10)
     assert counts["background"] == 10 * 2
     assert counts["nonblocking"] == 10  # the barriers, which have no bytes
     profile = arrivals.read(arrivals.find([str(profiles)]))

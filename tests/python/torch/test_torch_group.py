@@ -42,6 +42,10 @@ def test_an_allgather_has_the_early_ranks_data_before_the_last_arrives(tmp_path:
     check("gathered_early", 3, TEST_SHARED=str(shared))
 
 
+def test_reduce_scatters_give_each_rank_its_block() -> None:
+    check("scattered", 3)
+
+
 def test_delegates_what_is_not_ours() -> None:
     check("delegates", 2)
 

@@ -109,6 +109,36 @@ def gathered_early() -> None:
         assert all((part == r).all() for r, part in enumerate(parts))
 
 
+def scattered() -> None:
+    """Uneven blocks, one empty and one with gaps; in place; several at once; sizes that do not fit."""
+    for count in (1, 50_000):
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            total = size * (size + 1) / 2 / (1 if op == dist.ReduceOp.SUM else size)
+            blocks = [torch.full((count * r,), float(rank + 1)) for r in range(size)]
+            blocks[1] = torch.full((count, 2), float(rank + 1))[:, 1]
+            block = torch.zeros(count * rank)
+            dist.reduce_scatter(block, blocks, op)
+            assert block.tolist() == [total] * (count * rank)
+            joined = torch.full((size, count), float(rank + 1))
+            dist.reduce_scatter_tensor(joined[rank], joined, op)
+            assert joined[rank].tolist() == [total] * count
+            assert joined[rank - 1].tolist() == [rank + 1] * count
+    sources = [torch.full((size * count,), float(rank)) for count in (3, 40_000)]
+    outputs = [torch.empty(count) for count in (3, 40_000)]
+    with dist._coalescing_manager(async_ops=True) as manager:
+        for output, source in zip(outputs, sources, strict=True):
+            dist.reduce_scatter_tensor(output, source)
+    manager.wait()
+    assert all((output == size * (size - 1) / 2).all() for output in outputs)
+    try:
+        dist.reduce_scatter_tensor(torch.empty(3), torch.ones(3 * size + 1))
+    except UsageError as error:
+        assert f"{3 * size + 1} elements" in str(error)
+    else:
+        sys.exit("accepted")
+    dist.barrier()
+
+
 def message() -> None:
     """From rank 0 to rank 1."""
     if rank == 0:
@@ -210,7 +240,18 @@ def fully_sharded() -> None:
     expected = [p.detach() - 0.01 * p.grad for p in model.parameters()]
     model.zero_grad()
     fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+    group = dist.group.WORLD
+    native, calls = group._node._live(), []
+
+    class Counted:
+        def __getattr__(self, name: str) -> Any:
+            calls.append(name)
+            return getattr(native, name)
+
+    group._node._live = Counted
     model(x).square().sum().backward()
+    del group._node._live
+    assert calls.count("reduce_scatter") >= 1
     torch.optim.SGD(model.parameters(), 0.01).step()
     for p, value in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(p.full_tensor(), value)
