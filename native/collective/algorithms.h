@@ -72,7 +72,7 @@ inline constexpr uint64_t kScatterFrom = 16 << 10;
 
 // gather.cc: each rank's data through its share of the step's window, for messages of which a rank
 // gives more than kGatherFrom bytes.
-inline constexpr uint64_t kGatherFrom = 32 << 10;
+inline constexpr uint64_t kGatherFrom = kStageBytes;  // up to there one step serves all
 bool gathers_by_arrival(const Steps& steps, uint64_t window, std::span<const Gathered> parts);
 void gather_by_arrival(Steps& steps, const std::byte* in, std::span<const Gathered> parts);
 

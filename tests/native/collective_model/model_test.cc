@@ -201,7 +201,7 @@ const Scenario kScenarios[]{
        for (uint32_t r = 0; r < c.ranks(); ++r) {
          if (all[r * mine.size()] != r || all[(r + 1) * mine.size() - 1] != r) return false;
        }
-       return gather_is_right(c, 40'000, 1) && gather_is_right(c, 3, 2);
+       return gather_is_right(c, 70'000, 1) && gather_is_right(c, 3, 2);
      },
      kArena, 64 << 10},
     // A window of two slots for six segments: the first rank waits for all others to copy each.
