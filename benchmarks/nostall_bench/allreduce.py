@@ -1,7 +1,8 @@
 """``nostall bench allreduce``: our collectives against Gloo and MPI, ranks arriving together or not.
 
 With --operation reduce, of a reduce to rank 0, in which the other ranks may leave early; with
---operation allgather, of one in which each rank gives a message of the size.
+--operation allgather, of one in which each rank gives a message of the size; with --operation
+reduce_scatter, of one in which each rank gets a message of the size.
 
 [Mohammadalizadehbakhtevari 2021, listings 4.1 and 4.2]: a barrier, a computation of up to MIF times a
 message's latency, the allreduce. Times are medians over iterations and repeats: the
@@ -68,7 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``nostall bench allreduce``."""
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument(
-        "--operation", choices=("allreduce", "reduce", "allgather"), default="allreduce"
+        "--operation",
+        choices=("allreduce", "reduce", "allgather", "reduce_scatter"),
+        default="allreduce",
     )
     parser.add_argument("--sizes", nargs="+", default=[str(s) for s in SIZES], help="bytes")
     parser.add_argument("--mif", type=float, nargs="+", default=[0, 20], help="0: balanced")
@@ -107,9 +110,12 @@ def run(arguments: argparse.Namespace) -> int:
     sizes = [parse_size(s) for s in arguments.sizes]
     if any(s < 4 or s % 4 for s in sizes):
         raise UsageError("sizes are multiples of 4 bytes")
-    chosen = [e for e in engines if ENGINES[e][1].keys() & {"algorithm", "fixed"}]
-    if arguments.operation == "allgather" and chosen:
-        raise UsageError(f"an allgather has one algorithm and no sums: leave out {chosen}")
+    # An allgather has no sums, whose order could be fixed.
+    one_way = {"allgather": {"algorithm", "fixed"}, "reduce_scatter": {"algorithm"}}
+    refused = one_way.get(arguments.operation, set())
+    chosen = [e for e in engines if ENGINES[e][1].keys() & refused]
+    if chosen:
+        raise UsageError(f"{arguments.operation} has one algorithm: leave out {chosen}")
     rows: list[Row] = []
     least = {size: least_times(size) for size in sizes}
     for ranks in arguments.ranks:

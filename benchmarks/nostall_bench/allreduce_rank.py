@@ -20,7 +20,8 @@ Buffer = NDArray[np.float32]
 
 
 class Collectives(Protocol):
-    """What is measured; `collective` works in place: sums, for all ranks or for rank 0, or gathers."""
+    """What is measured. `collective` works in place: sums, for all ranks or for rank 0, or gathers; a
+    reduce_scatter has an array for its result, a part of the other."""
 
     rank: int
 
@@ -32,6 +33,9 @@ class Collectives(Protocol):
     def collective(self, prepared: Any) -> None: ...
     def add(self, values: NDArray[np.float64]) -> None:
         """In place, over all ranks."""
+
+    def end(self) -> None:
+        """When all is measured."""
 
 
 class Nostall:
@@ -59,6 +63,11 @@ class Nostall:
         if self._operation == "allgather":
             mine = buffer.nbytes // self._ranks
             return (address + mine * self.rank, address, mine)
+        if self._operation == "reduce_scatter":
+            self._share = self.buffer(buffer.size // self._ranks)
+            out = self._share.__array_interface__["data"][0]
+            fixed = bool(self._options.get("fixed"))
+            return (address, out, [self._share.size], Reducer("sum", "float32"), fixed)
         algorithm = self._options.get("algorithm", "cooperative")
         fixed = bool(self._options.get("fixed"))
         root = (0,) if self._operation == "reduce" else ()
@@ -69,6 +78,9 @@ class Nostall:
 
     def add(self, values: NDArray[np.float64]) -> None:
         self._communicator.allreduce(values)
+
+    def end(self) -> None:
+        self._communicator.close()
 
 
 class Gloo:
@@ -95,6 +107,8 @@ class Gloo:
         if self._operation == "allgather":
             mine = prepared.view(self._ranks, -1)[self.rank]
             self._distributed.all_gather_into_tensor(prepared, mine)
+        elif self._operation == "reduce_scatter":
+            self._distributed.reduce_scatter_tensor(*prepared)
         elif self._operation == "reduce":
             self._distributed.reduce(prepared, 0)
         else:
@@ -107,7 +121,15 @@ class Gloo:
         return np.empty(count, np.float32)
 
     def prepare(self, buffer: Buffer) -> Any:
-        return self._torch.from_numpy(buffer)
+        tensor = self._torch.from_numpy(buffer)
+        if self._operation == "reduce_scatter":
+            return self._torch.empty(buffer.size // self._ranks), tensor
+        return tensor
+
+    def end(self) -> None:
+        # Its threads would meet the others' closed connections, or a Python that has ended.
+        self.barrier()
+        self._distributed.destroy_process_group()
 
 
 class Mpi:
@@ -123,10 +145,14 @@ class Mpi:
         return np.empty(count, np.float32)
 
     def prepare(self, buffer: Buffer) -> Any:
+        if self._operation == "reduce_scatter":
+            return buffer, np.empty(buffer.size // self._mpi.COMM_WORLD.size, np.float32)
         return [buffer, self._mpi.FLOAT]
 
     def collective(self, prepared: Any) -> None:
-        if self._operation == "allgather":
+        if self._operation == "reduce_scatter":
+            self._mpi.COMM_WORLD.Reduce_scatter_block(*prepared)
+        elif self._operation == "allgather":
             self._mpi.COMM_WORLD.Allgather(self._mpi.IN_PLACE, prepared)
         elif self._operation == "allreduce":
             self._mpi.COMM_WORLD.Allreduce(self._mpi.IN_PLACE, prepared)
@@ -137,6 +163,9 @@ class Mpi:
 
     def add(self, values: NDArray[np.float64]) -> None:
         self._mpi.COMM_WORLD.Allreduce(self._mpi.IN_PLACE, values)
+
+    def end(self) -> None:
+        pass  # mpi4py ends the MPI at exit
 
 
 def _compute_until(end: int) -> None:
@@ -160,7 +189,7 @@ def _measure(
 ) -> dict[str, Any]:
     """[Mohammadalizadehbakhtevari 2021, listing 4.1 (mif 0) or 4.2]."""
     count = size // 4
-    parts = settings["ranks"] if settings["operation"] == "allgather" else 1
+    parts = settings["ranks"] if settings["operation"] in ("allgather", "reduce_scatter") else 1
     buffer = engine.buffer(count * parts)
     buffer[:] = 0
     prepared = engine.prepare(buffer)
@@ -216,6 +245,7 @@ def main(settings: dict[str, Any]) -> None:
             for key, value in _measure(engine, settings, size, mif).items():
                 results[f"{size} {mif:g} {key}"] = value
     np.savez(Path(settings["out"]) / f"{engine.rank}.npz", **results)
+    engine.end()
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from nostall_bench import allreduce, choose
 pytestmark = pytest.mark.multi
 
 
-@pytest.mark.parametrize("operation", ["allreduce", "reduce", "allgather"])
+@pytest.mark.parametrize("operation", ["allreduce", "reduce", "allgather", "reduce_scatter"])
 def test_measures_all_engines_in_one_run(
     operation: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -26,7 +26,9 @@ def test_measures_all_engines_in_one_run(
     if operation == "allreduce":
         engines.append("rsa")
     if operation == "allgather":
-        engines = ["nostall", "openmpi"]
+        engines = ["nostall", "gloo", "openmpi"]
+    if operation == "reduce_scatter":
+        engines = ["nostall", "nostall fixed", "gloo", "openmpi"]
 
     plot = tmp_path / "plot.png"
     words += ["--json", str(out), "--plot", str(plot)]
@@ -46,7 +48,7 @@ def test_measures_all_engines_in_one_run(
     said = capsys.readouterr().out
     assert "best peer / nostall" in said
     assert "share of it" in said
-    if operation == "allgather":
+    if operation in ("allgather", "reduce_scatter"):
         assert main([*words, "--engines", "leader"]) == 2
         assert "one algorithm" in capsys.readouterr().err
 
