@@ -106,9 +106,7 @@ TEST(Processes, HaveEachOthersDataBeforeTheLastArrivesAtAnAllgather) {
 
 TEST(Processes, AreToldWhoIsMissingInAnAllgather) {
   const Directory directory;
-  CommunicatorConfig config = directory.config();
-  config.timeout = std::chrono::milliseconds(500);
-  const auto results = run_processes(3, config, [](Communicator& c) {
+  const auto results = run_processes(3, directory.config(), [](Communicator& c) {
     std::vector<char> mine(1 << 20), all(3 << 20);
     c.allgather(mine.data(), all.data(), mine.size());
     if (c.rank() == 1) ::raise(SIGKILL);
