@@ -74,7 +74,7 @@ $(STAMPS)/demo-package: $(STAMPS)/demo-requirements $(SOURCES)
 
 $(STAMPS)/package: $(STAMPS)/requirements $(STAMPS)/mpi-suite $(SOURCES)
 	@echo "building and installing nostall into $(VENV) (3 minutes on 2 cores)"
-	@$(install) -C cmake.define.NOSTALL_MPICH_PREFIX=$(CURDIR)/build/mpich . || $(gone)
+	@$(install) --config-settings=cmake.define.NOSTALL_MPICH_PREFIX=$(CURDIR)/build/mpich . || $(gone)
 	@touch $@ $(STAMPS)/demo-package
 
 # After the package, whichever of the two was built.
