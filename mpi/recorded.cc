@@ -1,5 +1,5 @@
-// The collectives that the MPI always answers, of allgathers and reduce_scatters the nonblocking ones. They stand here so
-// that a profile has them; without one they cost a comparison.
+// The collectives that the MPI always answers, of allgathers and reduce_scatters the nonblocking
+// ones. They stand here so that a profile has them; without one they cost a comparison.
 //
 // Bytes of a call are what this rank gives: to all others together where it gives each its own
 // part (alltoall), and what it receives where the root alone gives (scatter).

@@ -60,7 +60,8 @@ def test_all_strategies_read_what_they_should(small: None, tmp_path: Path) -> No
         (one,) = row["runs"]
         assert one["read"] > 0
         assert one["seek"] + one["read"] + one["skew"] <= one["seconds"] * 1.2
-        assert 0 <= one["asleep"] + one["queued"] <= one["seek"] + one["read"] + 1e-3
+        # Of clocks that are read one after the other.
+        assert -1e-3 <= one["asleep"] + one["queued"] <= one["seek"] + one["read"] + 1e-3
         # Past the page cache nothing is read that was not asked for.
         if row["strategy"] == "prov":
             assert 1 <= one["read_bytes"] / row["needed"] < 1.7

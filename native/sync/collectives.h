@@ -42,7 +42,8 @@ class Collectives {
   // all_and without waiting: `words` must stay as they are until test() returns true.
   virtual void start_and(std::span<uint64_t> words) = 0;
   virtual bool test() = 0;
-  // Ends what any rank waits for in these calls, and all later ones, with this error.
+  // Ends what ranks of this node wait for in these calls, and all later ones, with this error; and
+  // what a rank of another node waits for from this one.
   virtual void end(const Error& why) noexcept = 0;
   // Processor time of threads that these collectives started, nanoseconds.
   virtual int64_t own_cpu_ns() const = 0;
@@ -79,7 +80,7 @@ class Network {
   virtual void release(void* data) noexcept = 0;
   // On local leaders: the sum of elements of this type among them, for one allreduce.
   virtual std::unique_ptr<collective::Leaders> leaders(collective::DataType type) = 0;
-  // Ends what ranks wait for, of any node, with an error.
+  // Ends this rank's connections: who waits for it gets an error.
   virtual void end() noexcept = 0;
   // As in Collectives.
   virtual std::vector<std::vector<std::byte>> all_gather(std::span<const std::byte> bytes) = 0;

@@ -21,7 +21,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// For what is under way when an engine is stopped: all that ranks which are not late need.
+// What is under way when an engine is stopped gets this time, before it ends for all.
 constexpr std::chrono::seconds kGrace{1};
 
 std::string text_of(const TensorSpec& t) {

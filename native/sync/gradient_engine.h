@@ -90,9 +90,11 @@ class GradientEngine {
 
   GradientStats stats() const;
 
-  // Ends the progress thread; the destructor does so too. A reduction or agreement under way ends
-  // within a second, or with Error(peer) on all ranks that take part: those of others may not come.
-  // From any thread. Calls that wait, or would wait afterwards, throw Error(usage).
+  // Ends the progress thread; the destructor does so too. From any thread. A reduction or agreement
+  // under way has a second to end: ranks that it waits for may not come. Then it ends with
+  // Error(peer) here, on this node, and on ranks of other nodes that wait for this very rank; what
+  // else waits there does so until its timeout. Calls that wait here, or would wait afterwards,
+  // throw that error, or Error(usage) where nothing was under way.
   void stop() noexcept;
 
  private:

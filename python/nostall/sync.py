@@ -90,8 +90,9 @@ class Network(Protocol):
     """What connects ranks of several nodes beside their shared memory.
 
     With allreduce(address, elements, type), all_and(bytes) and all_min(int) it connects ranks that
-    share none (bindings/sync.cc). end(), from any thread, ends calls that wait on any rank by an
-    exception there; without it an engine that is stopped amid a reduction waits for its end.
+    share none (bindings/sync.cc). end(), from any thread, ends this rank's calls that wait, and those
+    of ranks that wait for it, by an exception there; without it an engine that is stopped amid a
+    reduction waits for its end.
     """
 
     rank: int

@@ -22,7 +22,8 @@ def on_stream(torch: Any, stream: Any) -> Iterator[None]:
 
 def raise_if_lost(stream: Any) -> None:
     """A lost device refuses everything, page-locked memory too: this raises its own error."""
-    stream.query()
+    if hasattr(stream, "query"):
+        stream.query()
 
 
 def awaited(torch: Any, device: Any, enable_timing: bool = False) -> Any:

@@ -124,6 +124,7 @@ class DeviceCopies:
         # Tied weights are the same memory, here and in the file.
         same = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.dtype)
         if same not in self._copies:
+            side_of(torch, self._streams, tensor.device)  # is asked where memory is refused
             memory = pinned(torch, self._streams, tensor.shape, tensor.dtype)
             if memory is None:
                 return tensor.cpu()
@@ -364,7 +365,9 @@ def pinned(torch: Any, streams: dict[Any, Any], shape: Sequence[int], dtype: Any
     try:
         return torch.empty(shape, dtype=dtype, pin_memory=True, device="cpu")
     except RuntimeError as error:
-        raise_if_lost(torch.accelerator.current_stream())
+        for device, stream in streams.items():
+            if device != "unpinned":
+                raise_if_lost(stream)
         if not streams.get("unpinned"):
             streams["unpinned"] = True
             _log.warning(

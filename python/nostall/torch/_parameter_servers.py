@@ -215,12 +215,13 @@ class ParameterServers:
 
         A server that fails before is told as what it is, not as one that does not answer.
         """
-        failure: PeerError | None = None
+        failure: Exception | None = None
         try:
             self._open(parts, addresses, joined)
-        except PeerError as error:
+        except Exception as error:  # no memory, for example: the other ranks are told
             failure = error
-        for rank, told in enumerate(self._allgather(str(failure or ""))):
+        mine = "" if failure is None else str(failure) or repr(failure)
+        for rank, told in enumerate(self._allgather(mine)):
             if told:
                 self._close(told)
                 raise PeerError(f"rank {rank} cannot reach a server: {told}") from failure
@@ -237,7 +238,9 @@ class ParameterServers:
         """A proxy's connections to the servers."""
         nodes = joined.node_of_rank
         for rank, (begin, end) in parts.items() if self._is_proxy else ():
-            stream = connect(tuple(addresses[rank]), joined.secret, self._timeout, _PURPOSE)
+            # The ranks that wait for the outcome have no longer than the whole limit.
+            stream = connect(tuple(addresses[rank]), joined.secret, self._timeout / 2, _PURPOSE)
+            stream.set_timeout(self._timeout)
             stream.keep_alive(self._timeout)
             far = nodes[rank] != nodes[self._world.rank]
             link = Link(rank, begin, end, self._kind, stream, self._changed, far=far)

@@ -613,7 +613,7 @@ TEST_F(StallTest, TransfersUnderWayEndBeforeWhatTheyTouch) {
 // All ranks of a node hang: a thread that needs a sample does not wait for each of them in turn, but
 // ends while the second one has still time to be heard.
 TEST_F(StallTest, ANodeThatHangsCostsOneTimeout) {
-  start(1s, tier::TierKind::ram, 3);
+  start(3s, tier::TierKind::ram, 3);
   answering();
   ASSERT_TRUE(reachable());
   std::vector<std::byte> into;

@@ -20,8 +20,6 @@ using namespace source;
 
 class DirectTest : public testing::Test {
  protected:
-  void SetUp() override {}
-
   // Mostly a hole: it has that size without taking the room.
   std::string file(const std::string& name, uint64_t size) const {
     std::string path = folder_.path(name);

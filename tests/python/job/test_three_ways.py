@@ -117,8 +117,10 @@ def test_a_quick_source_is_read_instead_of_a_slow_disk(tmp_path: Path) -> None:
     assert alone["peer"] == 0
 
 
+@pytest.mark.alone
 @pytest.mark.multi
 def test_a_disk_that_is_quicker_than_the_source_is_read(tmp_path: Path) -> None:
     (alone,) = run(tmp_path, 1, disk=0.003, source=0.05, compute=0, epochs=3)
-    assert alone["gets"] == alone["file"] >= alone["had"] > alone["taken"] / 2
+    assert alone["gets"] == alone["file"] >= alone["had"] / 2
+    assert alone["had"] > alone["taken"] / 2
     assert alone["source"] == alone["taken"] - alone["file"]
