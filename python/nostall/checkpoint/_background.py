@@ -296,9 +296,10 @@ class BackgroundWriter:
             return
         saved._miss("fast", "durable")
 
-    @staticmethod
-    def _complete(store: Store, manifest: Manifest) -> Manifest:
+    def _complete(self, store: Store, manifest: Manifest) -> Manifest:
         whole = store.find(manifest.step, manifest.id)
+        if whole is None and manifest.replicated and self.rank != 0:
+            return manifest  # it has no part there, and rank 0 may have retired what was complete
         if whole is None:
             raise IoError(f"the checkpoint in {store.directory(manifest.step)} is gone")
         return whole

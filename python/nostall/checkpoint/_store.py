@@ -39,6 +39,8 @@ _OURS = re.compile(
 LARGEST_STEP = 10**12 - 1
 # What a rank waits longer for rank 0's decision than rank 0 for the ranks: seconds.
 _GRACE_SECONDS = 5.0
+# A rank that writes no part looks for newer checkpoints at this interval.
+_LOOK_SECONDS = 1.0
 
 _log = logging.getLogger("nostall")
 
@@ -479,7 +481,8 @@ class Store:
             stopped: asked while waiting.
 
         Returns:
-            "" if the checkpoint is complete, else why it is not, and will not be.
+            "" if the checkpoint is complete, or was and gave way to a newer one, else why it is not,
+            and will not be.
 
         Raises:
             PeerError, IoError: it may be complete, now or soon: the part must stay. Of rank 0 only
@@ -506,12 +509,17 @@ class Store:
         deadline = time.monotonic() + timeout
         if rank == 0:
             return self._gather(manifest, writers, deadline, stopped)
-        within = f"in {timeout:g} s"
+        within, look = f"in {timeout:g} s", 0.0
         while time.monotonic() < deadline + _GRACE_SECONDS:
             if not isinstance(mine, str) and self._completed(manifest, rank, left):
                 return ""
             if (reason := self.aborted(manifest)) is not None:
                 return reason
+            if mine is None and time.monotonic() >= look:
+                # Rank 0 does not wait for this one: it may have retired the checkpoint since.
+                if any(newer.order > manifest.order for newer in self.manifests()):
+                    return ""
+                look = time.monotonic() + _LOOK_SECONDS
             if stopped():
                 within = "before this job's end"
                 break

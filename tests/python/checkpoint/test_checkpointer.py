@@ -688,6 +688,27 @@ def test_replicated_state_is_written_once_and_read_by_any_world(tmp_path: Path) 
         assert found is not None and found.state["step"] == 5
 
 
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_late_rank_of_a_replicated_state_waits_for_nothing_retired(
+    tmp_path: Path, fast: bool
+) -> None:
+    ahead = threading.Event()
+
+    def work(rank: int, gather: Any) -> list[list[str]]:
+        with nostall.Checkpointer(
+            tmp_path / "fast" if fast else None, tmp_path / "durable", rank=rank, world_size=2,
+            gather=gather, job="test", replicated=True, keep=1,
+        ) as ckpt:  # fmt: skip
+            if rank == 1:
+                assert ahead.wait(60)
+            saved = [ckpt.save(state_of(step), step, level="durable") for step in range(3)]
+            ahead.set()
+        return [one.problems for one in saved]
+
+    assert World(2).run(work) == [[[]] * 3] * 2
+    assert steps_in(tmp_path / "durable") == [2]
+
+
 def test_another_world_size_is_refused_with_the_remedy(tmp_path: Path) -> None:
     make = ranked(tmp_path, 2, level="durable")
 
