@@ -666,6 +666,7 @@ def through_dlpack(waits: bool) -> list[str]:
     with loader(device="simdev") as source:
         for images, _ in source:
             with simdev.held(on_side(source)):
+                images.add_(0)  # what the host has seen end needs no event; it has not seen this
                 if waits:  # as __dlpack__(stream=) does on CUDA
                     theirs.wait_stream(torch.accelerator.current_stream())
                 other = torch.utils.dlpack.from_dlpack(images.__dlpack__())
