@@ -31,6 +31,8 @@ _UNITS = {
     "g": 2**30,
     "t": 2**40,
 }
+# A tier of fewer bytes was meant in another unit.
+_SMALLEST = 4096
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 
@@ -291,6 +293,8 @@ def _parse_tier(text: str | Tier) -> TierSpec:
         raise UsageError(
             f'tier "{text}": {error}; a directory that outlives the job ends with ":keep"'
         ) from None
+    if size.isdecimal() and 0 < capacity < _SMALLEST:
+        raise UsageError(f'"{text}": {size} are bytes; write a unit, for example {size}GiB')
     if where == "ram":
         if keep:
             raise UsageError(f'"{text}": memory cannot outlive the job; only a directory can')

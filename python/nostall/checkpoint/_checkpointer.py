@@ -460,7 +460,10 @@ class Checkpointer:
         if restored is None:
             return None
         if into is not None:
-            load_into(into, restored.state)
+            try:
+                load_into(into, restored.state)
+            except UsageError as error:
+                raise UsageError(f"step {restored.step} cannot be restored: {error}") from None
         behind = self._lineage.restored(restored.manifest)
         if step is not None:
             self._begin_branch(restored.manifest, behind)

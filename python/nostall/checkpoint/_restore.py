@@ -221,7 +221,8 @@ def _plan_mapping(
         names = sorted(map(str, saved)) if isinstance(saved, dict) else type(saved).__name__
         where = "" if place == "state" else f" in {place}"
         raise UsageError(
-            f"the checkpoint holds {names}{where}, this training has {sorted(map(str, target))}"
+            f"the checkpoint holds {names}{where}, this training has {sorted(map(str, target))}: give "
+            "into= the same names, or read restore().state without it"
         )
     for key, value in target.items():
         if not _plan(value, saved[key], f"{place}[{key!r}]", todo):

@@ -277,6 +277,12 @@ class DataLoader:
             self._recipe.tell_steps()
         self._spec = self._make_spec()
         self._batches = int(_native.batches_per_epoch(self._spec))
+        if self._batches == 0 and self.world.rank == 0:
+            _log.warning(
+                "an epoch has no batch: %d samples do not fill batches of %s on %d ranks, and "
+                "drop_last=True drops what does not",
+                self._spec.samples, self.batch_size, self.world.world_size,
+            )  # fmt: skip
         self._position = (0, 0)
         self._first_epoch = 0
         self._resumed = False

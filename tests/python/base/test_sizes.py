@@ -99,6 +99,13 @@ def test_tiers() -> None:
     assert tiers("ram:0") == [TierSpec("ram", 0)]
 
 
+def test_a_tier_of_some_bytes_was_meant_in_another_unit() -> None:
+    with pytest.raises(
+        UsageError, match=r'"ram:20": 20 are bytes; write a unit, for example 20GiB'
+    ):
+        tiers("ram:20")
+
+
 @pytest.mark.parametrize(
     "text",
     [

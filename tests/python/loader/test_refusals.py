@@ -105,6 +105,16 @@ def test_a_tier_larger_than_the_machine_keeps_a_small_data_set(image_folder: Pat
         assert loader.settings()["tiers"] == [["ram", loader.dataset.total_bytes, ""]]
 
 
+def test_an_epoch_without_a_batch_is_told(
+    image_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = nostall.ImageFolder(image_folder)
+    loader = nostall.DataLoader(folder, len(folder) + 1, epochs=1, drop_last=True)
+    assert list(loader) == []
+    words = f"an epoch has no batch: {len(folder)} samples do not fill batches of {len(folder) + 1}"
+    assert words in caplog.text
+
+
 def test_numbers_and_flags_of_numpy_become_plain(image_folder: Path) -> None:
     numbers = {"batch_size": np.int64(8), "epochs": np.int32(90), "seed": np.uint64(2**64 - 1)}
     with make(image_folder, **numbers, shuffle=np.False_, drop_last=np.True_) as loader:
