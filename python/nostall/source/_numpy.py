@@ -32,10 +32,10 @@ class Arrays(Composite):
     numbers and texts of shape (n,), and arrays that are no map of a file, are held in memory.
 
     Args:
-        arrays: by the name of the field, the path of a ``.npy`` file, a memory map, an array, or a
-            sequence of values; or the path of a ``.npz`` file (as ``numpy.savez`` writes it, without
-            compression), or of a ``.npy`` file with a structured array, or such an array: their names
-            are those of the fields.
+        arrays: by the name of the field, in a mapping or a data frame, the path of a ``.npy`` file, a
+            memory map, an array, or a sequence of values; or the path of a ``.npz`` file (as
+            ``numpy.savez`` writes it, without compression), or of a ``.npy`` file with a structured
+            array, or such an array: their names are those of the fields.
         schema: the kinds of fields. Those that it does not have follow from the arrays' types.
             ``Image()`` takes uint8 of shape (n, h, w, 1 or 3), or (n, 1 or 3, h, w), as pixels.
 
@@ -142,7 +142,7 @@ def _named(arrays: Any) -> dict[str, Any]:
         if not arrays.dtype.names:
             raise UsageError(_UNNAMED)
         return _structured(arrays, "")
-    if not isinstance(arrays, Mapping):
+    if not hasattr(arrays, "items"):  # data frames and groups of HDF5 have it, and are no Mapping
         raise UsageError(_UNNAMED)
     opened: dict[str, Any] = {}
     for name, values in arrays.items():

@@ -20,6 +20,7 @@ block = re.compile(r"```python\\n(.*?)```", re.S)
 shown = [(p, textwrap.dedent(b)) for p in pages for b in block.findall(p.read_text())]
 shown += [(p, p.read_text()) for p in sorted((root / "examples").glob("*.py"))]
 assert len(shown) > 130
+shown += [(root / "given", text) for text in sys.argv[2:]]
 
 def chain(node):
     """The dotted name of an expression; None for others."""
@@ -44,22 +45,41 @@ def resolve(names, imported):
             break  # of what a call gives nothing is known
     return found
 
-def takes(call):
-    """The names of the arguments of a callable; None if it takes any."""
-    target = call.__init__ if inspect.isclass(call) else call
-    names = set()
+def signature_of(call):
+    """What a callable takes; None if it says nothing of that."""
     try:
-        signature = inspect.signature(target)
+        found = inspect.signature(call)
     except ValueError:  # of nanobind's methods
         return None
-    for p in signature.parameters.values():
+    parameters = []
+    for p in found.parameters.values():
+        target = call.__init__ if inspect.isclass(call) else call
         if p.kind is p.VAR_KEYWORD:
             hint = typing.get_type_hints(target).get(p.name)
-            if typing.get_origin(hint) is not typing.Unpack:
-                return None
-            names |= set(typing.get_type_hints(typing.get_args(hint)[0]))
-        names.add(p.name)
-    return names
+            if typing.get_origin(hint) is typing.Unpack:
+                options = typing.get_type_hints(typing.get_args(hint)[0])
+                parameters += [
+                    inspect.Parameter(name, p.KEYWORD_ONLY, default=None)
+                    for name in options
+                    if name not in found.parameters
+                ]
+                continue
+        if p.kind is p.VAR_POSITIONAL and p.annotation in ("Never", typing.Never):
+            continue  # taken for its error's sake alone
+        parameters.append(p)
+    return found.replace(parameters=parameters)
+
+def fault_of(node, signature):
+    """Why a call of the page does not go with a signature; None if it does."""
+    starred = any(isinstance(a, ast.Starred) for a in node.args)
+    given = [a for a in node.args if not isinstance(a, ast.Starred)]
+    named = {k.arg: k for k in node.keywords if k.arg is not None}
+    elided = any(isinstance(a, ast.Constant) and a.value is ... for a in given)
+    whole = not (starred or elided or len(named) < len(node.keywords))
+    try:
+        (signature.bind if whole else signature.bind_partial)(*given, **named)
+    except TypeError as error:
+        return str(error)
 
 faults, calls = [], 0
 for page, text in shown:
@@ -89,14 +109,13 @@ for page, text in shown:
             call = resolve(names, imported)
             if call is None or not callable(call):
                 continue
-            known = takes(call)
+            signature = signature_of(call)
         except (AttributeError, ImportError) as error:
             faults.append(f"{page.relative_to(root)}: {'.'.join(names)}: {error}")
             continue
         calls += 1
-        for keyword in node.keywords:
-            if known is not None and keyword.arg is not None and keyword.arg not in known:
-                faults.append(f"{page.relative_to(root)}: {'.'.join(names)} has no {keyword.arg}=")
+        if signature is not None and (why := fault_of(node, signature)):
+            faults.append(f"{page.relative_to(root)}: {ast.unparse(node)}: {why}")
 assert calls > 200, calls
 print("\\n".join(faults))
 '''
@@ -106,6 +125,29 @@ def test_shown_calls_exist_with_their_arguments() -> None:
     run = prefork.run(["-c", CALLS, str(ROOT)], torch=True, timeout=100)
     assert run.returncode == 0, run.stderr
     assert not run.stdout.strip(), run.stdout
+
+
+def test_calls_that_cannot_be_made_are_found() -> None:
+    wrong = [
+        "Concat(a, b)",  # takes them for its error alone
+        "ImageFolder(root, 'index')",
+        "ImageFolder()",
+        "ImageFolder(root, indices=True)",
+        "DataLoader(source, batch_size=4, epoch=3)",
+        "Subset(source, *numbers, part=2)",
+    ]
+    texts = [f"import nostall\nnostall.{call}\n" for call in [*wrong, "Concat([a, b])"]]
+    run = prefork.run(["-c", CALLS, str(ROOT), *texts], torch=True, timeout=100)
+    assert run.returncode == 0, run.stderr
+    found = run.stdout.splitlines()
+    assert len(found) == len(wrong), run.stdout
+    for call, line in zip(wrong, found, strict=True):
+        assert line.startswith(f"given: nostall.{call}: "), line
+
+
+def test_the_reference_has_no_arguments_that_only_raise() -> None:
+    page = (ROOT / "docs" / "reference.md").read_text()
+    assert "`Concat(sources, *, offset_labels=False)`" in page and "*more" not in page
 
 
 def test_the_script_of_the_readme_runs(image_folder: Path, tmp_path: Path) -> None:

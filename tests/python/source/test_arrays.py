@@ -169,6 +169,24 @@ def test_npz_and_structured_arrays(tmp_path: Path) -> None:
     assert set(nostall.Arrays({"r": records}).schema) == {"r.image", "r.at.x", "r.at.grid"}
 
 
+def test_columns_of_a_frame_are_fields(tmp_path: Path) -> None:
+    class Frame:
+        """As a data frame has its columns, which is no Mapping."""
+
+        def __init__(self, columns: dict[str, Any]) -> None:
+            self.columns = columns
+
+        def items(self) -> Any:
+            return iter(self.columns.items())
+
+    check_rows(
+        nostall.Arrays(Frame({"x": GRID[:, 0, 0], "y": GRID})), {"x": GRID[:, 0, 0], "y": GRID}
+    )
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["x"] = GRID[:, 0, 0]
+        assert nostall.Arrays(file).select(["x"]).schema["x"] == fields.Scalar(dtype="float32")
+
+
 def test_what_arrays_refuse(tmp_path: Path) -> None:
     np.savez_compressed(tmp_path / "c.npz", x=GRID)
     np.savez(tmp_path / "o.npz", x=np.array([None, 1]))
