@@ -119,7 +119,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--bandwidth", type=float, help="of the storage, MB/s, instead of --storage"
     )
     parser.add_argument("--latency-ms", type=float, default=1.0, help="per operation")
-    parser.add_argument("--repeats", type=int, default=3)
+    harness.add_repeats(parser, 3)
     harness.add_files(parser)
 
 

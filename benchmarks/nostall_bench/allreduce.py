@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mif", type=float, nargs="+", default=[0, 20], help="0: balanced")
     parser.add_argument("--engines", nargs="+", choices=list(ENGINES), metavar="ENGINE")
     parser.add_argument("--mpich", default=os.environ.get("NOSTALL_MPICH"), help="environment")
-    parser.add_argument("--repeats", type=int, default=3)
+    harness.add_repeats(parser, 3)
     parser.add_argument("--seconds", type=float, default=0.3, help="per size and imbalance")
     parser.add_argument("--most", type=int, default=2000, help="iterations")
     parser.add_argument("--late-ms", type=float, default=0, help="one rank after the other is late")

@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const="nostall-bench/device",
         help="only compare a save and a restore with the device of this directory",
     )
-    parser.add_argument("--repeats", type=int, default=5)
+    harness.add_repeats(parser, 5)
     parser.add_argument("--methods", nargs="+", help="only those whose names contain one of these")
     harness.add_files(parser, plot="run times and writes over time")
 

@@ -44,9 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             f"--{name}", type=float, nargs="+", default=times, help="milliseconds of a step"
         )
     parser.add_argument("--steps", type=int, default=20, help=f"counted, after {_WARM} others")
-    parser.add_argument("--repeats", type=int, default=3, help="of each combination")
+    harness.add_repeats(parser, 3, "of each combination")
     parser.add_argument(
-        "--modes", nargs="+", choices=_MODES, default=_MODES[:1], help="what is measured: steps"
+        "--modes", nargs="+", choices=_MODES, default=_MODES[:1], help="what is measured"
     )
     parser.add_argument("--batches", type=int, default=300, help="of the mode cost")
     device_checkpoint.add_arguments(parser)

@@ -295,7 +295,19 @@ def table(title: str, *headings: str, left: int = 1, caption: str | None = None)
     return out
 
 
-# Files
+# Options
+
+
+class _AtLeastOne(argparse.Action):
+    def __call__(self, parser: Any, namespace: Any, value: Any, option: str | None = None) -> None:
+        if value < 1:
+            raise UsageError(f"{option} must be at least 1, not {value}")
+        setattr(namespace, self.dest, value)
+
+
+def add_repeats(parser: argparse.ArgumentParser, usual: int, help: str = "of each") -> None:
+    """The option --repeats: nothing can be said of no runs."""
+    parser.add_argument("--repeats", type=int, default=usual, action=_AtLeastOne, help=help)
 
 
 def add_files(parser: argparse.ArgumentParser, *, plot: str | None = None) -> None:
@@ -303,6 +315,9 @@ def add_files(parser: argparse.ArgumentParser, *, plot: str | None = None) -> No
     parser.add_argument("--json", help="write all numbers, and the machine's, to this file")
     if plot:
         parser.add_argument("--plot", help=f"draw {plot} into this file (.png, .svg, .pdf)")
+
+
+# Files
 
 
 @functools.cache

@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f'"fields" stands for those of one kind of sample each: {", ".join(FIELDS)}',
     )
     parser.add_argument("--loaders", nargs="+", help="names or parts of names; all if not given")
-    parser.add_argument("--repeats", type=int, default=5)
+    harness.add_repeats(parser, 5)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--epochs", type=int, default=4, help="of the cold mode")
     parser.add_argument("--bandwidth", type=float, default=40, help="of cold storage, MB/s")

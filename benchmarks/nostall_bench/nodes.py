@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--regimes", nargs="+", choices=list(REGIMES), default=list(REGIMES), metavar="REGIME"
     )
-    parser.add_argument("--repeats", type=int, default=3)
+    harness.add_repeats(parser, 3)
     harness.add_files(parser)
     parser.add_argument(
         "--record", help="a directory for records that nostall simulate --check predicts"

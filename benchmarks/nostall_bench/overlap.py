@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--late-ms", type=float, nargs="+", default=(0.0, 100.0), help="of one rank in each step"
     )
     parser.add_argument("--ways", nargs="+", help="some of those measured: parts of their names")
-    parser.add_argument("--repeats", type=int, default=3)
+    harness.add_repeats(parser, 3)
     harness.add_files(parser)
 
 

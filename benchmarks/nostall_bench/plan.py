@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--orders", nargs="+", choices=["torch", "keyed"], default=["torch", "keyed"]
     )
-    parser.add_argument("--repeats", type=int, default=5)
+    harness.add_repeats(parser, 5)
     parser.add_argument("--quick", action="store_true", help="one small job")
     harness.add_files(parser)
 

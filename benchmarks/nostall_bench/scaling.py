@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2, 4], help="of the node")
     parser.add_argument("--batch", type=int, nargs="+", help="samples a rank and step")
     parser.add_argument("--samples", type=int, default=160, help="of an epoch, shared by the ranks")
-    parser.add_argument("--repeats", type=int, default=3)
+    harness.add_repeats(parser, 3)
     harness.add_files(parser, plot="the epochs")
 
 

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``nostall simulate sync``."""
     parser.add_argument(
         "--ranks", type=int, nargs="+", default=list(_RANKS),
-        help="default: 96 to 24,576, which takes minutes",
+        help="the largest take minutes",
     )  # fmt: skip
     parser.add_argument("--modes", nargs="+", metavar="MODE", help="only these")
     parser.add_argument("--measured", metavar="JSON", help="of nostall bench sync, on your machine")

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bandwidth", type=float, default=40, help="of the storage, MB/s")
     parser.add_argument("--latency-ms", type=float, default=1.0, help="per operation")
     parser.add_argument("--compute", type=float, default=1.2, help="of the first epoch's read time")
-    parser.add_argument("--repeats", type=int, default=5)
+    harness.add_repeats(parser, 5)
     parser.add_argument(
         "--networks", nargs="+", choices=list(training_stall.NETWORKS), default=[],
         help="stalls by batch of trainings whose steps are as long as those of these networks",

@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=8, help="samples a rank and step")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warm", type=int, default=4, help="steps before those that are measured")
-    parser.add_argument("--repeats", type=int, default=5)
+    harness.add_repeats(parser, 5)
     parser.add_argument("--input", choices=("synthetic", "loader"), default="synthetic")
     parser.add_argument("--delay-ms", type=float, default=0.0, help="of rank 0, in every step")
     harness.add_files(parser, plot="speeds and the thread's time")
@@ -74,8 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs all ways in turns and prints the table."""
     from rich.progress import Progress
 
-    if arguments.ranks < 1 or arguments.steps < 1 or arguments.repeats < 1:
-        raise UsageError("--ranks, --steps and --repeats must be at least 1")
+    if arguments.ranks < 1 or arguments.steps < 1:
+        raise UsageError("--ranks and --steps must be at least 1")
     rows: list[dict[str, Any]] = []
     console = harness.console()
     ways, skipped = available(arguments.ways)

@@ -33,14 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--samples", type=int, default=4000)
     parser.add_argument("--sample-bytes", type=int, default=64 * 1024)
-    parser.add_argument("--repeats", type=int, default=3)
+    harness.add_repeats(parser, 3)
     harness.add_files(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints a table, writes JSON."""
-    if min(arguments.samples, arguments.sample_bytes - _NUMBER, arguments.repeats) < 1:
-        raise UsageError("--samples and --repeats must be at least 1, --sample-bytes above 8")
+    if min(arguments.samples, arguments.sample_bytes - _NUMBER) < 1:
+        raise UsageError("--samples must be at least 1, --sample-bytes above 8")
     with contextlib.ExitStack() as stack:
         disks = []
         for disk in arguments.disks:

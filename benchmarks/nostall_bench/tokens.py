@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=3, help="of one measurement")
     parser.add_argument("--bandwidth", type=float, default=20, help="of cold storage, MB/s")
     parser.add_argument("--latency-ms", type=float, default=1.0, help="of cold storage")
-    parser.add_argument("--repeats", type=int, default=5)
+    harness.add_repeats(parser, 5)
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one process")
     scale = parser.add_argument_group("many files and documents, instead of the modes")
     scale.add_argument("--scale", action="store_true", help="measure index, packing and resuming")

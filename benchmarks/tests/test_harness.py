@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import json
 import os
 import re
@@ -118,3 +120,16 @@ def test_benchmarks_are_listed_with_a_line_each(
     assert len(names) >= 14
     for name in names:
         assert re.search(rf"^  {name} +\S+ \S+.*[^.,]$", said, flags=re.M), name
+
+
+def test_no_repeats_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    refused = []
+    for point in metadata.entry_points(group="nostall.commands"):
+        parser = argparse.ArgumentParser()
+        importlib.import_module(point.value).add_arguments(parser)
+        if "--repeats" in parser.format_usage():
+            assert main([*point.name.split("."), "--repeats", "0"]) == 2
+            said = capsys.readouterr().err
+            assert said == "nostall: --repeats must be at least 1, not 0\n"
+            refused.append(point.name)
+    assert "bench.device" in refused and len(refused) > 10

@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--depth", type=int, default=16, help="reads in flight of fio, a rank")
     add_storage(parser)
-    parser.add_argument("--repeats", type=int, default=5)
+    harness.add_repeats(parser, 5)
     parser.add_argument("--index", action="store_true", help="measure the building of the index")
     parser.add_argument(
         "--blocks", action="store_true", help="measure mmap against pread, by the size of a read"
