@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import nostall
 from nostall.base._options import suggestion
@@ -55,13 +57,34 @@ _NESTED_OF_BENCHMARKS = {
 class _Help(argparse.HelpFormatter):
     """Ends the text of an option with its default, unless the text has it."""
 
+    def add_argument(self, action: argparse.Action) -> None:
+        # The default of an option without a text would not be asked for.
+        if action.help is None and (default := _default_of(action)):
+            action.help = f"(default: {default})"
+        super().add_argument(action)
+
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        default = action.default
-        none = default is False or default in (None, argparse.SUPPRESS, [], "")
-        if none or not action.option_strings:
+        default, text = _default_of(action), action.help or ""
+        if not default or re.search(rf"(?<![\w.-]){re.escape(default)}(?!\w|[.-]\w)", text):
             return action.help
-        shown = " ".join(map(str, default)) if isinstance(default, list | tuple) else str(default)
-        return action.help if shown in (action.help or "") else f"{action.help} (default: {shown})"
+        return f"{text} (default: {default})"
+
+
+def _default_of(action: argparse.Action) -> str:
+    """The default of an option as its help shows it; empty if there is none to show."""
+    default = action.default
+    none = default is False or default in (None, argparse.SUPPRESS, [], "")
+    if none or not action.option_strings:
+        return ""
+    shown = " ".join(map(str, default)) if isinstance(default, list | tuple) else str(default)
+    return shown.replace("%", "%%")  # of a text that is formatted
+
+
+class _Parser(argparse.ArgumentParser):
+    """The parser of a command; those of its actions, which have its class, show defaults too."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**{"formatter_class": _Help, **given})
 
 
 def parser() -> argparse.ArgumentParser:
@@ -133,9 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser().parse_known_args(words[:1])
         module, label, rest = _choose(words)
         command = importlib.import_module(module)
-        options = argparse.ArgumentParser(
-            prog=f"nostall {label}", description=command.__doc__, formatter_class=_Help
-        )
+        options = _Parser(prog=f"nostall {label}", description=command.__doc__)
         command.add_arguments(options)
         status = int(command.run(options.parse_args(rest)))
         sys.stdout.flush()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
+import importlib.util
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -216,6 +219,65 @@ def test_what_is_not_there_is_told(
 ) -> None:
     assert main(words) == 2
     assert capsys.readouterr().err.startswith(f"nostall: {said}")
+
+
+def _parsers(
+    label: str, parser: argparse.ArgumentParser
+) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    yield label, parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, below in action.choices.items():
+                yield from _parsers(f"{label} {name}", below)
+
+
+def _words(text: str) -> set[str]:
+    return set(re.sub(r"[(),:;]", " ", text).split())
+
+
+def test_help_shows_every_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "10000")
+    modules = {name: module for name, (module, _) in nostall.cli._COMMANDS.items()}
+    if importlib.util.find_spec("nostall_bench"):
+        points = importlib.metadata.entry_points(group="nostall.commands")
+        modules |= {point.name.replace(".", " "): point.value for point in points}
+    shown, missing = 0, []
+    for name, module in modules.items():
+        made = nostall.cli._Parser(prog=name)
+        importlib.import_module(module).add_arguments(made)
+        for label, parser in _parsers(name, made):
+            for action in parser._actions:
+                default = action.default
+                none = default is False or default in (None, argparse.SUPPRESS, [], "")
+                if none or not action.option_strings:
+                    continue
+                formatter = parser._get_formatter()
+                formatter.add_argument(action)
+                # Without its name, which has the choices.
+                invocation = formatter._format_action_invocation(action)
+                text = formatter.format_help().replace(invocation, "", 1)
+                values = default if isinstance(default, list | tuple) else [default]
+                shown += 1
+                if not _words(" ".join(map(str, values))) <= _words(text):
+                    missing.append(f"{label} {action.option_strings[-1]}: {text}")
+    assert shown > 20 and not missing, "\n".join(missing)
+
+
+def test_help_of_a_command_of_two_words(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["checkpoints", "drain"], ["checkpoints", "restore-dry-run"]):
+        with pytest.raises(SystemExit):
+            main([*words, "--help"])
+        assert re.search(r"--(keep|rank) .*\(default: [05]\)", capsys.readouterr().out)
+
+
+def test_a_default_that_is_part_of_a_word_is_shown() -> None:
+    parser = nostall.cli._Parser()
+    for name, text in (("a", "15 at most"), ("b", "0.5 is little"), ("c", "else 5.")):
+        parser.add_argument(f"--{name}", default=5, help=text)
+    parser.add_argument("--share", default="50%")
+    help = parser.format_help()
+    assert "15 at most (default: 5)" in help and "0.5 is little (default: 5)" in help
+    assert "else 5.\n" in help and "(default: 50%)" in help
 
 
 def test_profile_of_a_script_says_what_to_type(
