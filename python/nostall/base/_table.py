@@ -104,9 +104,12 @@ def _is_tiers(value: Any) -> bool:
 
 
 def _is_rate(text: str) -> bool:
-    """With a unit: of a bare "300" nobody knows whether bytes or megabytes are meant."""
-    rate = r"(?i)\s*(?=[0.]*[1-9])\d+(\.\d+)?\s*(b|[kmgt]|[kmgt]i?b)\s*"
-    return re.fullmatch(rate, text) is not None
+    """At least 1, with a unit: of a bare "300" nobody knows whether bytes or megabytes are meant."""
+    rate = re.fullmatch(r"(?i)\s*(\d+(?:\.\d+)?)\s*(?:b|([kmgt])(i?b)?)\s*", text)
+    if not rate:
+        return False
+    power = " kmgt".index((rate[2] or " ").lower())
+    return float(rate[1]) * (1000.0 if (rate[3] or "").lower() == "b" else 1024.0) ** power >= 1
 
 
 def _is_cores(value: Any) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nostall import _native
+from nostall.base._options import checked
 from nostall.base._sizes import parse_size
 from nostall.checkpoint._begin import lineage_of, undrained
 from nostall.checkpoint._drain import copy_all, read_back
@@ -54,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     drain = action("drain", "copy complete checkpoints from the fast directory to the durable one")
     drain.add_argument("fast")
     drain.add_argument("durable")
-    drain.add_argument("--rate", help='bytes per second, such as "200MB"')
+    drain.add_argument("--rate", help='bytes per second, such as "200MB"; no limit if not given')
     drain.add_argument("--keep", type=int, default=5, help="how many of the newest")
 
 
@@ -249,7 +250,9 @@ def _drain(arguments: argparse.Namespace) -> int:
     fast, durable = Store(arguments.fast, "fast"), Store(arguments.durable, "durable")
     if not fast.root.is_dir():
         raise UsageError(f"{fast.root} is not a directory")
-    rate = parse_size(arguments.rate) if arguments.rate else 0
+    rate = 0
+    if arguments.rate is not None:
+        rate = parse_size(checked("checkpoint.rate", arguments.rate))
 
     def copy(manifest: Manifest, part: Part, name: str) -> None:
         source = fast.directory(manifest.step) / part.name

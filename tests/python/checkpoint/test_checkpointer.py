@@ -530,6 +530,8 @@ def test_waiting_for_a_directory_that_was_not_given_is_refused(tmp_path: Path) -
         ({"fast": "/tmp/x", "rate": "fast"}, 'rate must be bytes per second, as "200MB"'),
         ({"fast": "/tmp/x", "rate": "300"}, 'as "200MB" with its unit, or a number of at least 1'),
         ({"fast": "/tmp/x", "rate": "0.0MB"}, 'as "200MB" with its unit, or a number of at least'),
+        ({"fast": "/tmp/x", "rate": "0.5B"}, 'as "200MB" with its unit, or a number of at least'),
+        ({"fast": "/tmp/x", "rate": "0.0009kB"}, 'as "200MB" with its unit, or a number of at'),
         ({"fast": "/tmp/x", "keep_fst": 2}, "has no option keep_fst: did you mean keep_fast="),
         ({"fast": "/tmp/x", "max_to_keep": 2}, "max_to_keep: pass keep="),
         ({"fast": "/tmp/x", "options": {"rate": 1}}, r"options must be nostall\.CheckpointOptions"),

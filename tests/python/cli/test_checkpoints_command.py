@@ -90,6 +90,19 @@ def test_drain_continues_without_a_training(
     assert capsys.readouterr().out.count("verified") == 2
 
 
+@pytest.mark.parametrize("rate", ["300", "0.5B", "fast", ""])
+def test_drain_takes_the_rates_that_a_checkpointer_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], rate: str
+) -> None:
+    fast, durable = tmp_path / "fast", tmp_path / "durable"
+    with nostall.Checkpointer(fast, level="fast") as ckpt:
+        ckpt.save({"step": 1}, 1)
+    assert main(["checkpoints", "drain", str(fast), str(durable), "--rate", rate]) == 2
+    said = 'nostall: rate must be bytes per second, as "200MB" with its unit, or a number of at'
+    assert capsys.readouterr().err.startswith(said)
+    assert not durable.exists()
+
+
 def test_drain_reads_a_copy_back_before_it_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
