@@ -488,10 +488,17 @@ class Group(ProcessGroup):  # type: ignore[misc]
         opts = AllgatherOptions() if opts is None else opts
         flat_outputs = [t for group in outputs for t in group]
         mine = inputs[0]
-        fits = len(flat_outputs) == self._size and flat_outputs[self._rank].nbytes == mine.nbytes
-        same = fits and all(t.dtype == mine.dtype for t in flat_outputs)
-        if not self._one_node or not same or not _plain([*inputs, *flat_outputs]):
+        if not self._one_node or not _plain([*inputs, *flat_outputs]):
             return self._delegate("allgather", inputs, outputs, inputs, opts)
+        # Others do not see what does not fit here, so all ways but an error would part the ranks.
+        counts = [t.numel() for t in flat_outputs]
+        fits = len(counts) == self._size and counts[self._rank] == mine.numel()
+        if not fits or any(t.dtype != mine.dtype for t in flat_outputs):
+            raise UsageError(
+                f"the outputs of all_gather have {counts} elements of "
+                f"{', '.join(sorted({str(t.dtype) for t in flat_outputs}))}; rank {self._rank} of "
+                f"{self._size} gives {mine.numel()} of {mine.dtype}"
+            )
 
         def work() -> list[torch.Tensor]:
             source = _contiguous(mine)
@@ -512,11 +519,13 @@ class Group(ProcessGroup):  # type: ignore[misc]
         self, output: torch.Tensor, source: torch.Tensor, opts: Any = None
     ) -> Any:
         opts = AllgatherOptions() if opts is None else opts
-        if not self._one_node or not _plain([output, source]) or not output.is_contiguous():
+        if not self._one_node or not _plain([output, source]):
             return self._delegate("all_gather_single", [source], output, source, opts)
 
         def work() -> list[torch.Tensor]:
-            self._allgather(_contiguous(source), output)
+            target = _contiguous(output)
+            self._allgather(_contiguous(source), target)
+            _copy_back(output, target)
             return [output]
 
         return self._do("all_gather_single", work, opts)
@@ -530,9 +539,13 @@ class Group(ProcessGroup):  # type: ignore[misc]
         opts = dist.ReduceScatterOptions() if opts is None else opts
         parts = list(inputs[0])
         counts = [t.numel() for t in parts]
-        fits = len(parts) == self._size and counts[self._rank] == outputs[0].numel()
-        if not fits or self._scatter_operation(opts, [*outputs, *parts]) is None:
+        if self._scatter_operation(opts, [*outputs, *parts]) is None:
             return self._delegate_reduction("reduce_scatter", parts, outputs, opts, outputs, inputs)
+        if len(parts) != self._size or counts[self._rank] != outputs[0].numel():
+            raise UsageError(
+                f"the input of reduce_scatter has blocks of {counts} elements; rank {self._rank} of "
+                f"{self._size} gets {outputs[0].numel()}"
+            )
         joined = torch.cat([t.detach().reshape(-1) for t in parts])
         return self._reduce_scatter(outputs[0], joined, counts, opts)
 

@@ -46,6 +46,10 @@ def test_reduce_scatters_give_each_rank_its_block() -> None:
     check("scattered", 3)
 
 
+def test_tensors_that_do_not_fit_on_one_rank_end_no_wait() -> None:
+    assert check("misfitting", 3).stdout.count("was told") == 2
+
+
 def test_delegates_what_is_not_ours() -> None:
     check("delegates", 2)
 

@@ -139,6 +139,41 @@ def scattered() -> None:
     dist.barrier()
 
 
+def misfitting() -> None:
+    """Tensors that do not fit on one rank are an error there, and its end one on the others."""
+    world: Any = dist.group.WORLD
+    mine, parts = torch.ones(3), [torch.empty(3) for _ in range(size)]
+    every = torch.empty(2 * size * 3).view(-1, 2)[:, 0]  # with gaps
+    dist.all_gather_into_tensor(every, mine)
+    assert every.tolist() == [1.0] * (3 * size)
+    short = [*parts[:-1], torch.empty(2)]
+    wrong: dict[str, Callable[[], object]] = {
+        "all_gather have [3, 3, 2] elements": lambda: dist.all_gather(short, mine),
+        "all_gather have [3, 3] elements": lambda: dist.all_gather(parts[1:], mine),
+        "of torch.float32, torch.int32; rank 2": lambda: world.allgather(
+            [[*parts[1:], mine.int()]], [mine]
+        ),
+        "all_gather has 8 elements": lambda: dist.all_gather_into_tensor(torch.empty(8), mine),
+        "blocks of [3, 3, 2] elements; rank 2": lambda: dist.reduce_scatter(mine, short),
+        "blocks of [3, 3] elements; rank 2": lambda: dist.reduce_scatter(mine, parts[1:]),
+    }
+    for said, call in wrong.items() if rank == size - 1 else ():
+        try:
+            call()
+        except UsageError as error:
+            assert said in str(error), error
+        else:
+            sys.exit(f"accepted: {said}")
+    if rank == size - 1:
+        os._exit(0)
+    try:
+        dist.all_gather(parts, mine)
+    except PeerError as error:
+        assert f"rank {size - 1}" in str(error), error
+        print("was told", flush=True)
+    os._exit(0)
+
+
 def message() -> None:
     """From rank 0 to rank 1."""
     if rank == 0:
