@@ -68,8 +68,8 @@ class AdaptiveReader : public Reader {
 
 std::string read_error_text(int error) {
   if (error == kSizeChanged) {
-    return "its size is not the one in the index (the file changed: run `nostall index` on the "
-           "data set's folder, and start again)";
+    return "its size is not the one that was listed: start again, and where the listing is stored "
+           "run `nostall index` before, with its --index and options";
   }
   if (error == kWrongBytes) return "its bytes are not what the index says";
   return std::generic_category().message(error);

@@ -4,8 +4,10 @@ places of the records of an LMDB database, tar shards or TFRecord files."""
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from nostall import _native
-from nostall.errors import UsageError
+from nostall.errors import IoError, UsageError
 from nostall.source import LMDB, TarShards, TFRecord
 from nostall.source._objects import is_url
 from nostall.source._records import RecordStore, examine_index
@@ -25,6 +27,7 @@ _ENDINGS = {
     "tfrecord": (".tfrecord", ".tfrecords", ".tfrec"),
 }
 _OPTIONS = {
+    "folder": ("extensions",),
     "lmdb": ("database", "values", "order"),
     "tar": ("image", "label"),
     "tfrecord": ("values", "image", "label"),
@@ -40,6 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kind",
         choices=["folder", *_ENDINGS],
         help="derived from the names of the files if not given",
+    )
+    parser.add_argument(
+        "--extensions", help="folder: endings of files, with commas; of images if not given"
     )
     parser.add_argument("--database", help="lmdb: a named database in the file")
     parser.add_argument("--values", help="lmdb, tfrecord: format of the values, as for the class")
@@ -110,7 +116,10 @@ def _opener(kind: str, arguments: argparse.Namespace) -> Callable[[], RecordStor
 
 def _folder(arguments: argparse.Namespace) -> int:
     path = index_path(arguments.root, arguments.index or True)
-    options: dict[str, Any] = {"extensions": list(IMAGE_EXTENSIONS), "class_per_folder": True}
+    extensions = list(IMAGE_EXTENSIONS)
+    if arguments.extensions is not None:
+        extensions = arguments.extensions.lower().split(",")
+    options: dict[str, Any] = {"extensions": extensions, "class_per_folder": True}
     reason = _native.check_index(root=arguments.root, index_path=path, **options)
     # That looks at folders alone, as the start of a training does; this at all files.
     rewritten = "" if reason else _rewritten(arguments.root, path, options)
@@ -119,8 +128,10 @@ def _folder(arguments: argparse.Namespace) -> int:
         return 1 if reason or rewritten else 0
     if rewritten:
         print(f"{path}: {rewritten}; listing the folder again")
-        Path(path).unlink()
-    folder = ImageFolder(arguments.root, index=arguments.index or True, allow_empty=True)
+        _replace(arguments.root, path, options)
+    folder = ImageFolder(
+        arguments.root, index=arguments.index or True, allow_empty=True, extensions=extensions
+    )
     print(
         f"{path}: {len(folder)} samples of {len(folder.classes)} classes, "
         f"{folder.total_bytes} bytes, fingerprint {folder.fingerprint:016x}"
@@ -128,14 +139,27 @@ def _folder(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _replace(root: str, path: str, options: dict[str, Any]) -> None:
+    """Lists the folder anew; what is stored stays until the new listing takes its place."""
+    fresh = f"{path}.{uuid.uuid4().hex}.tmp"
+    try:
+        _list(root, fresh, options)
+        os.replace(fresh, path)
+    except OSError as error:  # the core leaves out what it may not write
+        raise IoError(f"cannot store the listing of {root} as {path}: {error}") from None
+    finally:
+        Path(fresh).unlink(missing_ok=True)
+
+
+def _list(root: str, path: str, options: dict[str, Any]) -> _native.FolderSource:
+    return _native.open_folder(
+        root=root, index_path=path, allow_empty=True, threads=LISTING_THREADS, **options
+    )
+
+
 def _rewritten(root: str, path: str, options: dict[str, Any]) -> str:
     """Which files have another size than the stored listing says; empty if none has."""
-    kept, now = (
-        _native.open_folder(
-            root=root, index_path=p, allow_empty=True, threads=LISTING_THREADS, **options
-        )
-        for p in (path, "")
-    )
+    kept, now = _list(root, path, options), _list(root, "", options)
     if kept.fingerprint == now.fingerprint:
         return ""
     others = np.flatnonzero(kept.sizes != now.sizes) if len(kept) == len(now) else np.zeros(0, int)

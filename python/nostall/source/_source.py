@@ -222,7 +222,8 @@ class ImageFolder(Source):
     """One folder per class, as ``torchvision.datasets.ImageFolder`` sees it: same classes and order.
 
     The listing is stored, and reused while no directory has changed. A file that was rewritten in place
-    is detected when it is read, and listed again by ``nostall index``.
+    with another size is detected when it is read, and listed again by ``nostall index`` (with the same
+    ``--index`` and ``--extensions``). One of the same size is detected by its checksum, once learned.
 
     Args:
         root: the data set.

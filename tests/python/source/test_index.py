@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import pytest
@@ -13,7 +14,9 @@ from samples import noise
 from test_tar import webdataset
 
 import nostall
+from nostall import _native
 from nostall.cli import main
+from nostall.errors import IoError
 
 
 def make(kind: str, root: Path) -> Path:
@@ -143,10 +146,78 @@ def test_files_rewritten_in_a_folder_are_listed_again(
     )
 
 
+def test_a_listing_elsewhere_of_other_extensions_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, index = tmp_path / "data", tmp_path / "listing"
+    names = [root / "a" / "0.npy", root / "a" / "1.jpg", root / "b" / "2.TXT"]
+    for name in names:
+        name.parent.mkdir(parents=True, exist_ok=True)
+        name.write_bytes(b"first")
+
+    def opened() -> nostall.ImageFolder:
+        return nostall.ImageFolder(root, index=index, extensions=[".npy", ".txt"])
+
+    kept = nostall.FileList(names)
+    assert len(opened()) == 2
+    names[0].write_bytes(b"longer")
+    said = "its size is not the one"
+    with pytest.raises(IoError, match=said):
+        opened().read(0)
+    words = ["index", str(root), "--index", str(index), "--extensions", ".npy,.TXT"]
+    assert main([*words, "--check"]) == 1
+    assert f"1 of 2 files have another size than was listed, such as {names[0]}" in (
+        capsys.readouterr().out
+    )
+    there: list[bool] = []
+    open_folder = _native.open_folder
+
+    def watched(**options: Any) -> Any:
+        there.append(index.exists())
+        return open_folder(**options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_native, "open_folder", watched)
+        assert main(words) == 0
+    assert len(there) > 2 and all(there)  # at no time there is none
+    assert opened().read(0) == b"longer" and len(opened()) == 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["data", "listing"]
+    # A list of files has no stored listing.
+    with pytest.raises(IoError, match=said):
+        kept.read(0)
+    assert nostall.FileList(names).read(0) == b"longer"
+
+
+def test_a_listing_that_cannot_be_replaced_stays(
+    make_folder: Callable[[int], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    root = make_folder(6)
+    index = root / ".nostall-index"
+    assert main(["index", str(root)]) == 0
+    before = index.read_bytes()
+    with (root / "class1" / "003.jpg").open("ab") as file:
+        file.write(b"more")
+    open_folder = _native.open_folder
+
+    def unwritten(*, index_path: str, **options: Any) -> Any:
+        kept = index_path if Path(index_path).exists() else ""
+        return open_folder(index_path=kept, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_native, "open_folder", unwritten)
+        assert main(["index", str(root)]) == IoError.exit_code
+    assert f"cannot store the listing of {root} as {index}: " in capsys.readouterr().err
+    assert index.read_bytes() == before
+
+
 def test_what_does_not_go_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make("tar", tmp_path / "data")
     assert main(["index", str(tmp_path / "data"), "--database", "x"]) != 0
     assert "--database does not go with a dataset of kind tar" in capsys.readouterr().err
+    assert main(["index", str(tmp_path / "data"), "--extensions", ".tar"]) != 0
+    assert "--extensions does not go with a dataset of kind tar" in capsys.readouterr().err
     absent = tmp_path / "train-0-of-3"
     assert main(["index", str(absent)]) != 0
     assert f"there is no {absent}" in capsys.readouterr().err
