@@ -9,19 +9,21 @@ from typing import Any
 
 
 def lazy(
-    package: str, modules: Mapping[str, str]
+    package: str, modules: Mapping[str, str], instead: Mapping[str, str] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """The ``__getattr__`` and ``__dir__`` of a package, whose names are in these modules.
 
     Those of "." are modules themselves. A program needs few of all, and pays at its start for what is
-    read.
+    read. `instead` says of names of other libraries what serves here.
     """
     home = {name: module for module, names in modules.items() for name in names.split()}
 
     def read(name: str) -> Any:
         if name not in home:
-            near = ""
-            if not name.startswith("_"):  # Python asks for modules that it then imports
+            near = f": {instead[name]}" if instead and name in instead else ""
+            if not near and not name.startswith(
+                "_"
+            ):  # Python asks for modules that it then imports
                 from nostall.base._options import suggestion
 
                 near = suggestion(name, home)

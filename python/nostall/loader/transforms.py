@@ -110,4 +110,12 @@ if not TYPE_CHECKING:
             "nostall.loader._mixing": "CutMix MixUp RandomChoice",
             "nostall.loader._torchvision": "from_torchvision",
         },
+        {
+            "Compose": "transforms= takes the steps as a list, from_torchvision() a Compose as it is",
+            "ToImage": "images are tensors without it",
+            "PILToTensor": "images are tensors of uint8 without it, channels last",
+            "ToDtype": "ToTensor() gives float32 from 0 to 1",
+            "ConvertImageDtype": "ToTensor() gives float32 from 0 to 1",
+            "Lambda": "a function is a step as it is",
+        },
     )

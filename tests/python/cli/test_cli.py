@@ -294,6 +294,11 @@ def test_a_misspelt_name_of_the_package_is_suggested() -> None:
         _ = nostall.Dataloader
 
 
+def test_names_of_torchvision_are_answered_with_what_serves_here() -> None:
+    with pytest.raises(AttributeError, match="'Compose': transforms= takes the steps as a list"):
+        _ = nostall.transforms.Compose
+
+
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as done:
         main(["--version"])
