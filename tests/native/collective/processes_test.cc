@@ -310,7 +310,7 @@ TEST(Processes, AreToldWhyAnotherStoppedWaitingForTheRest) {
   for (uint32_t r = 0; r < 2; ++r) {
     ranks.emplace_back([&told, config, r]() mutable {
       config.rank = r;
-      if (r == 0) config.timeout = std::chrono::milliseconds(1500);
+      if (r == 0) config.timeout = std::chrono::seconds(4);
       try {
         const Communicator communicator(config);
       } catch (const Error& error) {
