@@ -19,6 +19,7 @@ it shows what the order of reductions hides, and says nothing of the speed of a 
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import os
 import statistics
@@ -112,6 +113,7 @@ def _work(settings: dict[str, Any]) -> list[dict[str, float]]:
         groups = importlib.import_module("simdev.group").SimGloo.made
         backend, device = "cpu:gloo,simdev:simgloo", torch.device("simdev", 0)
     else:
+        groups = []
         backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda", settings["rank"])
         torch.cuda.set_device(device)
     torch.set_num_threads(1)
@@ -140,7 +142,12 @@ def _work(settings: dict[str, Any]) -> list[dict[str, float]]:
             for step in range(settings["steps"] - _WARM)
         ]
         medians.append({key: statistics.median(step[key] for step in steps) for key in steps[0]})
+    # Gloo's threads would meet the other rank's closed connections, or a Python that has ended.
+    dist.barrier()
+    del train
     dist.destroy_process_group()
+    groups.clear()
+    gc.collect()
     return medians
 
 
