@@ -102,7 +102,8 @@ class Connection {
       throw Error(ErrorKind::usage, "the ranks' connection gave something that is not bytes");
     }
   }
-  // Ends the calls of all ranks that wait, where the connection has a way to.
+  // Ends this rank's calls that wait, and those of ranks that wait for it, where the connection has
+  // a way to.
   void end() const noexcept {
     const nb::gil_scoped_acquire gil;
     try {

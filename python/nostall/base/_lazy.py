@@ -21,9 +21,8 @@ def lazy(
     def read(name: str) -> Any:
         if name not in home:
             near = f": {instead[name]}" if instead and name in instead else ""
-            if not near and not name.startswith(
-                "_"
-            ):  # Python asks for modules that it then imports
+            # Names with "_" are asked for by Python, for modules that it then imports.
+            if not near and not name.startswith("_"):
                 from nostall.base._options import suggestion
 
                 near = suggestion(name, home)
