@@ -539,7 +539,8 @@ class Group(ProcessGroup):  # type: ignore[misc]
         opts = dist.ReduceScatterOptions() if opts is None else opts
         parts = list(inputs[0])
         counts = [t.numel() for t in parts]
-        if self._scatter_operation(opts, [*outputs, *parts]) is None:
+        op = self._scatter_operation(opts, [*outputs, *parts])
+        if op is None:
             return self._delegate_reduction("reduce_scatter", parts, outputs, opts, outputs, inputs)
         if len(parts) != self._size or counts[self._rank] != outputs[0].numel():
             raise UsageError(
@@ -547,7 +548,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
                 f"{self._size} gets {outputs[0].numel()}"
             )
         joined = torch.cat([t.detach().reshape(-1) for t in parts])
-        return self._reduce_scatter(outputs[0], joined, counts, opts)
+        return self._reduce_scatter(outputs[0], joined, counts, op, opts)
 
     def reduce_scatter_single(
         self, output: torch.Tensor, source: torch.Tensor, opts: Any = None
@@ -563,7 +564,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
                 f"the input of reduce_scatter has {source.numel()} elements; {self._size} ranks get "
                 f"{output.numel()} each"
             )
-        return self._reduce_scatter(output, source, [output.numel()], opts)
+        return self._reduce_scatter(output, source, [output.numel()], op, opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -759,12 +760,10 @@ class Group(ProcessGroup):  # type: ignore[misc]
         node.two_level_allreduce(leaders, address, flat.numel(), reducer, self._fixed, _PART_BYTES)
 
     def _reduce_scatter(
-        self, output: torch.Tensor, source: torch.Tensor, counts: list[int], opts: Any
+        self, output: torch.Tensor, source: torch.Tensor, counts: list[int], op: str, opts: Any
     ) -> Any:
         """counts[r] elements for rank r; one count is that of every rank."""
-        op = self._operation(opts.reduceOp, [output, source])
         average = opts.reduceOp.op == ReduceOp.AVG
-        assert op is not None
 
         def work() -> list[torch.Tensor]:
             flat, target = _contiguous(source), _contiguous(output)

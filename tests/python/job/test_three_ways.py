@@ -4,13 +4,11 @@
 from __future__ import annotations
 
 import json
-import os
-import secrets
 from pathlib import Path
 from typing import Any
 
-import prefork
 import pytest
+from loader_ranks import run_ranks
 
 RANK = """
 import json, os, sys, threading, time
@@ -66,35 +64,16 @@ print(json.dumps({"taken": taken, "had": had, "gets": disk.gets, **told}))
 
 
 def run(tmp_path: Path, world: int, **settings: Any) -> list[dict[str, int]]:
-    met = {
-        "NOSTALL_RENDEZVOUS": str(tmp_path / "met"),
-        "NOSTALL_SECRET": secrets.token_hex(16),
-        "NOSTALL_UCX_TLS": "tcp",
-        "NOSTALL_PEER_TIMEOUT_MS": "60000",
-    }
     for folder in ("met", "ended"):
         (tmp_path / folder).mkdir()
-    started = []
+    arguments = []
     for rank in range(world):
         of_rank = {
             **settings, "rank": rank, "world": world, "ended": str(tmp_path / "ended"),
             "job": f"three ways {tmp_path} {rank}",
         }  # fmt: skip
-        environment = {**os.environ, **met, "NOSTALL_NODE": f"node {rank}"}
-        words = ["-c", RANK, json.dumps(of_rank)]
-        pipes = {"stdout": prefork.PIPE, "stderr": prefork.PIPE}
-        started.append(prefork.Process(words, env=environment, **pipes))
-    told = []
-    try:
-        for process in started:
-            out, errors = process.communicate(timeout=200)
-            assert process.returncode == 0, errors
-            told.append(json.loads(out))
-    finally:
-        for process in started:
-            process.kill()
-            process.communicate()
-    return told
+        arguments.append([json.dumps(of_rank)])
+    return run_ranks(RANK, arguments, tmp_path / "met")
 
 
 # In the fixed order of memory, own tiers, other nodes, source the disk is read for all that it has.

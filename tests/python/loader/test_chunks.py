@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import secrets
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import prefork
 import pytest
+from loader_ranks import run_ranks
 
 import nostall
 
@@ -25,8 +23,8 @@ import numpy as np
 import nostall
 from nostall.collective import Communicator
 
-root, job = sys.argv[1:3]
-rank, together, nodes = map(int, sys.argv[3:6])
+root, rank, job = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+together, nodes = map(int, sys.argv[4:6])
 tiers = json.loads(sys.argv[6])
 loader = nostall.DataLoader(
     nostall.ImageFolder(root, index=False), 4, epochs=4, seed=3, tiers=tiers, output="numpy", threads=1,
@@ -69,32 +67,10 @@ def run(
     folder: Path, job: str, tiers: list[str], together: int, nodes: int = 1
 ) -> list[dict[str, Any]]:
     """What each rank printed; nodes are one machine's, and exchange samples."""
-    met = {
-        "NOSTALL_RENDEZVOUS": tempfile.mkdtemp(dir=folder.parent),
-        "NOSTALL_SECRET": secrets.token_hex(16),
-        "NOSTALL_UCX_TLS": "tcp",
-        "NOSTALL_PEER_TIMEOUT_MS": "60000",
-    }
-    ranks = [
-        prefork.Process(
-            ["-c", RANK, str(folder), job, str(rank), str(together), str(nodes), json.dumps(tiers)],
-            env={**os.environ, **met, "NOSTALL_NODE": f"node {rank}"} if nodes > 1 else None,
-            stdout=prefork.PIPE,
-            stderr=prefork.PIPE,
-        )
-        for rank in range(2)
-    ]
-    results = []
-    try:
-        for process in ranks:
-            out, errors = process.communicate(timeout=250)
-            assert process.returncode == 0, errors
-            results.append(json.loads(out))
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
-    return results
+    more = [job, str(together), str(nodes), json.dumps(tiers)]
+    arguments = [[str(folder), str(rank), *more] for rank in range(2)]
+    met = Path(tempfile.mkdtemp(dir=folder.parent)) if nodes > 1 else None
+    return run_ranks(RANK, arguments, met)
 
 
 @pytest.mark.multi
