@@ -80,6 +80,13 @@ std::vector<std::string> list_one(const std::string& root, const std::string& di
     if (::fstatat(fd, name.c_str(), &status, 0) != 0) {
       // A dangling link that is not a sample is passed over.
       if (errno == ENOENT && !candidate) continue;
+      if (errno == ENOENT && entry->d_type == DT_LNK) {
+        throw Error(ErrorKind::io,
+                    join(path, name) +
+                        " is a link to a file that is not there: remove the link or mount what it "
+                        "leads to",
+                    ENOENT);
+      }
       throw io_error("cannot examine", join(path, name), errno);
     }
     if (S_ISDIR(status.st_mode)) {

@@ -573,16 +573,17 @@ class DataLoader:
         Raises:
             UsageError: the state is of another dataset, seed, order or global batch.
         """
-        if state.get("version") != _STATE_VERSION:
+        if not isinstance(state, Mapping) or not {"version", "epoch", "batch"} <= state.keys():
+            raise UsageError(f"not a state of a loader, from its state_dict(): {state!r:.100}")
+        if state["version"] != _STATE_VERSION:
             raise UsageError(
-                f"the loader's state has version {state.get('version')!r}, this release reads "
+                f"the loader's state has version {state['version']!r}, this release reads "
                 f"{_STATE_VERSION}"
             )
         mine = self.state_dict()
         if self._seed_drawn and isinstance(state.get("seed"), int):
             mine["seed"] = state["seed"]
-        if "epoch" in state and "batch" in state:
-            mine["order"] = self._order_before(int(state["epoch"]), int(state["batch"]))
+        mine["order"] = self._order_before(int(state["epoch"]), int(state["batch"]))
         extent = self.dataset.extent
         for key in ("seed", "global_batch", *extent, "samples", "dataset", "drop_last", "order"):
             if state.get(key) != mine[key]:

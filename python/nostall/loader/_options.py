@@ -82,7 +82,7 @@ class LoaderArguments(TypedDict, total=False):
     calibration: str | os.PathLike[str] | None
 
 
-# What torch's DataLoader calls them, and what there is here.
+# What torch's DataLoader and others call them, and what there is here.
 _OF_TORCH = {
     "num_workers": "pass threads=, or workers= for Python callables",
     "collate_fn": "pass collate=",
@@ -96,6 +96,7 @@ _OF_TORCH = {
     "timeout": "a file system that does not answer is the kernel's to time out",
     "worker_init_fn": "threads need none",
     "multiprocessing_context": "processes are always spawned",
+    "cache": "pass tiers=",
 }
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nostall import _native
+from nostall.base._paths import path_of
 from nostall.errors import CorruptionError, Error, IoError, UsageError
 from nostall.fields import Bytes, Kind, Text
 from nostall.source._columns import (
@@ -80,7 +81,7 @@ class HDF5(Composite):
         store: Any = None,
     ) -> None:
         self._arguments = arguments_of(locals())
-        self._arguments["path"] = path = absolute([os.fspath(path)])[0]
+        self._arguments["path"] = path = absolute([path_of(path)])[0]
         if (dataset is None) == (columns is None) or (columns is not None and labels is not None):
             raise UsageError("HDF5 needs either a dataset, and perhaps labels=, or columns=")
         if schema is not None and columns is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from nostall import _native
+from nostall.base._paths import path_of
 from nostall.errors import CorruptionError, UsageError
 from nostall.fields import Kind
 from nostall.source._columns import Names
@@ -105,7 +105,7 @@ class LMDB(PartsStore):
         has_fields = members is not None or values == "npy"
         _check_options(values, label, order, members, has_fields or schema is None)
         chosen = reading_of(reading)
-        self._arguments["path"] = path if is_url(os.fspath(path)) else str(Path(path).absolute())
+        self._arguments["path"] = path if is_url(path_of(path)) else str(Path(path).absolute())
         self.database = database
         self.path = data_file(path)
         self.storage = open_storage([self.path], direct=chosen.direct, store=store)
@@ -311,7 +311,7 @@ def _pixels(stamp: str) -> Pixels | None:
 
 def data_file(path: PathLike) -> str:
     """``data.mdb`` of a database's folder, or the file itself."""
-    name = os.fspath(path)
+    name = path_of(path)
     if is_url(name):
         return name if name.endswith(".mdb") else f"{name.rstrip('/')}/data.mdb"
     return str(Path(name) / "data.mdb") if Path(name).is_dir() else name

@@ -17,6 +17,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 
+from nostall.base._paths import path_of
 from nostall.errors import CorruptionError, IoError, UsageError
 from nostall.fields import Array, Boxes, Json, Keypoints, Kind, Mask, Scalar, Text
 from nostall.fields._kinds import exact
@@ -27,7 +28,7 @@ _THREADS = 16
 
 def _text(path: PathLike) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8-sig")
+        return Path(path_of(path)).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise CorruptionError(f"{path} is not UTF-8: {error}") from None
     except OSError as error:
@@ -100,7 +101,7 @@ def _is_json(path: PathLike) -> bool:
 
 def _table(path: PathLike) -> dict[str, list[Any]]:
     """The columns of a table, by name."""
-    ending = os.path.splitext(os.fspath(path))[1].lower()
+    ending = os.path.splitext(path_of(path))[1].lower()
     if _is_json(path):
         rows = list(_json_lines(path))
         names = list(dict.fromkeys(name for row in rows for name in row))
@@ -253,8 +254,9 @@ class COCO(Files):
     def __init__(
         self, images: PathLike, annotations: PathLike, *, segmentation: bool = False
     ) -> None:
+        text = _text(annotations)
         try:
-            data = json.loads(_text(annotations))
+            data = json.loads(text)
             listed = sorted(
                 (
                     (_whole(i["id"]), _encodable(str(i["file_name"]), str(annotations)))

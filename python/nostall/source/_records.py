@@ -7,7 +7,7 @@ import glob
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from nostall import _native
+from nostall.base._paths import path_of
 from nostall.base._sizes import parse_size
 from nostall.errors import CorruptionError, IoError, UsageError
 from nostall.source._objects import is_url, list_objects, open_objects
@@ -271,9 +272,9 @@ def shard_paths(
     Raises:
         UsageError: there are none.
     """
-    if not isinstance(paths, str | os.PathLike):
-        return [os.fspath(p) for p in paths]
-    path = os.fspath(paths)
+    if isinstance(paths, Iterable) and not isinstance(paths, (str, bytes)):
+        return [path_of(p, "each file") for p in paths]
+    path = path_of(paths, "files")
     if is_url(path):
         found = [url for url, _ in list_objects(path, suffixes, store)]
     elif Path(path).is_dir():

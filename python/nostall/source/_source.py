@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 
 from nostall import _native
+from nostall.base._paths import path_of
 from nostall.errors import CorruptionError, IoError, UsageError
 from nostall.fields import Image, Scalar, Schema
 
@@ -248,7 +249,7 @@ class ImageFolder(Source):
         extensions: Sequence[str] = IMAGE_EXTENSIONS,
     ) -> None:
         self._arguments = arguments_of(locals())
-        self.root = os.fspath(root)
+        self.root = path_of(root, "root")
         self._arguments["root"] = str(Path(self.root).absolute())
         stored = index_path(self.root, index)
         self.native = _native.open_folder(
@@ -294,7 +295,7 @@ class FileList(Source):
         *,
         root: str | os.PathLike[str] | None = None,
     ) -> None:
-        self.root = os.fspath(root) if root is not None else str(Path.cwd())
+        self.root = path_of(root, "root") if root is not None else str(Path.cwd())
         self._arguments = {
             "root": str(Path(self.root).absolute()),
             "paths": paths,
@@ -318,7 +319,7 @@ class FileList(Source):
                 numbers = numbers.astype(np.float64).view(np.int64)
             self.native = _native.open_files(
                 root=self.root,
-                paths=[os.fspath(p) for p in paths],
+                paths=[path_of(p, "a file of paths") for p in paths],
                 labels=numbers.tolist(),
                 threads=LISTING_THREADS,
             )

@@ -48,7 +48,10 @@ def place(name: Any) -> Device | None:
         return None
     count = torch.accelerator.device_count()
     if count == 0 or (device.index or 0) >= count:
-        raise UsageError(f"device={str(device)!r}: torch finds {count} {device.type} devices")
+        raise UsageError(
+            f"device={str(device)!r}: torch finds {count} {device.type} devices; device=None leaves "
+            "batches on the host"
+        )
     if device.index is None:
         device = torch.device(device.type, torch.accelerator.current_device_index())
     return Device(device)

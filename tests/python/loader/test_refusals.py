@@ -48,6 +48,7 @@ def make(folder: Path, **options: Any) -> nostall.DataLoader:
         ({"collate": 3}, "collate must be a function, or None"),
         ({"num_workers": 4}, "no option num_workers: pass threads="),
         ({"collate_fn": list}, "no option collate_fn: pass collate="),
+        ({"cache": 1}, "no option cache: pass tiers="),
         ({"batchsize": 4}, r"no option batchsize: did you mean batch_size=\?"),
         ({"order": [1, 2], "shuffle": True}, "shuffle=True does not go with order= a sequence"),
         ({"order": "keyed", "shuffle": False}, 'shuffle=False does not go with order= "keyed"'),
@@ -60,6 +61,37 @@ def test_nonsense_is_refused_in_a_sentence(
     with pytest.raises(UsageError, match=told) as caught:
         make(image_folder, **wrong)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "open_it",
+    [
+        nostall.ImageFolder,
+        lambda path: nostall.FileList(["a"], root=path if path is not None else 5),
+        lambda path: nostall.FileList([path]),
+        nostall.TarShards,
+        lambda path: nostall.TarShards([path]),
+        nostall.TFRecord,
+        nostall.Parquet,
+        nostall.LMDB,
+        lambda path: nostall.HDF5(path, "x"),
+        nostall.Manifest,
+        lambda path: nostall.COCO("/", path),
+    ],
+)
+@pytest.mark.parametrize("path", [None, 7, b"data"])
+def test_what_is_no_path_is_refused(open_it: Callable[[Any], Any], path: Any) -> None:
+    with pytest.raises(
+        UsageError, match=r"must be a path, as str or pathlib\.Path, not "
+    ) as caught:
+        open_it(path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("state", [None, {}, {"a": 1}, {"version": 1}, [1]])
+def test_what_is_no_state_of_a_loader_is_refused(image_folder: Path, state: Any) -> None:
+    with make(image_folder) as loader, pytest.raises(UsageError, match="not a state of a loader"):
+        loader.load_state_dict(state)
 
 
 def flat(image: Any) -> Any:

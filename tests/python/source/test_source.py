@@ -131,6 +131,10 @@ def test_wrong_folders_are_named(tmp_path: Path) -> None:
     with pytest.raises(IoError, match=r"loop\.jpg"):
         nostall.ImageFolder(tmp_path, allow_empty=True)
     (tmp_path / "full" / "loop.jpg").unlink()
+    (tmp_path / "full" / "gone.jpg").symlink_to("nowhere.jpg")
+    with pytest.raises(IoError, match=r"gone\.jpg is a link to a file that is not there: remove"):
+        nostall.ImageFolder(tmp_path, allow_empty=True)
+    (tmp_path / "full" / "gone.jpg").unlink()
     (tmp_path / "full" / "up").symlink_to(tmp_path / "full")
     with pytest.raises(UsageError, match="full/up"):
         nostall.ImageFolder(tmp_path, allow_empty=True)
