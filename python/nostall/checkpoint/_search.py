@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 
+from nostall.checkpoint._files import UnreachableError
 from nostall.checkpoint._format import Manifest
 from nostall.checkpoint._landing import Landing
 from nostall.checkpoint._lineage import Ranges, checked
@@ -124,12 +125,12 @@ class Search:
     def _try(
         self, store: Store, step: int, id: str, progress: Progress
     ) -> tuple[Restored | None, str]:
-        restored, problem = None, ""
+        restored, problem, away = None, "", False
         held = self._held.get(id) if self._nodes and store is self._nodes.store else None
         try:
             manifest = held.manifest if held is not None else _manifest(store, step, id)
         except (Error, OSError) as error:
-            manifest, problem = None, str(error)
+            manifest, problem, away = None, str(error), isinstance(error, UnreachableError)
         if manifest is not None:
             self._check_world(manifest, store)
             if held is not None and manifest.replicated:
@@ -141,12 +142,18 @@ class Search:
                 else:
                     restored = self._read(store, manifest, progress)
             except (Error, OSError) as error:
-                problem = str(error)
+                problem, away = str(error), isinstance(error, UnreachableError)
         if self._world_size > 1:
-            notes = [n.decode() for n in self._allgather(problem.encode())]
-            failed = [f"rank {rank}: {note}" for rank, note in enumerate(notes) if note]
+            note = json.dumps([problem, away]).encode()
+            notes = [json.loads(n) for n in self._allgather(note)]
+            failed = [f"rank {rank}: {words}" for rank, (words, _) in enumerate(notes) if words]
+            problem, away = "; ".join(failed), any(away for _, away in notes)
             if failed:
-                return None, "; ".join(failed)
+                restored = None
+        if away:  # an older one would be restored while this one is whole
+            raise UnreachableError(problem)
+        if problem:
+            return None, problem
         leads = held is not None and self._nodes is not None and self._nodes.leader
         if held is not None and leads and store.find(step, id) is None:
             # A node that is new has its ranks' parts now.
@@ -177,7 +184,8 @@ class Search:
             return
         for node in nodes.nearest_first(holders):
             try:
-                path = nodes.store.prepare(manifest.step) / part.name
+                nodes.store.prepare(manifest.step)
+                path = nodes.store.directory(manifest.step) / part.name
                 nodes.fetch(manifest.step, part, node, path)
                 return
             except (Error, OSError) as error:
@@ -195,7 +203,8 @@ class Search:
         for node in nodes.nearest_first(sorted(holders)):
             try:
                 if node != nodes.node:
-                    path = nodes.store.prepare(manifest.step) / part.name
+                    nodes.store.prepare(manifest.step)
+                    path = nodes.store.directory(manifest.step) / part.name
                     nodes.fetch(manifest.step, part, node, path)
                 return self._read(nodes.store, manifest, progress)
             except (Error, OSError) as error:
