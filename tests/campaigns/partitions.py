@@ -40,6 +40,7 @@ SECONDS = 150.0
 HEALED = 30.0
 CLOSE = 0.05
 TIME_LIMIT = 2.0
+GAP = TIME_LIMIT + 10
 FILES = 96
 RANK = Path(__file__).with_name("partitions_rank.py")
 TUNSETIFF, TAP_WITHOUT_HEADER = 0x400454CA, 0x1002
@@ -316,7 +317,7 @@ def one(job: Job, kind: str, node: int, seconds: float) -> tuple[str, float, flo
             continue
         times = [said[0] for said in rank.said if said[0] >= begun - 1]
         gap = max((b - a for a, b in itertools.pairwise(times)), default=0.0)
-        if gap > TIME_LIMIT + 10:
+        if gap > GAP:
             return f"rank {number} had no batch for {gap:.1f} s", 0, most
     return "", time.monotonic() - 2 - healed, most
 
@@ -326,7 +327,7 @@ def run(task: Task) -> Outcome:
         return Outcome(missing=absent)
     outcome = Outcome()
     faults = task.count(100, least=2)
-    longest = min(60.0, max(4.0, 60.0 * task.scale))
+    longest = min(60.0, max(1.5 * GAP, 60.0 * task.scale))
     slowest, most = 0.0, 0.0
     done = 0
     while done < faults:
@@ -340,9 +341,10 @@ def run(task: Task) -> Outcome:
             while not wrong and done < faults:
                 kind = ("cut off", "stopped", "unplugged")[done % 3]
                 node = rng.randrange(nodes)
-                # Every other fault outlasts the time limit, so that ranks are lost.
+                # Every other fault outlasts the time limit, so that ranks are lost; the first one also
+                # what a rank may be without a batch.
                 least = 0.1 if done % 2 else min(TIME_LIMIT + 1, longest)
-                seconds = least * (longest / least) ** rng.random()
+                seconds = least * (longest / least) ** (rng.random() if done else 1)
                 job.switch.loss = rng.choice((0.0, 0.01))
                 wrong, took, share = one(job, kind, node, seconds)
                 slowest, most = max(slowest, took), max(most, share)

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <deque>
 #include <exception>
 #include <map>
@@ -47,6 +48,11 @@ class UcxTransport final : public Transport {
     }
     if (status == UCS_OK && !options.devices.empty()) {
       status = ucp_config_modify(config, "NET_DEVICES", options.devices.c_str());
+    }
+    // Else the thread of all messages waits in connect() for a node that does not answer, for as
+    // long as the kernel asks it.
+    if (status == UCS_OK && !std::getenv("UCX_TCP_CONN_NB")) {
+      status = ucp_config_modify(config, "TCP_CONN_NB", "y");
     }
     if (status == UCS_OK) {
       ucp_params_t params{};
