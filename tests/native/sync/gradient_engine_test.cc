@@ -10,8 +10,10 @@
 #include <cmath>
 #include <cstring>
 #include <functional>
+#include <mutex>
 #include <numeric>
 #include <random>
+#include <regex>
 
 #include "base/activity.h"
 #include "base/error.h"
@@ -269,9 +271,11 @@ TEST_P(Modes, ARankThatSubmitsNothingIsNamed) {
     const std::scoped_lock lock(mutex);
     logged += message + "\n";
   });
+  // Where the machine is slow other warnings come too: of rank 1, or from rank 2 itself.
+  const std::regex named("rank ([01], )*2( has|, which has) not submitted .*layer0");
   const auto warned = [&] {
     const std::scoped_lock lock(mutex);
-    return logged.find("rank 2") != std::string::npos;
+    return std::regex_search(logged, named);
   };
   const Errors errors = run(3, config, 3, [&](GradientEngine& engine, uint32_t rank) {
     std::vector<std::vector<float>> gradients;
@@ -283,7 +287,7 @@ TEST_P(Modes, ARankThatSubmitsNothingIsNamed) {
   });
   set_log_sink(nullptr);
   EXPECT_EQ(errors, Errors(3));
-  EXPECT_NE(logged.find("layer0"), std::string::npos) << logged;
+  EXPECT_TRUE(warned()) << logged;
 }
 
 TEST_P(Modes, AnEngineMayCloseWithWorkInFlight) {
