@@ -63,6 +63,11 @@ void bind_decision(nb::module_& m) {
       .value("reading", simulate::Filling::reading)
       .value("evicting", simulate::Filling::evicting)
       .value("before", simulate::Filling::before);
+  nb::enum_<plan::CopyRule>(m, "CopyRule",
+                            "What a node keeps beside what it owns (native/plan/cluster.h).")
+      .value("none", plan::CopyRule::none)
+      .value("fixed", plan::CopyRule::fixed)
+      .value("next_use", plan::CopyRule::next_use);
   nb::class_<simulate::Decision>(m, "Decision",
                                  "What a policy decides (native/simulate/decision.h).")
       .def(nb::init<>())
@@ -121,12 +126,12 @@ void bind_layout(nb::module_& m) {
   m.def(
       "keep_owned",
       [](const plan::JobSpec& spec, const bindings::Ids& bytes,
-         const std::vector<uint64_t>& capacities) {
+         const std::vector<uint64_t>& capacities, plan::CopyRule copies) {
         return bindings::without_gil([&] {
-          return simulate::keep_owned(spec, {bytes.data(), bytes.size()}, capacities);
+          return simulate::keep_owned(spec, {bytes.data(), bytes.size()}, capacities, copies);
         });
       },
-      nb::arg("spec"), nb::arg("bytes"), nb::arg("capacities"));
+      nb::arg("spec"), nb::arg("bytes"), nb::arg("capacities"), nb::arg("copies"));
   m.def(
       "first_readers",
       [](const plan::JobSpec& spec) {

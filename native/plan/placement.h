@@ -11,6 +11,7 @@
 #include <span>
 #include <vector>
 
+#include "plan/copies_by_use.h"
 #include "plan/plan.h"
 
 namespace nostall::plan {
@@ -39,6 +40,7 @@ struct Placement {
   std::vector<uint64_t> offset;
   std::vector<uint64_t> used;               // per tier: bytes used, never above the capacity
   std::vector<std::vector<SampleId>> fill;  // per tier: samples in fill order
+  CopyPlaces copies{};  // of copies that come and go, behind what is placed (plan/cluster.h)
 };
 
 // A sample that a tier holds already, from an earlier job, and where.

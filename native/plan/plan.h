@@ -4,8 +4,9 @@
 // Read this first. A JobSpec fixes the order of all samples for all epochs. Everything else in this
 // room follows from it: which rank reads what (rank_epoch), how often a node reads a sample and
 // what it keeps in which tier and at which offset (placement.h), what it keeps of sub-batches while
-// they are in use (chunks.h), which node owns a sample (owners.h), and the fewest bytes that must
-// leave the shared file system (bound.h). Nothing here touches a file, a clock or another process;
+// they are in use (chunks.h), which node owns a sample (owners.h), what a node copies for a while
+// (copies_by_use.h), and the fewest bytes that must leave the shared file system (bound.h).
+// Nothing here touches a file, a clock or another process;
 // every process computes the same plan. Thread-safety: values and pure functions.
 #pragma once
 

@@ -34,6 +34,11 @@ void check(const Model& model, const plan::JobSpec& spec, std::span<const double
     require(owner < model.nodes || owner == plan::kNoOwner,
             "a policy names node " + std::to_string(owner) + " of " + std::to_string(model.nodes));
   }
+  require(decision.copies.empty() ||
+              (decision.copies.size() == model.nodes && decision.filling == Filling::reading &&
+               decision.owner.size() == sizes.size()),
+          "a policy copies by next use: it takes an owner of each sample, places on each node, and "
+          "copies that are filled by reading");
   // A thousandth: the plan counts whole bytes.
   constexpr double kRounding = 1.001;
   for (size_t node = 0; node < decision.keep.size() && !decision.cleanup; ++node) {

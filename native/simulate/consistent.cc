@@ -3,12 +3,15 @@
 // the source, links and devices in the proportion of its samples' origins, and all transfers share
 // them max-min fair (share.h). Rates change when a transfer ends or begins, nowhere else.
 #include <algorithm>
+#include <cmath>
+#include <iterator>
 #include <limits>
 #include <optional>
 #include <string>
 #include <utility>
 
 #include "base/error.h"
+#include "plan/copies_by_use.h"
 #include "simulate/accesses.h"
 #include "simulate/check.h"
 #include "simulate/held.h"
@@ -69,8 +72,9 @@ class Consistent {
       kept_mb_.assign(flows_.size(), 0);
     }
     if (decision.filling == Filling::evicting) {
-      held_copies_.emplace(accesses_, sizes, model, decision.owner);
+      held_copies_.emplace(accesses_, sizes, model);
     }
+    if (!decision.copies.empty()) follow_next_uses();
     claimed_.assign(decision.filling == Filling::reading ? sizes.size() : 0, plan::kNoOwner);
     result_.node_stall.assign(nodes_, 0);
     result_.staged.assign(classes_ + 1, 0);
@@ -228,6 +232,24 @@ class Consistent {
     shared_ = false;
   }
 
+  // Whether the node may hold a copy of the sample for a while.
+  bool is_copied(uint32_t node, uint64_t sample) const {
+    const uint32_t owner = decision_.owner[sample];
+    return sizes_[sample] > 0 && owner != node && owner != plan::kNoOwner &&
+           !kept_.own(node, static_cast<uint32_t>(sample));
+  }
+
+  void follow_next_uses() {
+    for (const double mb : sizes_) bytes_.push_back(static_cast<uint64_t>(std::llround(mb * 1e6)));
+    for (uint32_t node = 0; node < nodes_; ++node) {
+      const auto copied = [&](uint64_t sample) { return is_copied(node, sample); };
+      copies_.emplace_back(bytes_, decision_.copies[node]);
+      std::vector<uint32_t> accesses;
+      std::ranges::copy_if(accesses_.samples[node], std::back_inserter(accesses), copied);
+      copies_[node].know(accesses, true);
+    }
+  }
+
   // The origin as in Result::staged: class - 1, then other nodes, then the source.
   size_t take_sample(uint32_t node, size_t j, uint32_t sample, double size) {
     const bool filling = decision_.filling == Filling::reading && j == 0;
@@ -237,6 +259,14 @@ class Consistent {
       return own->storage_class - 1;
     }
     if (filling && own) take_write(node, own->storage_class, size);
+    if (!copies_.empty() && is_copied(node, sample)) {
+      const plan::CopyUse use = copies_[node].next();
+      if (use.held) {
+        take(device(node, 1), size);
+        return 0;
+      }
+      if (use.keep) take_write(node, 1, size);
+    }
     if (const auto remote = kept_.remote(sample, now_)) {
       take(device(remote->node, remote->storage_class), size);
       take(out(remote->node), size);
@@ -279,12 +309,12 @@ class Consistent {
       take(0, size);
       take(link(node), size);
     }
-    for (const Held::Copy& kept : held_copies_->read(node, access)) {
-      if (kept.node != node) {
+    if (const auto kept = held_copies_->read(node, access)) {
+      if (kept->node != node) {
         take(out(node), size);
-        take(in(kept.node), size);
+        take(in(kept->node), size);
       }
-      take_write(kept.node, kept.storage_class, size);
+      take_write(kept->node, kept->storage_class, size);
       result_.warm_seconds = now_;
     }
     return origin;
@@ -416,7 +446,9 @@ class Consistent {
   const bool pooled_;
   const Accesses accesses_;
   Kept kept_;
-  std::optional<Held> held_copies_;  // with Filling::evicting
+  std::optional<Held> held_copies_;        // with Filling::evicting
+  std::vector<uint64_t> bytes_;            // [sample], with copies by next use
+  std::vector<plan::CopiesByUse> copies_;  // [node], the same
   uint32_t device_base_ = 0;
   std::vector<double> capacity_;      // [resource], MB/s
   std::vector<double> write_weight_;  // [class - 1]: MB of reading that a written MB costs

@@ -55,14 +55,15 @@ Decision keep_frequent(const plan::JobSpec& spec, std::span<const uint64_t> byte
 }
 
 Decision keep_owned(const plan::JobSpec& spec, std::span<const uint64_t> bytes,
-                    std::span<const uint64_t> capacities) {
+                    std::span<const uint64_t> capacities, plan::CopyRule copies) {
   Decision decision;
   decision.filling = Filling::reading;
   plan::Ownership ownership = plan::owners(spec, bytes, one_rank_a_node(spec, total(capacities)));
   for (uint32_t node = 0; node < spec.world; ++node) {
-    const plan::NodeAccess access =
-        plan::cluster_access(ownership, node, plan::node_access(spec, node, 1));
-    decision.keep.push_back(narrow(plan::place(bytes, access, shapes(capacities)).fill));
+    plan::Placement placed = plan::place_cluster(
+        bytes, ownership, node, plan::node_access(spec, node, 1), shapes(capacities), copies);
+    if (copies == plan::CopyRule::next_use) decision.copies.push_back(std::move(placed.copies));
+    decision.keep.push_back(narrow(placed.fill));
   }
   decision.owner = std::move(ownership.owner);
   return decision;

@@ -8,6 +8,7 @@
 #include <span>
 #include <vector>
 
+#include "plan/cluster.h"
 #include "plan/owners.h"
 #include "plan/plan.h"
 
@@ -36,9 +37,10 @@ struct Decision {
   // [node][class - 1]: the samples that the node keeps in that storage class, in fill order.
   std::vector<std::vector<std::vector<uint32_t>>> keep;
   // Filling::reading: the node that gets what was read from the source, plan::kNoOwner for none.
-  // Filling::evicting: if given, that node never drops the sample, so that each makes room by its own
-  // accesses alone, and the others know where a copy is.
   std::vector<uint32_t> owner;
+  // [node]: places of class 1 beside its lists, for copies of what others own by when the node needs
+  // them next (plan/copies_by_use.h). Filling::reading in mode consistent only.
+  std::vector<plan::CopyPlaces> copies;
   // As-published alone: whether the staging buffer is filled from other nodes and from the source as
   // well as from the node's own classes. A sample that it cannot be filled with is read when it is
   // wanted, from anywhere.
@@ -61,7 +63,8 @@ Decision keep_frequent(const plan::JobSpec& spec, std::span<const uint64_t> byte
 
 // nostall: owners and copies as the loader places them (plan/cluster.h), filled by the first read.
 Decision keep_owned(const plan::JobSpec& spec, std::span<const uint64_t> bytes,
-                    std::span<const uint64_t> capacities);
+                    std::span<const uint64_t> capacities,
+                    plan::CopyRule copies = plan::CopyRule::fixed);
 
 // The node that reads each sample first; plan::kNoOwner if none does. Shape (F,).
 std::vector<uint32_t> first_readers(const plan::JobSpec& spec);

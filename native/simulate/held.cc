@@ -1,11 +1,9 @@
 // A copy may go while another node holds the sample, so each node has those of its copies in the order of
-// their next use; a sample's second copy makes both of them spare, but for the owner's, its last one none.
+// their next use; a sample's second copy makes both of them spare, its last one none.
 #include "simulate/held.h"
 
 #include <algorithm>
 #include <limits>
-
-#include "plan/owners.h"
 
 namespace nostall::simulate {
 namespace {
@@ -14,9 +12,8 @@ constexpr uint32_t kNeverAgain = std::numeric_limits<uint32_t>::max();
 
 }  // namespace
 
-Held::Held(const Accesses& accesses, std::span<const double> sizes, const Model& model,
-           std::span<const uint32_t> owner)
-    : accesses_(accesses), sizes_(sizes), owner_(owner), holders_(sizes.size()) {
+Held::Held(const Accesses& accesses, std::span<const double> sizes, const Model& model)
+    : accesses_(accesses), sizes_(sizes), holders_(sizes.size()) {
   for (const auto& samples : accesses.samples) {
     Node& node = nodes_.emplace_back();
     node.storage_class.assign(sizes.size(), 0);
@@ -41,22 +38,14 @@ std::optional<Held::Copy> Held::copy_for(uint32_t node, uint32_t sample) const {
   return best;
 }
 
-std::vector<Held::Copy> Held::read(uint32_t node, uint64_t access) {
+std::optional<Held::Copy> Held::read(uint32_t node, uint64_t access) {
   const uint32_t sample = accesses_.samples[node][access];
   const bool held = nodes_[node].storage_class[sample] > 0;
   const bool again = held && spare(node, sample).erase(key(node, sample)) > 0;
   nodes_[node].next_use[sample] = next_use_[node][access];
   if (again) spare(node, sample).insert(key(node, sample));
-  std::vector<Copy> kept;
-  if (held) return kept;
-  const bool owned = !owner_.empty() && owner_[sample] != plan::kNoOwner;
-  if (holders_[sample].empty()) {
-    const auto first = keep_first(owned ? owner_[sample] : node, sample);
-    if (first) kept.push_back(*first);
-    if (!first || !owned || first->node == node) return kept;
-  }
-  if (const auto copy = keep_spare(node, sample)) kept.push_back(*copy);
-  return kept;
+  if (held) return std::nullopt;
+  return holders_[sample].empty() ? keep_first(node, sample) : keep_spare(node, sample);
 }
 
 std::optional<Held::Copy> Held::keep_first(uint32_t node, uint32_t sample) {
@@ -77,10 +66,6 @@ std::optional<Held::Copy> Held::keep_spare(uint32_t node, uint32_t sample) {
   if (!room) return std::nullopt;
   add({node, *room}, sample);
   return Copy{node, *room};
-}
-
-bool Held::stays(uint32_t node, uint32_t sample) const {
-  return !owner_.empty() && owner_[sample] == node;
 }
 
 std::optional<size_t> Held::make_room(uint32_t node, double mb, uint32_t until) {
@@ -107,9 +92,7 @@ void Held::add(const Copy& copy, uint32_t sample) {
   auto& holders = holders_[sample];
   holders.push_back(copy.node);
   if (holders.size() == 1) return;
-  for (const uint32_t holder : holders) {
-    if (!stays(holder, sample)) spare(holder, sample).insert(key(holder, sample));
-  }
+  for (const uint32_t holder : holders) spare(holder, sample).insert(key(holder, sample));
 }
 
 void Held::drop(uint32_t node, uint32_t sample) {

@@ -19,9 +19,8 @@ namespace nostall::simulate {
 
 class Held {
  public:
-  // `accesses`, `sizes` (MB) and `owner` outlive this. owner: as in Decision.
-  Held(const Accesses& accesses, std::span<const double> sizes, const Model& model,
-       std::span<const uint32_t> owner);
+  // `accesses` and `sizes` (MB) outlive this.
+  Held(const Accesses& accesses, std::span<const double> sizes, const Model& model);
 
   struct Copy {
     uint32_t node;
@@ -30,9 +29,9 @@ class Held {
   // The copy that the node reads: its own one, else one of the fastest class of any other node.
   std::optional<Copy> copy_for(uint32_t node, uint32_t sample) const;
 
-  // The node makes its access of that number. The copies that are kept because of it: on the node, and
-  // on the owner if it has none, or, where it is the only one and does not fit there, on another.
-  std::vector<Copy> read(uint32_t node, uint64_t access);
+  // The node makes its access of that number. The copy that is kept because of it: on the node, or,
+  // where it is the only one and does not fit there, on another.
+  std::optional<Copy> read(uint32_t node, uint64_t access);
 
  private:
   struct Node {
@@ -45,7 +44,6 @@ class Held {
   // The only copy, on the node or, if that has no room, on another.
   std::optional<Copy> keep_first(uint32_t node, uint32_t sample);
   std::optional<Copy> keep_spare(uint32_t node, uint32_t sample);
-  bool stays(uint32_t node, uint32_t sample) const;
   // A class with room for so many MB, after spare copies that are not needed before `until` have gone.
   std::optional<size_t> make_room(uint32_t node, double mb, uint32_t until);
   void add(const Copy& copy, uint32_t sample);
@@ -55,7 +53,6 @@ class Held {
 
   const Accesses& accesses_;
   const std::span<const double> sizes_;
-  const std::span<const uint32_t> owner_;
   std::vector<std::vector<uint32_t>> next_use_;  // [node][access]: its next access of the sample
   std::vector<Node> nodes_;
   std::vector<std::vector<uint32_t>> holders_;  // [sample]

@@ -363,7 +363,7 @@ class Published {
 Result published(const Model& model, const plan::JobSpec& spec, std::span<const double> sizes,
                  const Decision& decision) {
   check(model, spec, sizes, decision);
-  if (decision.filling == Filling::evicting) {
+  if (decision.filling == Filling::evicting || !decision.copies.empty()) {
     throw Error(ErrorKind::usage, "mode as-published has no eviction: run mode consistent");
   }
   return Published(model, spec, sizes, decision).run();

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nostall._native import (
+    CopyRule,
     Decision,
     Filling,
     Loading,
@@ -470,41 +471,30 @@ class Nostall(Policy):
     name = "nostall"
     follows = (
         "this loader: the node that needs a sample first reads it, for itself and for the node "
-        "that keeps it, so that the file system is read once by all nodes together; evicting, what "
-        "the loader does not do: each node keeps what it reads and drops what it needs last, of what "
-        "another node has too; with owners, of what it does not own"
+        "that keeps it, so that the file system is read once by all nodes together; copies by next-use "
+        "are of what others own, and the node needs soonest; evicting, what the loader does not do: "
+        "each node keeps what it reads and drops what it needs last, of what another node has too"
     )
 
-    def __init__(self, copies: bool = True, evict: bool = False, owners: bool = False) -> None:
-        if evict and not copies:
-            raise UsageError("evict=true makes copies: leave copies=false out")
-        if owners and not evict:
-            raise UsageError("owners=true says what is not evicted: add evict=true")
-        self.copies = copies
+    def __init__(self, copies: str = "fixed", evict: bool = False) -> None:
+        rules = {"none": CopyRule.none, "fixed": CopyRule.fixed, "next-use": CopyRule.next_use}
+        if copies not in rules:
+            raise UsageError(f'copies is "none", "fixed" or "next-use", not {copies!r}')
+        if evict and copies != "fixed":
+            raise UsageError(f"evict=true makes copies of its own: leave copies={copies} out")
+        self.copies = rules[copies]
         self.evict = evict
-        self.owners = owners
-        details = ([] if copies else ["no copies"]) + (["evicting"] if evict else [])
-        details += ["owners keep theirs"] if owners else []
-        self.title = "nostall" + (f" ({', '.join(details)})" if details else "")
+        words = {"none": " (no copies)", "fixed": "", "next-use": " (copies by next use)"}
+        self.title = "nostall" + (" (evicting)" if evict else words[copies])
 
     def decide(self, job: Job) -> Decision:
         if self.evict:
             decision = Decision()
             decision.filling = Filling.evicting
-            if self.owners:
-                rooms = [sum(job.capacities)] * job.nodes
-                decision.set_owner(job.plan.owners(job.bytes, rooms, ranks_per_node=1))
             return decision
-        decision = keep_owned(job.plan.native, job.bytes, job.capacities)
-        if not self.copies and job.capacities:
-            rooms = [sum(job.capacities)] * job.nodes
-            owner = job.plan.owners(job.bytes, rooms, ranks_per_node=1)
-            classes = range(1, len(job.capacities) + 1)
-            kept = [[decision.kept(node, j) for j in classes] for node in range(job.nodes)]
-            decision.set_kept([[k[owner[k] == n] for k in lists] for n, lists in enumerate(kept)])
-        return decision
+        return keep_owned(job.plan.native, job.bytes, job.capacities, self.copies)
 
     def decide_as_published(self, job: Job) -> Decision:
-        if self.evict:
+        if self.evict or self.copies == CopyRule.next_use:
             raise NotApplicable("eviction is simulated in mode consistent alone")
         return self.decide(job)

@@ -183,9 +183,9 @@ TEST(Consistent, EvictionKeepsTheLastCopy) {
     EXPECT_NEAR(sum(result.staged), 8 * sum(sizes), 1e-3);
     const auto local = [](const Result& r) { return r.staged[0] + r.staged[1]; };
     EXPECT_GT(local(result), 0.9 * local(fixed)) << room;
-    Decision copies = evicting;
-    copies.owner = kept.owner;
+    const Decision copies = keep_owned(spec, bytes, rooms, plan::CopyRule::next_use);
     const Result owned = consistent(model, spec, sizes, copies);
+    EXPECT_THROW(published(model, spec, sizes, copies), Error);
     EXPECT_NEAR(owned.staged.back(), sum(sizes), 1e-6 * sum(sizes)) << room;
     EXPECT_GT(local(owned), 0.9 * local(fixed)) << room;
     EXPECT_NEAR(sum(owned.staged), 8 * sum(sizes), 1e-3);
