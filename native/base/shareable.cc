@@ -18,7 +18,7 @@ namespace nostall {
 namespace {
 
 constexpr uint64_t kLarge = uint64_t{4} << 20;
-constexpr int kSeals = F_SEAL_WRITE | F_SEAL_SHRINK | F_SEAL_GROW;
+constexpr int kListSeals = F_SEAL_WRITE | F_SEAL_SHRINK | F_SEAL_GROW;
 
 }  // namespace
 
@@ -40,7 +40,8 @@ Result<Descriptor> Shareable::share() {
   const int fd = file.value().get();
   const int64_t written = FileSystem::real().pwrite(fd, {data_, static_cast<size_t>(size_)}, 0);
   if (written < 0) return io_error("no memory for", "a shared list", static_cast<int>(-written));
-  if (::fcntl(fd, F_ADD_SEALS, kSeals) != 0) return io_error("cannot seal", "a shared list", errno);
+  if (::fcntl(fd, F_ADD_SEALS, kListSeals) != 0)
+    return io_error("cannot seal", "a shared list", errno);
   if (!exchange(fd)) return io_error("cannot map", "a shared list", ENOMEM);
   file_ = std::move(file).take();
   return reopen(file_.get());
@@ -50,8 +51,9 @@ bool Shareable::adopt(const Descriptor& file) {
   const MutexLock lock(mutex_);
   struct stat status {};
   const int seals = ::fcntl(file.get(), F_GET_SEALS);
-  if (file_ || seals < 0 || (seals & kSeals) != kSeals || ::fstat(file.get(), &status) != 0 ||
-      static_cast<uint64_t>(status.st_size) != size_ || !exchange(file.get())) {
+  if (file_ || seals < 0 || (seals & kListSeals) != kListSeals ||
+      ::fstat(file.get(), &status) != 0 || static_cast<uint64_t>(status.st_size) != size_ ||
+      !exchange(file.get())) {
     return false;
   }
   auto own = reopen(file.get());

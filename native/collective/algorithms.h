@@ -48,7 +48,14 @@ struct Segments {
   uint64_t elements;  // in each but the last
   uint64_t count;
 };
-inline constexpr uint64_t kMostSegments = (uint64_t{1} << 24) - 1;
+inline constexpr uint64_t kSegmentBits = 24;
+inline constexpr uint64_t kMostSegments = (uint64_t{1} << kSegmentBits) - 1;
+inline constexpr uint64_t kSmallestSegment = 8 << 10;
+// The most that is handed over and not yet used, of all ranks, once all have arrived: it stays in
+// cache.
+inline constexpr uint64_t kAhead = 2 << 20;
+// Larger results are written past the caches, which they would leave before they are read.
+inline constexpr uint64_t kStreamFrom = 16 << 20;
 Segments segments_of(uint64_t count, uint64_t element, uint32_t ranks, bool whole, uint64_t window);
 
 // shared.cc: buffers that all ranks can reach are reduced where they are, by the ranks that have

@@ -29,15 +29,9 @@
 namespace nostall::collective {
 namespace {
 
-constexpr uint64_t kSegmentBits = 24;
-static_assert(kMostSegments < uint64_t{1} << kSegmentBits);
-constexpr uint64_t kSmallestSegment = 8 << 10, kLargestSegment = 64 << 10;
+constexpr uint64_t kLargestSegment = 64 << 10;
 // Two ranks have a short pipeline to fill, and move their data between caches faster in long runs.
 constexpr uint64_t kLargestOfTwo = 512 << 10;
-// The most by which the first rank runs ahead once all have arrived: the window stays in cache.
-constexpr uint64_t kAhead = 2 << 20;
-// Larger results are written past the caches, which they would leave before they are read.
-constexpr uint64_t kStreamFrom = 16 << 20;
 
 // One rank's part in one chain.
 class Link {

@@ -24,14 +24,6 @@
 namespace nostall::collective {
 namespace {
 
-constexpr uint64_t kSegmentBits = 24;
-static_assert(kMostSegments < uint64_t{1} << kSegmentBits);
-// The most that is handed over and not yet copied, of all ranks, once all have arrived.
-constexpr uint64_t kAhead = 2 << 20;
-constexpr uint64_t kSmallestSegment = 8 << 10;
-// Larger results are written past the caches, which they would leave before they are read.
-constexpr uint64_t kStreamFrom = 16 << 20;
-
 // The bytes of a window that one rank has, in whole pairs of the smallest slots.
 uint64_t share_of(uint64_t window, uint32_t ranks) {
   return window / ranks / (2 * kMinSlot) * (2 * kMinSlot);

@@ -16,7 +16,6 @@ namespace {
 
 constexpr uint64_t kCountBits24 = 24;
 constexpr uint64_t kPieceBytes = 32 << 10;
-constexpr uint64_t kStreamFrom = 16 << 20;
 
 // Counts what happens in a step; needs no reset. Returns the count with this one.
 uint64_t bump(Word& word, uint64_t step) {
