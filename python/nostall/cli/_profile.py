@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.mpi:
         calls.mkdir(parents=True, exist_ok=True)
         words = mpi.command(
-            command, mpi.environment(mpi.library(), profile=str(calls), replace=False)
+            command, mpi.environment(mpi.library(command[0]), profile=str(calls), replace=False)
         )
     try:
         status = subprocess.call(words, env={**os.environ, trace.VARIABLE: str(home)})

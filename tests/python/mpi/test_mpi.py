@@ -480,4 +480,4 @@ def test_the_launcher_passes_the_variables_on() -> None:
     words = ["srun", "-n", "2", "./program"]
     assert mpi.command(words, {"A": "1"}) == ["env", "A=1", *words]
     with pytest.raises(UsageError, match="there is no program to run"):
-        mpi.run(argparse.Namespace(words=[], library=None))
+        mpi.run(argparse.Namespace(words=[], library=None, build=False, mpicxx=None))

