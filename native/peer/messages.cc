@@ -71,7 +71,7 @@ Delivery Exchange::Messenger::handle(std::span<const std::byte> bytes, uint64_t 
   const bool of_out = !asks && peer.out && peer.out->open(header);
   const bool of_in = !of_out && !answers && peer.in && peer.in->open(header);
   if (!of_out && !of_in) return refuse();
-  peer.heard = Clock::now();
+  peer.heard = time();
   switch (header.kind) {
     case Kind::welcome:
       if (peer.link == Link::lost) {
@@ -80,7 +80,7 @@ Delivery Exchange::Messenger::handle(std::span<const std::byte> bytes, uint64_t 
                                 std::to_string(header.from) + " again");
       }
       peer.link = Link::ready;
-      peer.moved = Clock::now();
+      peer.moved = time();
       publish_link(config_.node_of_rank[header.from]);
       notify_progress();
       heard_progress(header.from, header.progress);
@@ -126,7 +126,7 @@ bool Exchange::Messenger::reach(uint32_t rank) {
 
 void Exchange::Messenger::send_hello(uint32_t rank) noexcept try {
   Peer& peer = peers_.at(rank);
-  const Clock::time_point now = Clock::now();
+  const Clock::time_point now = time();
   if (peer.hello_at == Clock::time_point{}) {
     peer.since = peer.opened = now;
     peer.nonce = random_nonce();
@@ -182,7 +182,7 @@ void Exchange::Messenger::on_challenge(const Header& header) {
     ++count_.refused;
     return;
   }
-  peer.heard = Clock::now();
+  peer.heard = time();
   peer.out = std::move(session);
   Header reply;
   reply.kind = Kind::proof;
@@ -200,7 +200,7 @@ void Exchange::Messenger::on_proof(const Header& header) {
     return;
   }
   ++peer.accepted;
-  peer.heard = Clock::now();
+  peer.heard = time();
   peer.in = std::move(session);
   Header reply;
   reply.kind = Kind::welcome;
@@ -367,7 +367,7 @@ Delivery Exchange::Messenger::into_tier(const Header& header) {
 
 // The first access before which all that this node owns is there.
 uint64_t Exchange::Messenger::own_progress() {
-  const Clock::time_point now = Clock::now();
+  const Clock::time_point now = time();
   const auto settled = [&](plan::SampleId s) {
     const tier::State state = cache_->state(s);
     return state == tier::State::ready || state == tier::State::failed || !cache_->placed(s);
@@ -436,7 +436,7 @@ Delivery Exchange::Messenger::on_reply(const Header& header) {
               ++count_.fetched;
               count_.fetched_bytes += into.size();
               count_.fetch_nanoseconds +=
-                  static_cast<uint64_t>(std::chrono::nanoseconds(Clock::now() - p.begun).count());
+                  static_cast<uint64_t>(std::chrono::nanoseconds(time() - p.begun).count());
             }
             conclude(*p.group, p.index, good ? Outcome::here : Outcome::failed);
             if (arrived && !good) {

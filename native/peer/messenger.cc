@@ -139,7 +139,7 @@ Where Exchange::Messenger::where(uint64_t sample, uint32_t epoch) const noexcept
     }
     if (first < node.progress.load(std::memory_order_acquire)) return Where::there;
     // The node may have samples of an earlier job: wait for its first progress.
-    if (!node.heard.load(std::memory_order_acquire) && Clock::now() < begun_ + kMeet) {
+    if (!node.heard.load(std::memory_order_acquire) && time() < begun_ + kMeet) {
       return Where::awaited;
     }
   }
@@ -358,12 +358,12 @@ void Exchange::Messenger::run(std::stop_token stop) {
       any = run_commands();
       any = transport_->progress(*this) || any;
     });
-    if (Clock::now() >= next_tick_) guarded([this] { tick(); });
+    if (time() >= next_tick_) guarded([this] { tick(); });
     if (any) {
       idle = 0;
     } else if (++idle > kSpins) {
       message_cpu_ns_ = static_cast<uint64_t>(thread_cpu_ns());
-      const auto left = std::chrono::ceil<std::chrono::milliseconds>(next_tick_ - Clock::now());
+      const auto left = std::chrono::ceil<std::chrono::milliseconds>(next_tick_ - time());
       if (left.count() > 0) transport_->wait(left);
     }
   }
@@ -392,14 +392,14 @@ void Exchange::Messenger::finish_serving() {
       return p.second.in && !p.second.done && p.second.link != Link::lost;
     });
   };
-  const auto limit = Clock::now() + std::min<Clock::duration>(kLinger, config_.timeout);
-  while (asked() && Clock::now() < limit) {
+  const auto limit = time() + std::min<Clock::duration>(kLinger, config_.timeout);
+  while (asked() && time() < limit) {
     run_commands();
     if (!transport_->progress(*this)) transport_->wait(kTick);
   }
   send_to_all(Kind::leave);
-  const auto flushed = Clock::now() + kFlush;
-  while (Clock::now() < flushed) {
+  const auto flushed = time() + kFlush;
+  while (time() < flushed) {
     if (!transport_->progress(*this)) transport_->wait(std::chrono::milliseconds(1));
   }
 }
@@ -414,12 +414,12 @@ void Exchange::Messenger::leave() noexcept {
   for (auto& node : nodes_) node->alive = false;
   guarded([this] { end_waiting([](const Waiting&) { return true; }); });
   guarded([this] { run_commands(); });
-  const auto last = Clock::now() + std::chrono::seconds(2);
+  const auto last = time() + std::chrono::seconds(2);
   const auto receiving = [&] {
     return std::any_of(pending_.begin(), pending_.end(),
                        [](const auto& p) { return p.second.receiving; });
   };
-  while (receiving() && Clock::now() < last) guarded([this] { transport_->progress(*this); });
+  while (receiving() && time() < last) guarded([this] { transport_->progress(*this); });
   for (const auto& entry : std::exchange(pending_, {})) {
     const Pending& p = entry.second;
     if (p.receiving) guarded([&] { abandoned_.push_back(p.group); });
@@ -430,7 +430,7 @@ void Exchange::Messenger::leave() noexcept {
 
 // Deadlines, hellos that were lost, and notices of progress.
 void Exchange::Messenger::tick() {
-  const Clock::time_point now = Clock::now();
+  const Clock::time_point now = time();
   next_tick_ = now + kTick;
   std::vector<uint32_t> late;
   std::vector<uint64_t> endless;
@@ -501,7 +501,7 @@ bool Exchange::Messenger::wanted(uint32_t rank) const {
 
 void Exchange::Messenger::retry_hello(uint32_t rank) {
   Peer& peer = peers_.at(rank);
-  const Clock::time_point now = Clock::now();
+  const Clock::time_point now = time();
   if (now - peer.opened > kAttempt) {
     if (now - peer.heard > kAttempt) transport_->drop(rank);
     peer.opened = now;
@@ -533,16 +533,16 @@ void Exchange::Messenger::end_waiting(Chosen&& chosen) {
 std::function<void(bool)> Exchange::Messenger::watched(uint32_t rank,
                                                        std::function<void(bool)> done) {
   Peer& peer = peers_.at(rank);
-  if (peer.moving++ == 0) peer.moved = Clock::now();
+  if (peer.moving++ == 0) peer.moved = time();
   // Also if the transport throws, and never calls what it was given.
-  std::shared_ptr<Peer> moving(&peer, [losses = peer.losses](Peer* moved) {
+  std::shared_ptr<Peer> moving(&peer, [this, losses = peer.losses](Peer* moved) {
     if (moved->losses != losses) return;
     --moved->moving;
-    moved->moved = Clock::now();
+    moved->moved = time();
   });
   return [this, moving = std::move(moving), done = std::move(done)](bool ended_well) mutable {
     moving.reset();
-    if (done) guarded([&] { done(ended_well); });
+    guarded([&] { done(ended_well); });
   };
 }
 
@@ -558,9 +558,8 @@ void Exchange::Messenger::when_ready(uint32_t node, const FetchGroup* group,
     action(rank, true);
     return;
   }
-  peer.waiting.push_back({group, Clock::now() + config_.timeout,
+  peer.waiting.push_back({group, time() + config_.timeout,
                           [rank, action = std::move(action)](bool ready) { action(rank, ready); }});
-  if (peer.hello_at == Clock::time_point{}) send_hello(rank);
 }
 
 void Exchange::Messenger::lose(uint32_t rank, const std::string& why, bool warn, bool for_good) {
@@ -579,7 +578,7 @@ void Exchange::Messenger::lose(uint32_t rank, const std::string& why, bool warn,
   const uint32_t owner = config_.node_of_rank[rank];
   const std::optional<uint32_t> before = target_of(owner);
   peer.link = Link::lost;
-  peer.hello_at = peer.since = peer.opened = Clock::now();
+  peer.hello_at = peer.since = peer.opened = time();
   peer.nonce = random_nonce();
   publish_link(owner);
   const std::optional<uint32_t> target = target_of(owner);
@@ -623,7 +622,7 @@ void Exchange::Messenger::ask(const std::shared_ptr<FetchGroup>& group, size_t i
       return;
     }
     const uint64_t id = next_request_++;
-    const Clock::time_point now = Clock::now();
+    const Clock::time_point now = time();
     Header header;
     header.kind = Kind::fetch;
     header.to = rank;

@@ -82,6 +82,9 @@ class Exchange::Messenger final : public Receiver {
     bool receiving = false;
   };
 
+  // Also while the transport ends.
+  Clock::time_point time() const noexcept { return transport_ ? transport_->now() : Clock::now(); }
+
   // What only the message thread calls.
   void run(std::stop_token stop);
   bool run_commands();
@@ -160,7 +163,7 @@ class Exchange::Messenger final : public Receiver {
   std::vector<std::unique_ptr<Node>> nodes_;
   std::vector<plan::SampleId> owned_;  // by this node, by first access
 
-  const Clock::time_point begun_ = Clock::now();
+  const Clock::time_point begun_ = time();
 
   // Of the message thread alone.
   std::map<uint32_t, Peer> peers_;

@@ -1,8 +1,8 @@
 // peer/transport.h - messages between ranks: the only interface between nostall and UCX.
 //
 // A transport has no thread of its own. One thread at a time calls it; messages are delivered inside
-// progress(). wake() alone may be called from any thread. A message is a fixed header and a payload
-// that is neither copied on its way out nor, where the network can, on its way in.
+// progress(). wake() and now() alone may be called from any thread. A message is a fixed header and a
+// payload that is neither copied on its way out nor, where the network can, on its way in.
 #pragma once
 
 #include <chrono>
@@ -51,6 +51,10 @@ class Transport {
   // Sleeps until there is something to do, wake() or the timeout.
   virtual void wait(std::chrono::milliseconds timeout) = 0;
   virtual void wake() noexcept = 0;
+  // What deadlines are compared with: a test can let time pass.
+  virtual std::chrono::steady_clock::time_point now() const noexcept {
+    return std::chrono::steady_clock::now();
+  }
 };
 
 struct TransportOptions {

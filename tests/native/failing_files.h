@@ -23,6 +23,9 @@ class FailingFiles : public FileSystem {
   int reserve(int fd, uint64_t size) override {
     return fails("reserve") ? refused("reserve") : FileSystem::reserve(fd, size);
   }
+  int allocate(int fd, uint64_t offset, uint64_t size) override {
+    return fails("allocate") ? refused("allocate") : FileSystem::allocate(fd, offset, size);
+  }
   int truncate(int fd, uint64_t size) override {
     return fails("truncate") ? refused("truncate") : FileSystem::truncate(fd, size);
   }

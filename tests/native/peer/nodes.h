@@ -42,8 +42,10 @@ class Nodes : public testing::Test {
 
   plan::Ownership ownership(uint32_t nodes) const { return ownership_of(kSamples, nodes); }
 
-  std::shared_ptr<tier::NodeCache> cache_of(uint32_t node, tier::TierKind kind) {
-    return cache_below(root_ / ("node" + std::to_string(node)), "peer test", kind, sizes_, &files_);
+  std::shared_ptr<tier::NodeCache> cache_of(uint32_t node, tier::TierKind kind,
+                                            const std::set<uint64_t>& unplaced = {}) {
+    return cache_below(root_ / ("node" + std::to_string(node)), "peer test", kind, sizes_, &files_,
+                       unplaced);
   }
 
   void put(tier::NodeCache& cache, uint64_t sample) const {

@@ -3,6 +3,7 @@
 
 #include <filesystem>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -22,19 +23,21 @@ inline plan::Ownership ownership_of(uint64_t samples, uint32_t nodes) {
   return o;
 }
 
-// One tier below `directory`, with room for all samples.
+// One tier below `directory`, with room for all samples but those without a place.
 inline std::shared_ptr<tier::NodeCache> cache_below(const std::filesystem::path& directory,
                                                     const std::string& job, tier::TierKind kind,
                                                     const std::vector<uint64_t>& sizes,
-                                                    FileSystem* files = nullptr) {
+                                                    FileSystem* files = nullptr,
+                                                    const std::set<uint64_t>& unplaced = {}) {
   std::filesystem::create_directories(directory / "shm");
   plan::Placement placement;
   placement.fill.resize(1);
   uint64_t at = 0;
-  for (const uint64_t size : sizes) {
-    placement.tier.push_back(0);
-    placement.offset.push_back(at);
-    at += size + tier::record_overhead(kind);
+  for (uint64_t s = 0; s < sizes.size(); ++s) {
+    const bool placed = !unplaced.contains(s);
+    placement.tier.push_back(placed ? 0 : plan::kNoTier);
+    placement.offset.push_back(placed ? at : 0);
+    if (placed) at += sizes[s] + tier::record_overhead(kind);
   }
   placement.used = {at};
   tier::NodeCacheConfig c;
