@@ -98,7 +98,7 @@ class Beside : public testing::TestWithParam<tier::TierKind> {
   static uint64_t run(Loader& loader, uint64_t batches) {
     uint64_t bytes = 0;
     for (uint64_t b = 0; b < batches; ++b) {
-      const auto batch = loader.next(10s);
+      const auto batch = loader.next(60s);
       if (!batch) throw std::runtime_error("no batch");
       bytes += batch->origins[size_t(Origin::source)].bytes;
       for (size_t i = 0; i < batch->samples.size(); ++i) {
@@ -140,7 +140,7 @@ TEST_P(Beside, ABadNeighbourHurtsNobodyElse) {
   Loader loader(config);
   EXPECT_LE(run(loader, kSamples / 16 - 1), (kSamples - 1) * kBytes);
   try {
-    loader.next(10s);
+    loader.next(60s);
     FAIL() << "the bad sample was handed out";
   } catch (const Error& error) {
     EXPECT_NE(std::string(error.what()).find("broken on command"), std::string::npos)

@@ -101,7 +101,7 @@ class Content : public testing::TestWithParam<Way> {
   // The next batches, each sample compared with its first content.
   static void take(Loader& loader, uint64_t batches) {
     for (uint64_t b = 0; b < batches; ++b) {
-      const auto batch = loader.next(10s);
+      const auto batch = loader.next(60s);
       ASSERT_NE(batch, nullptr);
       for (size_t i = 0; i < batch->samples.size(); ++i) {
         const std::byte* at = batch->buffer->data() + i * kBytes;
@@ -170,7 +170,7 @@ TEST_P(Content, AnotherContentOfTheSourceDoesNotReachTheFileTier) {
   Loader loader(std::move(config));
   uint64_t replaced = 0;
   for (uint64_t b = 0; b < kSamples / kBatch; ++b) {
-    const auto batch = loader.next(10s);
+    const auto batch = loader.next(60s);
     ASSERT_NE(batch, nullptr);
     replaced += batch->substitutions.size();
   }

@@ -308,7 +308,7 @@ TEST(LoaderWithPeers, SamplesGoToTheirOwnersAfterASeekToo) {
   for (const uint32_t begin : {0u, 1u, 2u, 1u, 3u, 0u}) {
     loader.seek({begin, 0});
     for (uint32_t e = begin; e < 4; ++e) {
-      const auto batch = loader.next(20s);
+      const auto batch = loader.next(60s);
       ASSERT_NE(batch, nullptr);
       ASSERT_EQ(batch->position, (Position{e, 0}));
       const std::vector<plan::SampleId> planned = plan::rank_epoch(config.job, e, 0).samples;
