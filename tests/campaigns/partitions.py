@@ -39,6 +39,7 @@ SECONDS = 150.0
 
 HEALED = 30.0
 CLOSE = 0.05
+FEW = 60  # of which one is less than CLOSE
 TIME_LIMIT = 2.0
 GAP = TIME_LIMIT + 10
 FILES = 96
@@ -166,10 +167,23 @@ class Rank:
 
     def share(self, begin: float) -> float | None:
         """Of what it has read since then, the part from the source; None if it has read nothing."""
-        since = [said for said in self.said if said[0] >= begin]
-        if len(since) < 2 or since[-1][1] == since[0][1]:
-            return None
-        return (since[-1][2] - since[0][2]) / (since[-1][1] - since[0][1])
+        return part([said for said in self.said if said[0] >= begin])
+
+    def recent(self, seconds: float) -> float | None:
+        """The same of the last seconds, and of as many before that there are FEW samples."""
+        begin = time.monotonic() - seconds
+        since: list[tuple[float, int, int, int, int]] = []
+        for said in reversed(self.said):
+            if said[0] < begin and since and since[0][1] - said[1] > FEW:
+                break
+            since.append(said)
+        return part(since[::-1])
+
+
+def part(said: list[tuple[float, int, int, int, int]]) -> float | None:
+    if len(said) < 2 or said[-1][1] == said[0][1]:
+        return None
+    return (said[-1][2] - said[0][2]) / (said[-1][1] - said[0][1])
 
 
 class Job:
@@ -260,7 +274,7 @@ class Job:
         while time.monotonic() < end:
             if why := self.ended():
                 return why
-            shares = [rank.share(time.monotonic() - 3) for rank in self.ranks]
+            shares = [rank.recent(3) for rank in self.ranks]
             late = [rank for rank in self.ranks if not rank.said or rank.said[-1][4] < 2]
             if not late and all(share is not None and share < CLOSE for share in shares):
                 return ""
@@ -289,7 +303,7 @@ class Job:
 
 def one(job: Job, kind: str, node: int, seconds: float) -> tuple[str, float, float]:
     """What is wrong, the seconds until all was as before, and the greatest share in between."""
-    before = [rank.share(time.monotonic() - 3) for rank in job.ranks]
+    before = [rank.recent(3) for rank in job.ranks]
     begun = time.monotonic()
     with job.fault(kind, node):
         time.sleep(seconds)
@@ -300,7 +314,7 @@ def one(job: Job, kind: str, node: int, seconds: float) -> tuple[str, float, flo
             return why, 0, most
         now = time.monotonic()
         if now > healed + 2:
-            shares = [rank.share(now - 2) for rank in job.ranks]
+            shares = [rank.recent(2) for rank in job.ranks]
             back = all(
                 share is not None and share <= (old or 0.0) + CLOSE
                 for share, old in zip(shares, before, strict=True)

@@ -102,12 +102,12 @@ def test_samples_travel_between_hosts(hosts: list[list[str]], tmp_path: Path, sh
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("hosts", ["32mbit"], indirect=True)
+@pytest.mark.parametrize("hosts", ["16mbit"], indirect=True)
 def test_traffic_moves_to_peers_while_the_source_is_slow_and_back(
     hosts: list[list[str]], tmp_path: Path
 ) -> None:
-    """Links of 4 MB/s beside a source of 60 MB/s: the source is the better origin, until it is slowed
-    tenfold."""
+    """Links of 2 MB/s beside a source of 60 MB/s: the source is the better origin, until it is slowed
+    to 1.5 MB/s. Peers are left for one that is eight times as fast: it is, on a busy machine too."""
     if reason := missing():
         pytest.skip(f"slow storage: {reason}")
     data = make_data(tmp_path / "data", 120)
@@ -132,7 +132,7 @@ def test_traffic_moves_to_peers_while_the_source_is_slow_and_back(
         )
         started = job.start()
         try:
-            storage.slow_down(10)
+            storage.slow_down(40)
             during = await_share(tmp_path, lambda share: share > 0.6)
             storage.slow_down(1)
             # How much comes from peers depends on how fast this machine lets the source be.
