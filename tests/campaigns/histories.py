@@ -25,7 +25,6 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -128,9 +127,6 @@ class Oracle:
 
 class Job:
     """The child's side: one rank or two, as threads."""
-
-    # Levels at which a save counts as acknowledged.
-    safe: tuple[str, ...] = ("fast", "durable")
 
     def __init__(self, orders: dict[str, Any], tell: int) -> None:
         self.orders, self.tell, self.ranks = orders, tell, orders["ranks"]
@@ -235,18 +231,15 @@ class Job:
             if self.ranks > 1:
                 self.barrier.wait(20)
             with contextlib.suppress(Error):
-                one = ckpt.save(self.state(value, rank), step, level=level)
+                one = ckpt.save({"value": value, "rank": rank}, step, level=level)
                 saved.append((value, one))
-                if rank == 0 and level in self.safe:
+                if rank == 0 and level != "memory":
                     self.say(acknowledged=value, id=one.id)
         with contextlib.suppress(Error):
             ckpt.close()
         for value, one in saved:
-            if rank == 0 and one.level in self.safe:
+            if rank == 0 and one.level != "memory":
                 self.say(acknowledged=value, id=one.id)
-
-    def state(self, value: int, rank: int) -> dict[str, Any]:
-        return {"value": value, "rank": rank}
 
     def _tell_found(self, rank: int, what: str, found: Any) -> None:
         if found is not None and found.state["rank"] != rank:
@@ -257,15 +250,6 @@ class Job:
 
 class History:
     """One history, and what it finds."""
-
-    job: type[Job] = Job
-    # What may fail during a save.
-    faults: Sequence[tuple[str, ...]] = (
-        ("fast",),
-        ("durable",),
-        ("fast", "durable"),
-        ("room",),
-    )
 
     def __init__(self, seed: str, home: Path, counts: Counter[str]) -> None:
         self.random = random.Random(seed)
@@ -293,7 +277,7 @@ class History:
         if oracle.sure and rand.random() < 0.4:
             back_to = oracle.saves[rand.choice(sorted(oracle.sure))].step
             self.counts["restores of a step"] += 1
-        levels = [*(tier for tier in self.tiers if tier in self.job.safe), "memory"]
+        levels = [*self.tiers, "memory"]
         saves = []
         step = self.step if back_to is None else back_to
         for _ in range(rand.randint(0, SAVES)):
@@ -302,7 +286,7 @@ class History:
                 0,
                 step + 10 if kind < 0.8 else step if kind < 0.9 else step - 10 * rand.randint(1, 4),
             )
-            full = rand.choice(self.faults)
+            full = rand.choice([("fast",), ("durable",), ("fast", "durable"), ("room",)])
             self.value += 1
             saves.append(
                 (self.value, step, rand.choice(levels), full if rand.random() < 0.15 else ())
@@ -327,7 +311,7 @@ class History:
             logging.disable()
             status = 1
             try:
-                self.job(orders, tell).run()
+                Job(orders, tell).run()
                 status = 0
             except BaseException as error:
                 with contextlib.suppress(OSError):

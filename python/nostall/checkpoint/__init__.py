@@ -9,8 +9,7 @@ ckpt.save(state, step)
 
 # _checkpointer   `save` and `restore`, as the training calls them
 # _background     the two threads: one writes snapshots, one drains
-# _store          one store of checkpoints, and the commit of a manifest
-# _files, _objects, _upload   where its files lie: a directory; an object store
+# _store          one directory of checkpoints, and the commit of a manifest
 # _nodes          the same where each node has a fast directory of its own
 # _tree, _format  a state as a tree of named arrays; the content of the files
 # _window, _device         saves that return before the copy; tensors on an accelerator

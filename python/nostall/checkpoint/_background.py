@@ -18,7 +18,7 @@ from typing import Literal
 from nostall import _native
 from nostall.checkpoint._cleaner import Cleaner
 from nostall.checkpoint._drain import copy_all, read_back
-from nostall.checkpoint._files import Copy, Pacing, UnreachableError
+from nostall.checkpoint._files import Copy, Pacing
 from nostall.checkpoint._format import Manifest, Part
 from nostall.checkpoint._nodes import Nodes
 from nostall.checkpoint._saved import Drain, Job, Level, Saved, Settings
@@ -261,14 +261,14 @@ class BackgroundWriter:
             except Exception as error:
                 job.failed = f"a copy from the device failed: {_words(error)}"
             job.arriving = job.leaves = None
-        # A snapshot goes to directories alone: uploads are from the fast one.
-        stores = [s for s in (self.fast, self.durable) if s is not None and s.is_directory]
-        for store in stores:
+        for store in (self.fast, self.durable):
+            if store is None:
+                continue
             reason = self._write(store, job)
             if reason:
                 then = (
                     f"; writing to {self.durable.root} directly"
-                    if store is self.fast and self.durable in stores and self.durable is not None
+                    if store is self.fast and self.durable is not None
                     else ""
                 )
                 self._say(
@@ -468,17 +468,12 @@ class BackgroundWriter:
                 drain.saved._miss("durable")
             self._retain()
             return
-        alone, there, whole = drain.alone or manifest.world_size == 1, None, False
-        try:
-            there = durable.find(manifest.step, manifest.id)
-            whole = there is not None and durable.has_all(there)
-        except UnreachableError:
-            if alone:
-                raise  # else other ranks wait for this one's word
-        if alone and not whole:
-            self._drain_alone(drain)
-        elif not whole:
-            self._drain_together(drain, damaged=there is not None)
+        there = durable.find(manifest.step, manifest.id)
+        if there is None or not durable.has_all(there):
+            if drain.alone or manifest.world_size == 1:
+                self._drain_alone(drain)
+            else:
+                self._drain_together(drain, damaged=there is not None)
         if drain.saved is not None:
             drain.saved._reach("durable")
         self._retain()
@@ -552,11 +547,9 @@ class BackgroundWriter:
             try:
                 if node == nodes.node:
                     self._copy_here(drain, part, name)
-                elif self.durable.is_directory:
+                else:
                     target = self.durable.directory(drain.manifest.step) / name
                     nodes.fetch(drain.manifest.step, part, node, target, self._pace(drain))
-                else:
-                    self._fetch_and_copy(drain, part, name, node)
                 return
             except StoppedError:
                 raise
@@ -564,20 +557,6 @@ class BackgroundWriter:
                 problems.append(f"node {node}: {error}")
                 _log.warning("a copy of %s cannot be drained: %s", part.name, problems[-1])
         raise IoError("; ".join(problems))
-
-    def _fetch_and_copy(self, drain: Drain, part: Part, name: str, node: int) -> None:
-        """Uploads a part of another node, by way of this one's fast directory."""
-        nodes, step = self.nodes, drain.manifest.step
-        assert nodes is not None and self.fast is not None
-        self.fast.prepare(step)
-        path = self.fast.directory(step) / part.name
-        own = path.exists()  # and damaged
-        try:
-            nodes.fetch(step, part, node, path, self._pace(drain))
-            self._copy_here(drain, part, name)
-        finally:
-            if not own:
-                self.fast.discard(step, part.name)
 
     def _pace(self, drain: Drain) -> Callable[[int], None]:
         """Called with the bytes received so far: waits to keep the rate."""
@@ -634,11 +613,8 @@ class BackgroundWriter:
         newer = [m for m in waiting.values() if m.order > manifest.order]
         if not newer:
             return ""
-        try:
-            known = self._cleaner.complete(self.durable) | waiting | {manifest.id: manifest}
-            if manifest.id in self._cleaner.staying(known):
-                return ""
-        except UnreachableError:  # other ranks wait for this one
+        known = self._cleaner.complete(self.durable) | waiting | {manifest.id: manifest}
+        if manifest.id in self._cleaner.staying(known):
             return ""
         newest = max(newer, key=lambda m: m.order).step
         return f"step {newest} is complete already and step {manifest.step} need not be kept"

@@ -61,9 +61,7 @@ class Checkpointer:
 
     Args:
         fast: a directory on fast storage (NVMe, /dev/shm), seen by all ranks or each node's own.
-        durable: a directory on durable storage, seen by all ranks, or a URL on an object store
-            (``s3://bucket/run1``, gs://, az://), which needs `fast` too. Else one of both may be left
-            out.
+        durable: a directory on durable storage, seen by all ranks. One of both may be left out.
         keep: how many checkpoints stay, or a `Keep`.
         every: only multiples of this step are saved; for others `save` returns None at once.
         level: what `save` waits for: ``"memory"`` (the copy), ``"fast"``, ``"durable"``.
@@ -104,7 +102,11 @@ class Checkpointer:
         options: CheckpointOptions | None = None,
         **rare: Unpack[CheckpointArguments],
     ) -> None:
-        _check_places(fast, durable)
+        if fast is None and durable is None:
+            raise UsageError("a checkpointer needs fast=, durable= or both")
+        roots = [os.path.realpath(root) for root in (fast, durable) if root is not None]
+        if len(roots) > len(set(roots)):
+            raise UsageError(f"fast and durable are the same directory, {roots[0]}")
         chosen = self._options = with_arguments(options, rare)
         self.level: Level = checked("checkpoint.level", level)
         self._check_level(self.level, fast is not None, durable is not None)
@@ -168,7 +170,7 @@ class Checkpointer:
         names = self._options.on_signal
         return {
             "fast": "a directory" if self.fast else None,
-            "durable": self.durable and self.durable.sort,
+            "durable": "a directory" if self.durable else None,
             "every": self.every,
             "replicated": self.replicated,
             "partner": partner,
@@ -595,25 +597,6 @@ class Checkpointer:
             if kind is None:
                 raise
             _log.error("%s", error)
-
-
-def _check_places(
-    fast: str | os.PathLike[str] | None, durable: str | os.PathLike[str] | None
-) -> None:
-    """Raises UsageError for places of checkpoints that cannot work together."""
-    if fast is None and durable is None:
-        raise UsageError("a checkpointer needs fast=, durable= or both")
-    if fast is not None and "://" in os.fspath(fast):
-        raise UsageError(f"fast={fast} is no directory: an object store is for durable=")
-    if durable is not None and "://" in os.fspath(durable):
-        if fast is None:
-            raise UsageError(
-                f"durable={durable} needs fast=, a directory from which checkpoints are uploaded"
-            )
-        return
-    roots = [os.path.realpath(root) for root in (fast, durable) if root is not None]
-    if len(roots) > len(set(roots)):
-        raise UsageError(f"fast and durable are the same directory, {roots[0]}")
 
 
 def _shut(

@@ -11,7 +11,7 @@ from nostall.checkpoint._format import Manifest
 from nostall.checkpoint._landing import Landing
 from nostall.checkpoint._lineage import Ranges, checked
 from nostall.checkpoint._nodes import Held, Nodes, holdings, together
-from nostall.checkpoint._restore import Choice, Restored, View, in_order, on_branch, read_part, view
+from nostall.checkpoint._restore import Choice, Restored, in_order, on_branch, read_part, view
 from nostall.checkpoint._store import Store
 from nostall.errors import CorruptionError, Error, UsageError
 from nostall.job._world import AllGather
@@ -84,26 +84,17 @@ class Search:
 
     def _choices(self, step: int | None) -> tuple[list[Choice], list[str]]:
         own = self._nodes.store if self._nodes is not None else None
-        found, away = View([], [], None), ""
-        try:
-            found = view([s for s in self._stores if s is not own], step)
-        except UnreachableError as error:
-            if self._world_size == 1:
-                raise
-            away = str(error)
+        found = view([s for s in self._stores if s is not own], step)
         self._top = found.top
         if self._world_size == 1:
             return found.choices, found.problems
         leads = self._nodes is not None and self._nodes.leader
         mine = {
-            "away": away,
             "choices": found.choices,
             "tops": [found.top, view([own], step).top if own is not None and leads else None],
             "held": holdings(own) if own is not None and leads else [],
         }
         views = [json.loads(v) for v in self._allgather(json.dumps(mine).encode())]
-        if aways := [f"rank {rank}: {v['away']}" for rank, v in enumerate(views) if v["away"]]:
-            raise UnreachableError("; ".join(aways))
         tops = [(int(t[0]), checked(t[1])) for v in views for t in v["tops"] if t is not None]
         self._top = max(tops, default=None)
         common = set.intersection(*({tuple(c[:3]) for c in v["choices"]} for v in views))

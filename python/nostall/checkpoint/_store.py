@@ -33,7 +33,6 @@ from nostall.checkpoint._files import (
 )
 from nostall.checkpoint._format import Branch, Manifest, Part
 from nostall.checkpoint._lineage import is_past
-from nostall.checkpoint._objects import ObjectFiles
 from nostall.errors import CorruptionError, Error, IoError, PeerError, UsageError
 
 _MANIFEST = "manifest.json"
@@ -69,10 +68,10 @@ class Entry:
 
 
 class Store:
-    """Checkpoints in a directory or below a URL; `kind` ("fast", "durable") is for messages."""
+    """A directory of checkpoints; `kind` ("fast", "durable") is for messages."""
 
     def __init__(self, root: str | os.PathLike[str], kind: str) -> None:
-        self.files = files_at(os.fspath(root))
+        self.files: Files = DirectoryFiles(root)
         self.kind = kind
         # Manifests change one at a time: one thread publishes, another one removes.
         self._changing = threading.RLock()
@@ -82,16 +81,6 @@ class Store:
         return f"Store({str(self.root)!r}, {self.kind!r})"
 
     # ------------------------------------------------------------------ looking
-
-    @property
-    def sort(self) -> str:
-        """What it is."""
-        return "a directory" if self.is_directory else "an object store"
-
-    @property
-    def is_directory(self) -> bool:
-        """Whether files are written to it by their paths."""
-        return isinstance(self.root, Path)
 
     @property
     def root(self) -> Place:
@@ -519,11 +508,6 @@ class Store:
             return str(json.loads(self.files.read(manifest.step, _aborted(manifest))[0]))
         except (OSError, ValueError):
             return None
-
-
-def files_at(root: str) -> Files:
-    """What keeps the files at a path or a URL."""
-    return ObjectFiles(root) if "://" in root else DirectoryFiles(root)
 
 
 def _word(manifest: Manifest, rank: int) -> str:

@@ -42,10 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     dry = action("restore-dry-run", "read what a restore would read, and print what it finds")
     for parser_ in (ls, verify, rm, dry, branch):
         parser_.add_argument(
-            "directories",
-            nargs="+",
-            help="directories: the fast one first, then the durable one, which may be a URL "
-            "(s3://bucket/run1)",
+            "directories", nargs="+", help="directories: the fast one first, then the durable one"
         )
     for parser_ in (ls, verify, dry):
         parser_.add_argument("--step", type=int, help="only this one")
@@ -58,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     dry.add_argument("--rank", type=int, default=0)
     drain = action("drain", "copy complete checkpoints from the fast directory to the durable one")
     drain.add_argument("fast")
-    drain.add_argument("durable", help="a directory, or a URL (s3://bucket/run1)")
+    drain.add_argument("durable")
     drain.add_argument("--rate", help='bytes per second, such as "200MB"; no limit if not given')
     drain.add_argument("--keep", type=int, default=5, help="how many of the newest")
 
@@ -68,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.action == "drain":
         return _drain(arguments)
     for directory in arguments.directories:
-        if "://" not in directory and not Path(directory).is_dir():
+        if not Path(directory).is_dir():
             raise UsageError(f"{directory} is not a directory")
     kinds = ["fast", "durable"] if len(arguments.directories) > 1 else ["durable"]
     stores = [

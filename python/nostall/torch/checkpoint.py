@@ -80,7 +80,7 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
     def __init__(
         self, root: str | os.PathLike[str], *, keep: int | Keep = 5, threads: int = 2
     ) -> None:
-        self._store = _directory(root)
+        self._store = Store(root, "durable")
         self._keep = keep if isinstance(keep, Keep) else Keep(keep)
         self._snapshot = _native.Snapshot(threads)
         self._streams: dict[Any, Any] = {}  # of copies, by device
@@ -224,7 +224,7 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
         id: str | None = None,
         threads: int = 4,
     ) -> None:
-        self._store = _directory(root)
+        self._store = Store(root, "durable")
         self._threads = threads
         self._id = id
         self.step = step
@@ -398,16 +398,6 @@ def _left_of(
             yield first, last
 
 
-def _directory(root: str | os.PathLike[str]) -> Store:
-    store = Store(root, "durable")
-    if not store.is_directory:
-        raise UsageError(
-            f"{store.root}: torch.distributed.checkpoint is saved to a directory here; "
-            "nostall.Checkpointer saves to object stores"
-        )
-    return store
-
-
 def candidates(store: Store, step: int | None = None) -> list[Manifest]:
     """Complete checkpoints of torch.distributed.checkpoint, best first: of the current branch, or of
     all if a step is asked for."""
@@ -432,7 +422,7 @@ def load(state: dict[str, Any], root: str | os.PathLike[str], **options: Any) ->
             up: `StorageReader` loads such a one by its step.
         UsageError: the ranks find different checkpoints, as in directories that are not shared.
     """
-    store = _directory(root)
+    store = Store(root, "durable")
     mine: list[tuple[int, str]] = []
     failure = ""
     try:
