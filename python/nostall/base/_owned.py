@@ -22,9 +22,7 @@ def open_directory(path: Path) -> Iterator[int]:
         UsageError: it cannot be made, is a symlink, belongs to another user, or others may write to it.
     """
     try:
-        path.mkdir(mode=0o700, parents=True)
-    except FileExistsError:
-        pass
+        make(path)
     except OSError as error:
         raise UsageError(f"{path} cannot be made: {error.strerror}") from error
     try:
@@ -49,6 +47,34 @@ def open_directory(path: Path) -> Iterator[int]:
         os.close(fd)
 
 
+def make(path: Path) -> None:
+    """Makes the directory and those above it that are not there, all of mode 0700.
+
+    Raises:
+        OSError: one cannot be made.
+    """
+    for folder in (*reversed(path.parents), path):
+        if not folder.exists():
+            with contextlib.suppress(FileExistsError):  # another process was first
+                folder.mkdir(mode=0o700)
+
+
+def check_above(path: Path) -> None:
+    """Refuses a path of which another user could exchange a part.
+
+    Raises:
+        UsageError: a directory above it belongs to another user, or others may rename what is in it.
+    """
+    for folder in {*path.absolute().parents, *path.resolve().parents}:
+        found = folder.stat()
+        shared = found.st_mode & _OTHERS_MAY_WRITE and not found.st_mode & stat.S_ISVTX
+        if found.st_uid not in (0, os.geteuid()) or shared:
+            raise UsageError(
+                f"{path} is not used: another user may exchange what is in {folder} (user "
+                f"{found.st_uid}, mode {stat.S_IMODE(found.st_mode):o})"
+            )
+
+
 def read(name: str | Path, directory: int | None = None) -> bytes:
     """The bytes of a regular file of this user that only this user can read.
 
@@ -71,8 +97,11 @@ def read(name: str | Path, directory: int | None = None) -> bytes:
         return file.read()
 
 
-def write(name: str, data: bytes, directory: int) -> None:
-    """Replaces the file of that name, or makes it, in one step, with mode 0600."""
+def write(name: str, data: bytes, directory: int, *, sync: bool = False) -> None:
+    """Replaces the file of that name, or makes it, in one step, with mode 0600.
+
+    With `sync` a file that is there after a power cut is whole.
+    """
     partial = f".{name}.{secrets.token_hex(4)}"
     fd = os.open(
         partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=directory
@@ -80,6 +109,9 @@ def write(name: str, data: bytes, directory: int) -> None:
     try:
         with open(fd, "wb") as file:
             file.write(data)
+            if sync:
+                file.flush()
+                os.fsync(fd)
         os.rename(partial, name, src_dir_fd=directory, dst_dir_fd=directory)
     except BaseException:
         with contextlib.suppress(OSError):

@@ -80,10 +80,39 @@ def find_mpicxx(launcher: str | None = None) -> str | None:
     """The compiler of the launcher's MPI, which lies beside it; else the first in PATH."""
     if launcher and is_launcher(launcher) and (found := shutil.which(launcher)):
         suffix = Path(launcher).name.partition(".")[2]
-        for name in (f"mpicxx.{suffix}", "mpicxx"):
-            if there := shutil.which(name, path=str(Path(found).parent)):
-                return there
+        # Of MPICH's launcher, which Debian installs beside Open MPI's.
+        suffix = "mpich" if suffix == "hydra" else suffix
+        for folder in dict.fromkeys((Path(found).parent, Path(found).resolve().parent)):
+            for name in (f"mpicxx.{suffix}", "mpicxx"):
+                if there := shutil.which(name, path=str(folder)):
+                    return there
     return shutil.which("mpicxx")
+
+
+def family(version: str) -> str | None:
+    """The MPI that what a launcher prints for --version belongs to, if it is one of the two."""
+    if re.search(r"open[- ]?mpi|open-?rte|prte", version, re.IGNORECASE):
+        return "Open MPI"
+    return "MPICH" if re.search(r"hydra|mpich", version, re.IGNORECASE) else None
+
+
+def check_of(mpi: Mpi, launcher: str) -> None:
+    """Refuses a library of another MPI than the launcher's, whose handles the program would not know.
+
+    Raises:
+        UsageError: they are of different MPIs.
+    """
+    if not is_launcher(launcher) or not shutil.which(launcher):
+        return
+    other = family(_call([launcher, "--version"], 60).stdout)
+    open_mpi = mpi.name.startswith("Open MPI")
+    if (other == "MPICH" and open_mpi) or (
+        other == "Open MPI" and mpi.name.startswith(("MPICH", "MVAPICH", "Intel"))
+    ):
+        raise UsageError(
+            f"{launcher} is of {other}, but {mpi.mpicxx} is of {mpi.name}: pass --mpicxx with the "
+            "compiler of the same MPI"
+        )
 
 
 def _call(command: list[str], seconds: float) -> subprocess.CompletedProcess[str]:
@@ -113,7 +142,8 @@ def _compiled(command: list[str]) -> str:
     if done.returncode:
         lines = [*done.stderr.splitlines(), *done.stdout.splitlines()]
         told = [line for line in lines if line.strip()] or [f"exit status {done.returncode}"]
-        first = next((line for line in told if "error" in line), told[0])
+        words = [line for line in told if re.search(r"[A-Za-z]", line)] or told
+        first = next((line for line in words if "error" in line), words[0])
         raise UsageError(
             f"{command[0]} cannot compile libnostall_mpi.so: {first.strip()} (it needs a C++20 "
             "compiler and the MPI's headers; Debian: apt-get install g++ libopenmpi-dev, or "
@@ -206,13 +236,14 @@ def built(mpi: Mpi) -> Path | None:
     if not folder.exists():
         return None
     with owned.open_directory(folder) as directory:
+        owned.check_above(folder)
         try:
             found = os.stat(mpi.file, dir_fd=directory, follow_symlinks=False)
         except FileNotFoundError:
             return None
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
         raise UsageError(f"{folder / mpi.file} is no plain file of user {os.geteuid()}: remove it")
-    return folder / mpi.file
+    return folder / mpi.file if found.st_size else None
 
 
 def _compile(mpi: Mpi, folder: Path) -> bytes:
@@ -282,7 +313,7 @@ def build(mpi: Mpi) -> Path:
         return path
     folder = cache()
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        owned.make(folder)
         with (
             owned.open_directory(folder) as directory,
             _lock(f".{mpi.file}.lock", directory, str(folder / mpi.file)),
@@ -297,7 +328,7 @@ def build(mpi: Mpi) -> Path:
             )
             with tempfile.TemporaryDirectory(prefix="nostall-mpi-") as work:
                 library = _compile(mpi, Path(work))
-            owned.write(mpi.file, library, directory)
+            owned.write(mpi.file, library, directory, sync=True)
     except OSError as error:
         raise IoError(
             f"{folder} cannot keep libnostall_mpi.so ({error.strerror}): set XDG_CACHE_HOME to a "

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,9 +29,20 @@ def library(launcher: str | None = None) -> Path:
         UsageError: there is no MPI to compile it for, or it cannot be compiled.
         IoError: it cannot be kept.
     """
-    if INSTALLED.exists():
-        return INSTALLED
-    return mpi_library.build(mpi_library.at_hand(launcher))
+    return INSTALLED if INSTALLED.exists() else built_for(launcher)
+
+
+def built_for(launcher: str | None, mpicxx: str | None = None) -> Path:
+    """The library compiled for the MPI of the launcher or of `mpicxx`, at first use.
+
+    Raises:
+        UsageError: there is no such MPI, the two are not of one MPI, or it cannot be compiled.
+        IoError: it cannot be kept.
+    """
+    mpi = mpi_library.at_hand(launcher, mpicxx)
+    if launcher:
+        mpi_library.check_of(mpi, launcher)
+    return mpi_library.build(mpi)
 
 
 def environment(
@@ -62,7 +72,7 @@ def command(words: list[str], variables: Mapping[str, str]) -> list[str]:
     version = subprocess.run(
         [words[0], "--version"], capture_output=True, text=True, check=False
     ).stdout
-    if re.search(r"open[- ]?mpi|open-?rte|prte", version, re.IGNORECASE):
+    if mpi_library.family(version) == "Open MPI":
         options = [word for k, v in variables.items() for word in ("-x", f"{k}={v}")]
     else:
         options = [word for k, v in variables.items() for word in ("-genv", k, v)]
@@ -102,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("--library names a library that is built: leave out --build and --mpicxx")
     launcher = words[0] if words else None
     if arguments.build or arguments.mpicxx:
-        chosen = mpi_library.build(mpi_library.at_hand(launcher, arguments.mpicxx))
+        chosen = built_for(launcher, arguments.mpicxx)
         if not words:
             print(chosen)
             return 0

@@ -6,6 +6,7 @@ All but the last test have a shell script for a compiler.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,12 +19,14 @@ from mpis import launcher
 from nostall.cli import _mpi_library as mpi_library
 from nostall.cli import _run as mpi
 from nostall.cli import main
+from nostall.errors import UsageError
 from nostall.observe.report import _arrivals as arrivals
 
 # Writes down what it is called with; what it "links" is the line that linked it.
 COMPILER = r"""#!/bin/sh
 here=$(dirname "$0")
 case "$*" in
+  --version) cat "$here/version" 2>/dev/null; exit ;;
   -show) echo "g++ -I/opt/mpi/include -L/opt/mpi/lib -lmpi"; exit ;;
   *-dM*) cat "$here/macros"; exit ;;
 esac
@@ -219,6 +222,77 @@ def test_a_library_that_others_could_have_put_there_is_not_loaded(
     path.symlink_to(tmp_path / "elsewhere.so")
     assert main(["run", "--", "mpirun", "./program"]) == 2
     assert "is no plain file of user" in capsys.readouterr().err
+
+
+def test_folders_above_the_library_are_this_users_alone(
+    compiler: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = os.umask(0o002)
+    try:
+        path = mpi.library()
+    finally:
+        os.umask(before)
+    for folder in (path.parent, path.parent.parent, tmp_path / "cache"):
+        assert folder.stat().st_mode & 0o777 == 0o700
+    (tmp_path / "cache").chmod(0o770)
+    capsys.readouterr()
+    assert main(["run", "--", "mpirun", "./program"]) == 2
+    told = (
+        f"another user may exchange what is in {tmp_path / 'cache'} (user {os.geteuid()}, mode 770)"
+    )
+    assert told in capsys.readouterr().err
+    (tmp_path / "cache").chmod(0o1777)  # as /tmp, where none removes what is another's
+    assert mpi.library() == path
+
+
+def test_a_library_that_is_cut_is_compiled_anew(compiler: Path) -> None:
+    path = mpi.library()
+    path.write_bytes(b"")
+    assert mpi.library() == path
+    assert path.stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("version", "macros", "told"),
+    [
+        (
+            "mpirun (Open MPI) 4.1.4",
+            MPICH,
+            "is of Open MPI, but {} is of MPICH 5.0.2: pass --mpicxx",
+        ),
+        (
+            "HYDRA build details:",
+            "#define OMPI_MAJOR_VERSION 5\n",
+            "is of MPICH, but {} is of Open MPI 5.0.0: pass --mpicxx",
+        ),
+        ("HYDRA build details:", MPICH, None),
+        ("mpirun (Open MPI) 5.0.0", "#define OMPI_MAJOR_VERSION 5\n", None),
+        ("something else", MPICH, None),
+    ],
+)
+def test_a_launcher_of_another_mpi_than_the_compiler_is_told(
+    compiler: Path, version: str, macros: str, told: str | None
+) -> None:
+    install(compiler / "mpirun")
+    (compiler / "version").write_text(version)
+    (compiler / "macros").write_text(macros)
+    if told is None:
+        assert mpi.library("mpirun").exists()
+        return
+    with pytest.raises(UsageError, match=re.escape(told.format(compiler / "mpicxx"))):
+        mpi.library("mpirun")
+    assert not (compiler / "calls").exists()
+
+
+def test_a_launcher_that_is_a_link_brings_the_compiler_beside_its_file(
+    compiler: Path, tmp_path: Path
+) -> None:
+    install(tmp_path / "opt" / "mpicxx.mpich")
+    shutil.copy(tmp_path / "opt" / "mpicxx.mpich", tmp_path / "opt" / "mpiexec.hydra")
+    (tmp_path / "links").mkdir()
+    link = tmp_path / "links" / "mpiexec.hydra"
+    link.symlink_to(tmp_path / "opt" / "mpiexec.hydra")
+    assert mpi_library.find_mpicxx(str(link)) == str(tmp_path / "opt" / "mpicxx.mpich")
 
 
 def test_a_path_that_ld_preload_cannot_carry_is_refused(
