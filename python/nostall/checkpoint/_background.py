@@ -18,7 +18,6 @@ from typing import Literal
 from nostall import _native
 from nostall.checkpoint._cleaner import Cleaner
 from nostall.checkpoint._drain import copy_all, read_back
-from nostall.checkpoint._files import Copy, Pacing
 from nostall.checkpoint._format import Manifest, Part
 from nostall.checkpoint._nodes import Nodes
 from nostall.checkpoint._saved import Drain, Job, Level, Saved, Settings
@@ -71,7 +70,7 @@ class BackgroundWriter:
         self._urgent = -1  # some thread waits for jobs up to this number
         self._urgent_drains: set[str] = set()
         self._writing: tuple[int, _native.SnapshotWrite] | None = None
-        self._copying: tuple[str, Copy] | None = None
+        self._copying: tuple[str, _native.FileCopy] | None = None
         self._stopping = False
         self._threads: dict[str, threading.Thread] = {}
         self.write_seconds: float | None = None  # of the last snapshot, from file to fsync
@@ -302,7 +301,7 @@ class BackgroundWriter:
         if whole is None and manifest.replicated and self.rank != 0:
             return manifest  # it has no part there, and rank 0 may have retired what was complete
         if whole is None:
-            raise IoError(f"the checkpoint in {store.place(manifest.step)} is gone")
+            raise IoError(f"the checkpoint in {store.directory(manifest.step)} is gone")
         return whole
 
     def _write(self, store: Store, job: Job) -> str:
@@ -577,18 +576,21 @@ class BackgroundWriter:
 
     def _copy_here(self, drain: Drain, part: Part, name: str) -> None:
         assert self.fast is not None and self.durable is not None
-        step = drain.manifest.step
-        source = self.fast.directory(step) / part.name
+        source = self.fast.directory(drain.manifest.step) / part.name
+        target = self.durable.directory(drain.manifest.step) / name
         urgent = drain.manifest.id in self._urgent_drains
         priority = _PRIORITY["normal" if urgent else self.settings.priority]
-        pacing = Pacing(
+        copy = _native.FileCopy(
+            str(source),
+            str(target),
+            part.size,
+            list(part.crcs),
             rate=0 if urgent else self.settings.rate,
             priority=priority,
             gate=self.gate if not urgent else None,
             gate_patience=self._patience(part.size),
             considerate=self.settings.windows and not urgent,
         )
-        copy = self.durable.files.copy(source, step, name, part, pacing)
         with self._lock:
             self._copying = (drain.manifest.id, copy)
             if drain.manifest.id in self._urgent_drains:
@@ -601,7 +603,7 @@ class BackgroundWriter:
             with self._lock:
                 self._copying = None
         if self.settings.verify:
-            read_back(self.durable, step, part, name, priority)
+            read_back(target, part, priority)
 
     def _superseded(self, manifest: Manifest) -> str:
         """Why this checkpoint need not be drained, by the rule of retention; or ""."""

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from nostall.checkpoint._cleaner import begin_of_branch
-from nostall.checkpoint._files import io_errors
 from nostall.checkpoint._format import Manifest
 from nostall.checkpoint._lineage import Lineage, newest
 from nostall.checkpoint._nodes import Held, Nodes, holdings, together
 from nostall.checkpoint._retention import Keep, decide
-from nostall.checkpoint._store import Store
+from nostall.checkpoint._store import Store, io_errors
 from nostall.errors import Error, UsageError
 from nostall.job import _secret as secret
 from nostall.job._cluster import compare
@@ -120,7 +119,8 @@ def _begin(
             if leads_fast if store is fast else rank == 0:
                 store.own()
                 owned.append(store)
-                store.files.unmark()
+                for old in store.root.glob(".run-*"):
+                    old.unlink(missing_ok=True)
                 if store is not fast or nodes is None:
                     store.clean()
                 else:
@@ -195,7 +195,7 @@ def _meet(
         for store in stores:
             with io_errors("make the directory", store.root):
                 store.make()
-                store.files.mark(run)
+                (store.root / f".run-{run}").touch()
     notes = gather(note)
     for other, theirs in enumerate(notes):
         compare(0, notes[0]["alike"], other, theirs["alike"])
@@ -212,7 +212,7 @@ def _groups_of(
     with _noting(note):
         for s in (fast, durable):
             if s is not None:
-                note[s.kind] = s.files.marked(met.tokens)
+                note[s.kind] = [r for r, t in enumerate(met.tokens) if _marker(s, t).exists()]
     seen = gather(note)
     everybody = list(range(world_size))
     if durable is not None:
@@ -253,6 +253,10 @@ def _noting(note: dict[str, Any]) -> Iterator[None]:
         yield
     except (Error, OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
         note["error"] = str(error)
+
+
+def _marker(store: Store, token: str) -> Any:
+    return store.root / f".run-{token}"
 
 
 def _groups(seen: Sequence[Sequence[int]]) -> list[list[int]]:

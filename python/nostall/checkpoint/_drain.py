@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 
 from nostall import _native
-from nostall.checkpoint._files import UnknownOutcomeError
 from nostall.checkpoint._format import Manifest, Part
 from nostall.checkpoint._store import Store, part_name
 from nostall.errors import IoError, StoppedError
@@ -36,7 +36,7 @@ def copy_all(
         for part in manifest.parts:
             copy(part, names[part.name])
         durable.publish(dataclasses.replace(manifest, parts=copies))
-    except (StoppedError, UnknownOutcomeError):
+    except StoppedError:
         raise
     except Exception:
         now = durable.find(manifest.step, manifest.id)
@@ -48,12 +48,12 @@ def copy_all(
         durable.discard(manifest.step, name)
 
 
-def read_back(durable: Store, step: int, part: Part, name: str, priority: _native.Priority) -> None:
+def read_back(path: Path, part: Part, priority: _native.Priority) -> None:
     """Reads a copy back and compares it with the checksums of its part.
 
     Raises:
         IoError: blocks of it are damaged.
     """
-    copy = dataclasses.replace(part, name=name)
-    if bad := durable.files.check(step, copy, threads=1, priority=priority):
-        raise IoError(f"{durable.place(step) / name} reads back with {len(bad)} damaged blocks")
+    bad = _native.check_file(str(path), part.size, list(part.crcs), threads=1, priority=priority)
+    if bad:
+        raise IoError(f"{path} reads back with {len(bad)} damaged blocks")

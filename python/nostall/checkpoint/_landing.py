@@ -19,7 +19,6 @@ import numpy as np
 from nostall import _native
 from nostall.base._streams import awaited, on_stream
 from nostall.checkpoint._device import follow, pinned, side_of
-from nostall.checkpoint._files import CheckedPart
 from nostall.checkpoint._format import header_bytes, parse
 from nostall.checkpoint._restore import check_fit, fits, is_array
 from nostall.checkpoint._tree import Stored, decode
@@ -50,7 +49,7 @@ class Head(NamedTuple):
 
 
 def read_head(
-    file: CheckedPart, blocks: int, threads: int, progress: _native.Progress
+    file: _native.CheckedFile, blocks: int, threads: int, progress: _native.Progress
 ) -> tuple[Head | None, list[int]]:
     """Reads what tells of the rest, to `file.data`; damaged blocks, if there are any.
 
@@ -66,7 +65,7 @@ def read_head(
 
 
 def read_rest(
-    file: CheckedPart,
+    file: _native.CheckedFile,
     head: int,
     blocks: int,
     threads: int,
@@ -113,7 +112,7 @@ class Landing:
         self._own = _own(torch, into) if found else None
 
     def read(
-        self, file: CheckedPart, blocks: int, threads: int, progress: _native.Progress
+        self, file: _native.CheckedFile, blocks: int, threads: int, progress: _native.Progress
     ) -> tuple[Any, list[int]]:
         """The state in the file, of arrays in `file.data` and on devices, and its damaged blocks.
 
@@ -227,7 +226,7 @@ def await_end(side: Any) -> None:
 
 def _send(
     slabs: _Slabs,
-    file: CheckedPart,
+    file: _native.CheckedFile,
     head: int,
     blocks: int,
     ways: Sequence[Way],

@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nostall import _native
-from nostall.checkpoint._files import rename, sync_directory
 from nostall.checkpoint._format import Manifest, Part
-from nostall.checkpoint._store import LARGEST_STEP, Store
+from nostall.checkpoint._store import LARGEST_STEP, Store, rename, sync_directory
 from nostall.errors import CorruptionError, Error, IoError, PeerError
 from nostall.job._stream import Listener, Stream, connect
 
@@ -66,7 +65,7 @@ def holdings(store: Store) -> list[dict[str, Any]]:
     """What a node has: manifests, and the sizes of files; plain values, for an allgather."""
     found = []
     for step in store.steps():
-        files = store.part_sizes(step)
+        files = store.files(step)
         texts = [e.manifest.to_bytes().decode() for e in store.saves(step) if e.manifest]
         found.append({"step": step, "manifests": texts, "files": files})
     return found
@@ -212,8 +211,7 @@ class Nodes:
 
     def _hear_put(self, question: dict[str, Any], stream: Stream) -> None:
         step, part = _checked(question["step"]), Part.from_dict(question["part"])
-        self.store.prepare(step)
-        path = self.store.directory(step) / part.name
+        path = self.store.prepare(step) / part.name
         status = os.statvfs(path.parent)
         if status.f_bavail * status.f_frsize < part.size:
             raise IoError(f"{self.store.root} has no room for a partner's {part.size} bytes")

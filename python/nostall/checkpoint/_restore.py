@@ -142,11 +142,11 @@ def read_part(
     part = manifest.part_of(rank)
     if part is None:
         raise UsageError(f"step {manifest.step} in {store.root} has no part of rank {rank}")
-    path = store.place(manifest.step) / part.name
+    path = store.directory(manifest.step) / part.name
     counter = _native.Progress()
     began, threads, blocks = time.perf_counter(), max(4, threads), len(part.crcs)
     with _Reporter(progress, counter, part.size):
-        file = store.files.open(manifest.step, part)
+        file = _native.CheckedFile(str(path), part.size, list(part.crcs))
         if landing is not None:
             state, damaged = landing.read(file, blocks, threads, counter)
         elif not (damaged := file.read(0, blocks, threads, counter)):

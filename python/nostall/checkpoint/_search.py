@@ -6,7 +6,6 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 
-from nostall.checkpoint._files import UnreachableError
 from nostall.checkpoint._format import Manifest
 from nostall.checkpoint._landing import Landing
 from nostall.checkpoint._lineage import Ranges, checked
@@ -125,12 +124,12 @@ class Search:
     def _try(
         self, store: Store, step: int, id: str, progress: Progress
     ) -> tuple[Restored | None, str]:
-        restored, problem, away = None, "", False
+        restored, problem = None, ""
         held = self._held.get(id) if self._nodes and store is self._nodes.store else None
         try:
             manifest = held.manifest if held is not None else _manifest(store, step, id)
         except (Error, OSError) as error:
-            manifest, problem, away = None, str(error), isinstance(error, UnreachableError)
+            manifest, problem = None, str(error)
         if manifest is not None:
             self._check_world(manifest, store)
             if held is not None and manifest.replicated:
@@ -142,18 +141,12 @@ class Search:
                 else:
                     restored = self._read(store, manifest, progress)
             except (Error, OSError) as error:
-                problem, away = str(error), isinstance(error, UnreachableError)
+                problem = str(error)
         if self._world_size > 1:
-            note = json.dumps([problem, away]).encode()
-            notes = [json.loads(n) for n in self._allgather(note)]
-            failed = [f"rank {rank}: {words}" for rank, (words, _) in enumerate(notes) if words]
-            problem, away = "; ".join(failed), any(away for _, away in notes)
+            notes = [n.decode() for n in self._allgather(problem.encode())]
+            failed = [f"rank {rank}: {note}" for rank, note in enumerate(notes) if note]
             if failed:
-                restored = None
-        if away:  # an older one would be restored while this one is whole
-            raise UnreachableError(problem)
-        if problem:
-            return None, problem
+                return None, "; ".join(failed)
         leads = held is not None and self._nodes is not None and self._nodes.leader
         if held is not None and leads and store.find(step, id) is None:
             # A node that is new has its ranks' parts now.
@@ -184,8 +177,7 @@ class Search:
             return
         for node in nodes.nearest_first(holders):
             try:
-                nodes.store.prepare(manifest.step)
-                path = nodes.store.directory(manifest.step) / part.name
+                path = nodes.store.prepare(manifest.step) / part.name
                 nodes.fetch(manifest.step, part, node, path)
                 return
             except (Error, OSError) as error:
@@ -203,8 +195,7 @@ class Search:
         for node in nodes.nearest_first(sorted(holders)):
             try:
                 if node != nodes.node:
-                    nodes.store.prepare(manifest.step)
-                    path = nodes.store.directory(manifest.step) / part.name
+                    path = nodes.store.prepare(manifest.step) / part.name
                     nodes.fetch(manifest.step, part, node, path)
                 return self._read(nodes.store, manifest, progress)
             except (Error, OSError) as error:

@@ -1,10 +1,10 @@
-"""One store of checkpoints: what is complete, what is rubbish, and the commit between them.
+"""One directory of checkpoints: what is complete, what is rubbish, and the commit between them.
 
 ``<root>/step-000000000120/manifest.json`` makes the files that it names a checkpoint; it appears by
 one rename, after all of them are on their device, and it is the first thing to go when a checkpoint
 is removed. Names of parts carry the id of their save, so that saving a step again leaves the old
-checkpoint untouched until the rename. Where the files lie, and how each of them is written, is in
-`_files.py`; docs/formats/checkpoint.md lists all in order.
+checkpoint untouched until the rename. Every step of this is an ordinary call of the operating system
+(docs/formats/checkpoint.md lists them in order).
 """
 
 from __future__ import annotations
@@ -17,24 +17,17 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nostall.checkpoint._files import (
-    DirectoryFiles,
-    Files,
-    Place,
-    UnknownOutcomeError,
-    UnreachableError,
-    Version,
-    io_errors,
-)
+from nostall import _native
 from nostall.checkpoint._format import Branch, Manifest, Part
 from nostall.checkpoint._lineage import is_past
 from nostall.errors import CorruptionError, Error, IoError, PeerError, UsageError
 
+_STEP = re.compile(r"step-(\d{12})")
 _MANIFEST = "manifest.json"
 _BRANCH = "branch.json"
 _SEQUENCE = ".sequence"
@@ -56,23 +49,106 @@ _log = logging.getLogger("nostall")
 class Entry:
     """A checkpoint that was complete once: its manifest, or what is wrong with it.
 
-    `name` is that of the manifest in `path`, and `version` its state when it was read.
+    `name` is that of the manifest in the directory `path`.
     """
 
     step: int
-    path: Place
+    path: Path
     manifest: Manifest | None
     damage: str = ""
     name: str = _MANIFEST
-    version: Version = None
+
+
+@contextlib.contextmanager
+def io_errors(doing: str, path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turns what the operating system says into an IoError with the path."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, IoError):
+            raise
+        failed = IoError(f"cannot {doing} {os.fspath(path)}: {error.strerror or error}")
+        failed.errno = error.errno
+        raise failed from error
+
+
+def sync_directory(path: Path) -> None:
+    """Makes the names in a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def make_directory(path: Path) -> None:
+    """A directory whose name, and those of the parents that it needs, are durable."""
+    missing = []
+    while not path.is_dir():
+        missing.append(path)
+        path = path.parent
+    for directory in reversed(missing):
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir()
+        try:
+            sync_directory(directory.parent)
+        except PermissionError:  # a parent that others may enter and not list
+            os.sync()
+
+
+def rename(old: Path, new: Path) -> None:
+    """A rename; over NFS one that worked may be repeated, and is then reported as failed."""
+    before = os.stat(old)
+    try:
+        os.rename(old, new)
+    except FileNotFoundError:
+        with contextlib.suppress(FileNotFoundError):
+            after = os.stat(new)
+            if (after.st_dev, after.st_ino) == (before.st_dev, before.st_ino):
+                return
+        raise
+
+
+def _write_durably(path: Path, data: bytes) -> None:
+    """The file is there with all its bytes, or as it was before."""
+    partial = path.with_name(path.name + ".partial")
+    fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        left = memoryview(data)
+        while left:
+            left = left[os.write(fd, left) :]
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    rename(partial, path)
+    sync_directory(path.parent)
+
+
+def _unlink(paths: Iterable[Path]) -> None:
+    """Removes files, all that can be.
+
+    Raises:
+        OSError: the first that one of them gave.
+    """
+    failed: OSError | None = None
+    for path in paths:
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            failed = failed or error
+    if failed is not None:
+        raise failed
 
 
 class Store:
     """A directory of checkpoints; `kind` ("fast", "durable") is for messages."""
 
     def __init__(self, root: str | os.PathLike[str], kind: str) -> None:
-        self.files: Files = DirectoryFiles(root)
+        self.root = Path(os.path.abspath(root))
         self.kind = kind
+        self._lock: _native.DirectoryLock | None = None
         # Manifests change one at a time: one thread publishes, another one removes.
         self._changing = threading.RLock()
         self._in_use: set[int] = set()  # steps whose directory is about to get parts
@@ -82,25 +158,19 @@ class Store:
 
     # ------------------------------------------------------------------ looking
 
-    @property
-    def root(self) -> Place:
-        """Where it lies."""
-        return self.files.root
-
-    def place(self, step: int) -> Place:
-        """Where a step's files lie."""
-        return self.files.place(step)
-
     def directory(self, step: int) -> Path:
-        """The same of a store that is a directory."""
-        place = self.files.place(step)
-        if not isinstance(place, Path):
-            raise UsageError(f"{self.root} is no directory")
-        return place
+        """Where a step's files lie."""
+        return self.root / f"step-{step:012d}"
 
     def steps(self) -> list[int]:
         """Steps with a directory, complete or not, in order."""
-        return self.files.steps()
+        with io_errors("list the checkpoints in", self.root):
+            try:
+                names = os.listdir(self.root)
+            except FileNotFoundError:
+                return []
+        found = (_STEP.fullmatch(name) for name in names)
+        return sorted(int(match[1]) for match in found if match)
 
     def entry(self, step: int) -> Entry | None:
         """The newest checkpoint of a step; None if none is complete, or it is being removed."""
@@ -108,13 +178,11 @@ class Store:
 
     def read(self, step: int, name: str) -> Entry | None:
         """What the manifest of that name says."""
-        path = self.place(step)
+        path = self.directory(step)
         try:
-            data, version = self.files.read(step, name)
-        except FileNotFoundError:
+            data = (path / name).read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
             return None
-        except UnreachableError:
-            raise
         except OSError as error:
             problem = f"{path / name} cannot be read: {error.strerror}"
             return Entry(step, path, None, problem, name)
@@ -123,12 +191,12 @@ class Store:
             if manifest.step != step:
                 raise CorruptionError(f"{path / name} is of step {manifest.step}")
         except CorruptionError as error:
-            return Entry(step, path, None, str(error), name, version)
-        return Entry(step, path, manifest, "", name, version)
+            return Entry(step, path, None, str(error), name)
+        return Entry(step, path, manifest, "", name)
 
     def saves(self, step: int) -> list[Entry]:
         """All checkpoints of a step, the newest first: others are of branches that were given up."""
-        names = [name for name in self.files.names(step) if name.startswith("manifest-")]
+        names = [name for name in self._names(step) if name.startswith("manifest-")]
         aside = [name for name in names if _OURS.fullmatch(name) and name.endswith(".json")]
         found: dict[str, Entry] = {}
         for name in (_MANIFEST, *sorted(aside)):
@@ -136,6 +204,14 @@ class Store:
             if entry is not None:
                 found.setdefault(entry.manifest.id if entry.manifest else name, entry)
         return list(found.values())
+
+    def _names(self, step: int) -> list[str]:
+        try:
+            return sorted(os.listdir(self.directory(step)))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError:  # the manifest's own reading says why
+            return []
 
     def find(self, step: int, id: str) -> Manifest | None:
         """The manifest of one save, if it is complete."""
@@ -163,20 +239,16 @@ class Store:
         path = self.root / _BRANCH
         with io_errors("read", path):
             try:
-                data, _ = self.files.read(None, _BRANCH)
-            except FileNotFoundError:
+                data = path.read_bytes()
+            except (FileNotFoundError, NotADirectoryError):
                 return None
         return Branch.from_bytes(data, str(path))
 
     def seen(self) -> int:
         """The highest number of a save, of a branch's begin, or noted by a job; 0 if there is none."""
         numbers = [0, *(m.sequence for m in self.manifests())]
-        try:
-            numbers.append(int(self.files.read(None, _SEQUENCE)[0]))
-        except UnreachableError:
-            raise
-        except (OSError, ValueError):
-            pass
+        with contextlib.suppress(OSError, ValueError):
+            numbers.append(int((self.root / _SEQUENCE).read_bytes()))
         with contextlib.suppress(CorruptionError):
             branch = self.branch()
             numbers.append(branch.sequence if branch is not None else 0)
@@ -184,18 +256,20 @@ class Store:
 
     def has(self, step: int, part: Part) -> bool:
         """Whether a part of that name and size is there."""
-        return self.files.sizes(step, [part.name])[part.name] == part.size
+        try:
+            return (self.directory(step) / part.name).stat().st_size == part.size
+        except OSError:
+            return False
 
     def has_all(self, manifest: Manifest) -> bool:
         """Whether all its parts are there, by name and size."""
-        found = self.files.sizes(manifest.step, [part.name for part in manifest.parts])
-        return all(found[part.name] == part.size for part in manifest.parts)
+        return all(self.has(manifest.step, part) for part in manifest.parts)
 
-    def part_sizes(self, step: int) -> dict[str, int]:
+    def files(self, step: int) -> dict[str, int]:
         """Names and sizes of a step's parts, whether a manifest names them or not."""
-        names = [name for name in self.files.names(step) if name.endswith(".safetensors")]
-        found = self.files.sizes(step, names)
-        return {name: size for name, size in found.items() if isinstance(size, int)}
+        with contextlib.suppress(OSError), os.scandir(self.directory(step)) as found:
+            return {f.name: f.stat().st_size for f in found if f.name.endswith(".safetensors")}
+        return {}
 
     def lacks(self, manifest: Manifest) -> bool:
         """Whether this save certainly is no checkpoint here: no manifest of it has its name."""
@@ -207,13 +281,14 @@ class Store:
 
         Of a checkpoint that is spread over nodes, any part may be elsewhere.
         """
-        sizes = self.files.sizes(manifest.step, [part.name for part in manifest.parts])
         for part in manifest.parts:
-            path, size = self.place(manifest.step) / part.name, sizes[part.name]
-            if isinstance(size, OSError):
-                if manifest.spread and isinstance(size, FileNotFoundError):
+            path = self.directory(manifest.step) / part.name
+            try:
+                size = path.stat().st_size
+            except OSError as error:
+                if manifest.spread and isinstance(error, FileNotFoundError):
                     continue
-                return f"{path}: {size.strerror}"
+                return f"{path}: {error.strerror}"
             if size != part.size:
                 return f"{path} has {size} bytes, its manifest says {part.size}"
         return ""
@@ -222,7 +297,8 @@ class Store:
 
     def make(self) -> None:
         """Makes the directory, durably."""
-        self.files.make()
+        with io_errors("make the directory", self.root):
+            make_directory(self.root)
 
     def own(self) -> None:
         """Makes the directory, and takes it for this job.
@@ -231,16 +307,37 @@ class Store:
             UsageError: another living process has it.
         """
         self.make()
-        self.files.own()
+        with io_errors("lock", self.root / ".lock"):
+            lock = _native.DirectoryLock(str(self.root / ".lock"))
+        got = lock.acquire()
+        if got == _native.Locked.elsewhere:
+            raise UsageError(
+                f"{self.root} is used by another running job's checkpointer: give every job a "
+                "directory of its own"
+            )
+        if got == _native.Locked.unsupported:
+            _log.warning(
+                "the file system of %s has no locks: nothing keeps another job from using it at the "
+                "same time",
+                self.root,
+            )
+        if got == _native.Locked.failed:
+            with io_errors("lock", self.root / ".lock"):
+                raise OSError(lock.error_number, os.strerror(lock.error_number))
+        self._lock = lock
         try:
             self.branch()
         except CorruptionError as error:
             _log.warning("%s; what was saved last counts as the newest", error)
-            self.files.put_aside(_BRANCH, f"{_BRANCH}.damaged")
+            damaged = self.root / f"{_BRANCH}.damaged"
+            with io_errors("put aside", damaged):
+                rename(self.root / _BRANCH, damaged)
 
     def disown(self) -> None:
         """Lets other jobs have it."""
-        self.files.disown()
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
     def clean(self) -> list[str]:
         """Removes files of ours that no manifest names; their paths.
@@ -248,7 +345,6 @@ class Store:
         What else lies in a step's directory is the user's and stays.
         """
         removed = []
-        self.files.abort_uploads(lambda name: _OURS.fullmatch(name) is not None)
         for step in self.steps():
             entries = self.saves(step)
             if any(entry.manifest is None for entry in entries):
@@ -257,27 +353,31 @@ class Store:
             for entry in entries:
                 assert entry.manifest is not None
                 keep |= {part.name for part in entry.manifest.parts}
-            rubbish = [n for n in self.files.names(step) if n not in keep and _OURS.fullmatch(n)]
+            rubbish = [n for n in self._names(step) if n not in keep and _OURS.fullmatch(n)]
             try:
-                self.files.unlink(step, rubbish)
+                _unlink(self.directory(step) / name for name in rubbish)
             except OSError as error:
-                _log.warning("what an earlier job left in %s stays: %s", self.place(step), error)
-            removed += [str(self.place(step) / name) for name in rubbish]
+                _log.warning(
+                    "what an earlier job left in %s stays: %s", self.directory(step), error
+                )
+            removed += [str(self.directory(step) / name) for name in rubbish]
             if not entries:
-                self.files.leave_step(step)
+                with contextlib.suppress(OSError):  # the user's files are in it
+                    os.rmdir(self.directory(step))
         return removed
 
     # ------------------------------------------------------------------ changing
 
-    def prepare(self, step: int) -> Place:
-        """The place for a step's parts, durably there."""
-        place = self.place(step)
-        with io_errors("make the directory", place):
+    def prepare(self, step: int) -> Path:
+        """The directory for a step's parts, durably there."""
+        directory = self.directory(step)
+        with io_errors("make the directory", directory):
             with self._changing:
                 self._in_use.add(step)
-                self.files.make_step(step)
-            self.files.sync(None)
-        return place
+                with contextlib.suppress(FileExistsError):
+                    directory.mkdir()
+            sync_directory(self.root)
+        return directory
 
     def publish(self, manifest: Manifest) -> None:
         """Makes the checkpoint complete; its parts are on their device already.
@@ -285,80 +385,77 @@ class Store:
         An earlier save of the step goes, unless it is of a branch that was given up: that one stays
         under a name of its own, so that the training can go back to it.
         """
-        step, files, data = manifest.step, self.files, manifest.to_bytes()
-        with self._changing, io_errors("complete the checkpoint in", self.place(step)):
-            self._in_use.discard(step)
-            files.check_owned()
-            before = self.entry(step)
-            files.sync(step)
+        directory = self.directory(manifest.step)
+        with self._changing, io_errors("complete the checkpoint in", directory):
+            self._in_use.discard(manifest.step)
+            before = self.entry(manifest.step)
+            sync_directory(directory)
             there = before.manifest if before is not None else None
-            if there is not None and there.id != manifest.id and manifest.order < there.order:
-                files.write(step, _aside(manifest.id), data)  # a drain that comes late
-                files.check_owned()
+            if there is None or there.id == manifest.id:
+                _write_durably(directory / _MANIFEST, manifest.to_bytes())
                 return
-            goes = there if there is not None and there.id != manifest.id else None
-            if goes and not is_past(goes.sequence, manifest.sequence, manifest.abandoned):
-                files.write(step, _aside(goes.id), goes.to_bytes())
-                goes = None
-            files.replace(step, _MANIFEST, data, before.version if before is not None else None)
-            # A job that has taken the store since may have removed the parts first.
-            files.check_owned()
-            if goes is not None:
+            if manifest.order < there.order:  # a drain that comes late
+                _write_durably(directory / _aside(manifest.id), manifest.to_bytes())
+                return
+            stays = not is_past(there.sequence, manifest.sequence, manifest.abandoned)
+            if stays:
+                _write_durably(directory / _aside(there.id), there.to_bytes())
+            _write_durably(directory / _MANIFEST, manifest.to_bytes())
+            if not stays:
                 named = {part.name for part in manifest.parts}
-                files.unlink(step, [p.name for p in goes.parts if p.name not in named])
+                _unlink(directory / p.name for p in there.parts if p.name not in named)
 
     def note_branch(self, branch: Branch) -> None:
         """Makes the begin of a branch durable."""
         with io_errors("note the branch in", self.root):
-            self.files.check_owned()
-            self.files.write(None, _BRANCH, branch.to_bytes())
+            _write_durably(self.root / _BRANCH, branch.to_bytes())
 
     def note_sequence(self, number: int) -> None:
         """Notes durably that a job numbers its saves from there."""
         with io_errors("note the numbers of this job's saves in", self.root):
-            self.files.write(None, _SEQUENCE, b"%d" % number)
+            _write_durably(self.root / _SEQUENCE, b"%d" % number)
 
     def remove(self, step: int, id: str) -> None:
         """One save: the manifest first, so that a checkpoint is never half there."""
-        files = self.files
-        with self._changing, io_errors("remove the checkpoint in", self.place(step)):
-            files.check_owned()
+        directory = self.directory(step)
+        with self._changing, io_errors("remove the checkpoint in", directory):
             entries = [e for e in self.saves(step) if e.manifest and e.manifest.id == id]
             parts = {p.name for e in entries if e.manifest for p in e.manifest.parts}
-            files.unlink(step, [entry.name for entry in entries])
+            _unlink(directory / entry.name for entry in entries)
             if entries:
-                files.unlink(step, [_aside(id)])
-                files.sync(step)
-            for name in files.names(step):
+                _unlink([directory / _aside(id)])
+                sync_directory(directory)
+            for name in self._names(step):
                 match = _OURS.fullmatch(name)
                 if match and match["id"] == id:
                     parts.add(name)
-            files.unlink(step, sorted(parts))
+            _unlink(directory / name for name in sorted(parts))
             self._leave(step)
 
     def _leave(self, step: int) -> None:
         """Removes a step's directory if nothing is in it, and nothing is about to be."""
-        with self._changing:
+        with self._changing, contextlib.suppress(OSError):
             if step not in self._in_use:
-                self.files.leave_step(step)
+                os.rmdir(self.directory(step))
 
     def remove_step(self, step: int) -> None:
         """All saves of a step, damaged ones too; a user's files stay."""
-        files = self.files
-        with io_errors("remove the checkpoint in", self.place(step)):
+        directory = self.directory(step)
+        with io_errors("remove the checkpoint in", directory):
             entries = self.saves(step)
             parts = {p.name for e in entries if e.manifest for p in e.manifest.parts}
-            files.unlink(step, [entry.name for entry in entries])
+            _unlink(directory / entry.name for entry in entries)
             if entries:
-                files.sync(step)
-            parts |= {name for name in files.names(step) if _OURS.fullmatch(name)}
-            files.unlink(step, sorted(parts))
+                sync_directory(directory)
+            parts |= {name for name in self._names(step) if _OURS.fullmatch(name)}
+            _unlink(directory / name for name in sorted(parts))
             self._leave(step)
 
     def discard(self, step: int, name: str) -> None:
         """Removes a part that no checkpoint will name, and the directory if nothing else is there."""
+        directory = self.directory(step)
         with contextlib.suppress(OSError):
-            self.files.unlink(step, [name])
+            os.unlink(directory / name)
         with self._changing:
             self._in_use.discard(step)
             self._leave(step)
@@ -398,17 +495,16 @@ class Store:
             assert mine is not None
             self.publish(dataclasses.replace(manifest, parts=(mine,)))
             return ""
+        directory = self.directory(manifest.step)
         left = False
         if mine is not None:
             note = {"failed": mine} if isinstance(mine, str) else mine.to_dict()
             try:
-                with io_errors("leave word in", self.place(manifest.step)):
-                    self.files.make_step(manifest.step)
-                    word = _word(manifest, rank)
-                    self.files.write(manifest.step, word, json.dumps(note).encode())
+                with io_errors("leave word in", directory):
+                    directory.mkdir(exist_ok=True)
+                    _write_durably(self._note(manifest, rank), json.dumps(note).encode())
                 left = True
             except IoError as error:
-                left = isinstance(error, UnknownOutcomeError)
                 return self._give_up(manifest, rank, str(error), left)
         deadline = time.monotonic() + timeout
         if rank == 0:
@@ -427,7 +523,7 @@ class Store:
             if stopped():
                 within = "before this job's end"
                 break
-            time.sleep(self.files.look_seconds)
+            time.sleep(0.02)
         reason = f"rank 0 did not complete step {manifest.step} in {self.root} {within}"
         return self._give_up(manifest, rank, reason, left)
 
@@ -437,18 +533,30 @@ class Store:
             return False
         if not left:
             return True
-        # Rank 0 takes all words first: a manifest beside one is of before, and lacks parts.
-        return not self.files.waits(manifest.step, _word(manifest, rank))
+        try:
+            # Rank 0 takes all words first: a manifest beside one is of before, and lacks parts. Opening
+            # the file looks on the server, also where a client caches names.
+            with self._note(manifest, rank).open():
+                return False
+        except FileNotFoundError:
+            return True
 
     def _give_up(self, manifest: Manifest, rank: int, reason: str, left: bool) -> str:
         """Takes a rank's word back; what rank 0 has taken by then stands."""
         if rank == 0:
             self.abort(manifest, reason)
             return reason
-        step, word, taken = manifest.step, _word(manifest, rank), _taken(manifest, rank)
-        with io_errors("take a word back from", self.place(step)):
-            if not self.files.withdraw(step, word, taken, left):
-                raise PeerError(f"{reason}; it may still, so rank {rank}'s part stays")
+        note, taken = self._note(manifest, rank), self._taken(manifest, rank)
+        with io_errors("take a word back from", note.parent):
+            try:
+                os.unlink(note)
+            except FileNotFoundError:
+                # Rank 0 has it, or over NFS the answer was lost: a word that was left is not there
+                # by itself. A listing is newer than what a client has cached of a single name.
+                if left or taken.name in self._names(manifest.step):
+                    raise PeerError(
+                        f"{reason}; it may still, so rank {rank}'s part stays"
+                    ) from None
         return reason
 
     def _gather(
@@ -465,9 +573,11 @@ class Store:
                 if rank in parts or reason:
                     continue
                 try:
-                    # One of both has the word from here on: rank 0, or the rank that gives up.
-                    names = _word(manifest, rank), _taken(manifest, rank)
-                    note: dict[str, Any] = json.loads(self.files.take(manifest.step, *names))
+                    # One of both has the word from here on: rank 0, or the rank that gives up. What is
+                    # taken already was so by a rename whose answer was lost.
+                    with contextlib.suppress(FileNotFoundError):
+                        os.rename(self._note(manifest, rank), self._taken(manifest, rank))
+                    note: dict[str, Any] = json.loads(self._taken(manifest, rank).read_bytes())
                     if "failed" in note:
                         reason = f"rank {rank}: {note['failed']}"
                     else:
@@ -482,44 +592,43 @@ class Store:
                     reason = "stopped"
                 elif time.monotonic() > deadline:
                     reason = f"ranks {late} did not finish their part in time"
-                time.sleep(self.files.look_seconds)
+                time.sleep(0.02)
         if reason:
-            self.abort(manifest, reason)
+            with contextlib.suppress(OSError):
+                _write_durably(self._abort(manifest), json.dumps(reason).encode())
             return reason
         try:
             self.publish(dataclasses.replace(manifest, parts=tuple(parts[r] for r in writers)))
         except (Error, OSError) as error:
-            if isinstance(error, UnknownOutcomeError) or not self.lacks(manifest):
+            if not self.lacks(manifest):
                 raise
             return self._give_up(manifest, 0, str(error), False)
         with contextlib.suppress(OSError):
-            self.files.unlink(manifest.step, [_taken(manifest, rank) for rank in writers])
+            for rank in writers:
+                os.unlink(self._taken(manifest, rank))
         return ""
 
     def abort(self, manifest: Manifest, reason: str) -> None:
         """Notifies ranks that go on with a checkpoint that it will not be completed."""
         with contextlib.suppress(OSError):
-            self.files.make_step(manifest.step)
-            self.files.write(manifest.step, _aborted(manifest), json.dumps(reason).encode())
+            self.directory(manifest.step).mkdir(exist_ok=True)
+            _write_durably(self._abort(manifest), json.dumps(reason).encode())
 
     def aborted(self, manifest: Manifest) -> str | None:
         """Why rank 0 gave this checkpoint up, if it did."""
         try:
-            return str(json.loads(self.files.read(manifest.step, _aborted(manifest))[0]))
+            return str(json.loads(self._abort(manifest).read_bytes()))
         except (OSError, ValueError):
             return None
 
+    def _note(self, manifest: Manifest, rank: int) -> Path:
+        return self.directory(manifest.step) / f"part-{rank:05d}.{manifest.id}.json"
 
-def _word(manifest: Manifest, rank: int) -> str:
-    return f"part-{rank:05d}.{manifest.id}.json"
+    def _taken(self, manifest: Manifest, rank: int) -> Path:
+        return self.directory(manifest.step) / f"taken-{rank:05d}.{manifest.id}.json"
 
-
-def _taken(manifest: Manifest, rank: int) -> str:
-    return f"taken-{rank:05d}.{manifest.id}.json"
-
-
-def _aborted(manifest: Manifest) -> str:
-    return f"aborted.{manifest.id}.json"
+    def _abort(self, manifest: Manifest) -> Path:
+        return self.directory(manifest.step) / f"aborted.{manifest.id}.json"
 
 
 def _aside(id: str) -> str:

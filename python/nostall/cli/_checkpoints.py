@@ -15,7 +15,6 @@ from nostall.base._options import checked
 from nostall.base._sizes import parse_size
 from nostall.checkpoint._begin import lineage_of, undrained
 from nostall.checkpoint._drain import copy_all, read_back
-from nostall.checkpoint._files import Pacing
 from nostall.checkpoint._format import Branch, Manifest, Part
 from nostall.checkpoint._lineage import Ranges, is_past
 from nostall.checkpoint._restore import describe, on_branch, read_part, view
@@ -139,7 +138,7 @@ def _check(store: Store, entry: Entry, manifest: Manifest) -> str:
         with _bar(f"step {manifest.step} rank {part.rank}") as advance:
             counter = _native.Progress()
             try:
-                bad = store.files.check(manifest.step, part, _THREADS, counter)
+                bad = _native.check_file(str(path), part.size, list(part.crcs), _THREADS, counter)
             except Error as error:
                 return str(error)
             advance(part.size, part.size)
@@ -249,16 +248,17 @@ def _outline(state: Any, name: str = "state", depth: int = 0) -> list[str]:
 
 def _drain(arguments: argparse.Namespace) -> int:
     fast, durable = Store(arguments.fast, "fast"), Store(arguments.durable, "durable")
-    if not Path(fast.root).is_dir():
+    if not fast.root.is_dir():
         raise UsageError(f"{fast.root} is not a directory")
     rate = 0
     if arguments.rate is not None:
         rate = parse_size(checked("checkpoint.rate", arguments.rate))
 
     def copy(manifest: Manifest, part: Part, name: str) -> None:
-        source, pacing = fast.directory(manifest.step) / part.name, Pacing(rate)
-        durable.files.copy(source, manifest.step, name, part, pacing).run()
-        read_back(durable, manifest.step, part, name, _native.Priority.normal)
+        source = fast.directory(manifest.step) / part.name
+        target = durable.directory(manifest.step) / name
+        _native.FileCopy(str(source), str(target), part.size, list(part.crcs), rate=rate).run()
+        read_back(target, part, _native.Priority.normal)
 
     fast.own()
     try:

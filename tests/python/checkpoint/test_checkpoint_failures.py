@@ -17,17 +17,16 @@ import pytest
 from test_checkpointer import World, ranked, steps_in
 
 import nostall
-import nostall.checkpoint._files
 import nostall.checkpoint._saved
+import nostall.checkpoint._store
 from nostall import _native
 from nostall.checkpoint._begin import undrained
 from nostall.checkpoint._cleaner import Cleaner
 from nostall.checkpoint._drain import copy_all, read_back
-from nostall.checkpoint._files import rename
 from nostall.checkpoint._format import Manifest, Part
 from nostall.checkpoint._retention import Keep
 from nostall.checkpoint._saved import Saved, Settings
-from nostall.checkpoint._store import Store
+from nostall.checkpoint._store import Store, rename
 from nostall.checkpoint._tree import Stored, decode
 from nostall.errors import CorruptionError, IoError, PeerError, StoppedError, UsageError
 
@@ -449,9 +448,7 @@ def test_a_rename_is_not_taken_for_one_that_was_repeated(
 
 def test_a_copy_that_reads_back_differently_is_told(tmp_path: Path) -> None:
     data = b"a part of a checkpoint"
-    store = Store(tmp_path, "durable")
-    store.prepare(1)
-    (store.directory(1) / "copy").write_bytes(data)
+    (tmp_path / "copy").write_bytes(data)
     for crc, bad in ((_native.crc32c(data), False), (_native.crc32c(b"other"), True)):
         part = Part(0, "copy", len(data), (crc,))
         with (
@@ -459,7 +456,7 @@ def test_a_copy_that_reads_back_differently_is_told(tmp_path: Path) -> None:
             if bad
             else (contextlib.nullcontext())
         ):
-            read_back(store, 1, part, part.name, _native.Priority.normal)
+            read_back(tmp_path / "copy", part, _native.Priority.normal)
 
 
 def test_a_checkpoint_that_goes_before_it_is_drained_is_told(tmp_path: Path) -> None:
@@ -614,7 +611,7 @@ def test_a_file_system_without_locks_is_named_and_used(
 
 def test_parents_of_a_new_root_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[Path] = []
-    sync = nostall.checkpoint._files.sync_directory
+    sync = nostall.checkpoint._store.sync_directory
 
     def note(path: Path) -> None:
         synced.append(path)
@@ -623,7 +620,7 @@ def test_parents_of_a_new_root_are_synced(tmp_path: Path, monkeypatch: pytest.Mo
         sync(path)
 
     everything: list[float] = []
-    monkeypatch.setattr(nostall.checkpoint._files, "sync_directory", note)
+    monkeypatch.setattr(nostall.checkpoint._store, "sync_directory", note)
     monkeypatch.setattr(os, "sync", lambda: everything.append(time.time()))
     Store(tmp_path / "a" / "b" / "c", "durable").make()
     assert synced == [tmp_path, tmp_path / "a", tmp_path / "a" / "b"] and len(everything) == 1

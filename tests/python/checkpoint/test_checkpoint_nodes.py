@@ -106,7 +106,7 @@ def test_with_a_partner_a_lost_node_loses_nothing(lost: int, tmp_path: Path) -> 
     for node in (0, 1):
         store = Store(tmp_path / f"node{node}", "fast")
         assert [e.step for e in store.entries()][-1] == 4
-        assert len(store.part_sizes(4)) == len(NODES)
+        assert len(store.files(4)) == len(NODES)
 
 
 @pytest.mark.multi
