@@ -1032,8 +1032,9 @@ def end(where: dict[str, Any]) -> int:
         if "pending" not in ending:
             for work in pending:
                 work.wait()
-    if ending in ("term", "_exit") or ending.startswith("peer killed"):
-        where["store"].add("here", 1)  # who dies so may take the others' last operation with it
+    if ending in ("term", "_exit") or "pending" in ending or ending.startswith("peer killed"):
+        # Who ends so, or in an operation, may take the one that others are still in with it.
+        where["store"].add("here", 1)
         while where["store"].add("here", 0) < size:
             time.sleep(0.001)
     if ending == "destroy":
