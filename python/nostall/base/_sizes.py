@@ -186,6 +186,8 @@ def warn_of_tiers(tiers: Sequence[TierSpec], limits: Sequence[Limit], dataset_by
         there = tier.path
         while not os.path.isdir(there):
             there = os.path.dirname(there)
+        if there == "/" != tier.path:  # such a tier is not used, which the core tells
+            continue
         disk = os.statvfs(there)
         size = disk.f_frsize * disk.f_blocks
         if there not in (tier.path, os.path.dirname(tier.path)):

@@ -13,6 +13,7 @@ from typing import Any
 from nostall import _native
 from nostall.base._options import checked
 from nostall.base._sizes import parse_size
+from nostall.base._words import counted
 from nostall.checkpoint._begin import lineage_of, undrained
 from nostall.checkpoint._drain import copy_all, read_back
 from nostall.checkpoint._format import Branch, Manifest, Part
@@ -274,7 +275,7 @@ def _drain(arguments: argparse.Namespace) -> int:
                 print(
                     f"step {entry.step}: other nodes have parts of it; the job's next start drains it"
                 )
-        print(f"{len(waiting)} checkpoints drained")
+        print(f"{counted(len(waiting), 'checkpoint')} drained")
     finally:
         durable.disown()
         fast.disown()

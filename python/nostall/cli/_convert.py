@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from nostall.base._words import counted
 from nostall.errors import UsageError
 from nostall.source._source import ImageFolder
 
@@ -63,8 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
     before = f", {result.resumed_at} of them by an earlier run" if result.resumed_at else ""
     print(
-        f"{result.path}: {result.samples} samples{before}, {result.total_bytes} bytes, read back "
-        "and compared"
+        f"{result.path}: {counted(result.samples, 'sample')}{before}, "
+        f"{counted(result.total_bytes, 'byte')}, read back and compared"
     )
     return 0
 

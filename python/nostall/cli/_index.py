@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from nostall import _native
+from nostall.base._words import counted
 from nostall.errors import IoError, UsageError
 from nostall.source import LMDB, TarShards, TFRecord
 from nostall.source._objects import is_url
@@ -72,9 +73,9 @@ def run(arguments: argparse.Namespace) -> int:
     seconds = time.perf_counter() - begun
     how = "held" if store.index_reused else f"made in {seconds:.2f} s"
     print(
-        f"{store.index_file or 'kept nowhere'}: {kind}, {len(store)} samples of "
-        f"{store.total_bytes} bytes in {len(store.storage.paths)} files, index of "
-        f"{store.index_bytes} bytes ({store.index_bytes / len(store):.1f} per sample), "
+        f"{store.index_file or 'kept nowhere'}: {kind}, {counted(len(store), 'sample')} of "
+        f"{counted(store.total_bytes, 'byte')} in {counted(len(store.storage.paths), 'file')}, "
+        f"index of {store.index_bytes} bytes ({store.index_bytes / len(store):.1f} per sample), "
         f"fingerprint {store.fingerprint:016x}, {how}"
     )
     return 0
@@ -133,8 +134,8 @@ def _folder(arguments: argparse.Namespace) -> int:
         arguments.root, index=arguments.index or True, allow_empty=True, extensions=extensions
     )
     print(
-        f"{path}: {len(folder)} samples of {len(folder.classes)} classes, "
-        f"{folder.total_bytes} bytes, fingerprint {folder.fingerprint:016x}"
+        f"{path}: {counted(len(folder), 'sample')} of {counted(len(folder.classes), 'class')}, "
+        f"{counted(folder.total_bytes, 'byte')}, fingerprint {folder.fingerprint:016x}"
     )
     return 0
 

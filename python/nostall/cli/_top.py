@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from nostall.base._words import counted
 from nostall.errors import IoError, UsageError
 from nostall.observe._stats import ORIGINS
 
@@ -143,7 +144,7 @@ def table(now: dict[str, dict[str, Any]], before: dict[str, dict[str, Any]]) -> 
     from rich.text import Text
 
     # No wider than 80 columns.
-    out = Table(title=f"{len(now)} loaders", box=None, padding=(0, 1, 0, 0))
+    out = Table(title=counted(len(now), "loader"), box=None, padding=(0, 1, 0, 0))
     for heading in (
         "rank", "loader", "epoch", "batch", "samples/s", "waits", *ORIGINS, "ready", "MB", "ago",
     ):  # fmt: skip

@@ -14,6 +14,7 @@ from typing import Any
 from nostall import _native
 from nostall.base import _options as options
 from nostall.base._sizes import TierSpec
+from nostall.base._words import counted
 from nostall.errors import Error, UsageError
 from nostall.job import _secret as secret
 from nostall.job._rendezvous import exposed, initialised_store
@@ -194,8 +195,9 @@ def join(
     parts = [json.loads(part) for part in allgather(json.dumps(mine).encode())]
     if len(parts) != world.world_size or [p["rank"] for p in parts] != list(range(len(parts))):
         raise UsageError(
-            f"the rendezvous brought {len(parts)} ranks together, not the {world.world_size} of "
-            "this job: its allgather must return one entry per rank, in rank order"
+            f"the rendezvous brought {counted(len(parts), 'rank')} together, not the "
+            f"{world.world_size} of this job: its allgather must return one entry per rank, "
+            "in rank order"
         )
     for part in parts[1:]:
         compare(0, parts[0]["settings"], part["rank"], part["settings"])

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from nostall.base._words import counted
 from nostall.errors import UsageError
 
 AllGather = Callable[[bytes], list[bytes]]
@@ -175,8 +176,8 @@ def _from_environment(env: Mapping[str, str]) -> World:
             if beside.world_size != world_size:
                 raise UsageError(
                     f"{rank} and {size} are set without {' and '.join(missing)}, and no other "
-                    f"launcher's variables are there for {world_size} ranks: set them too, or pass "
-                    "rank, world_size, local_rank and local_world_size to the loader"
+                    f"launcher's variables are there for {counted(world_size, 'rank')}: set them too, "
+                    "or pass rank, world_size, local_rank and local_world_size to the loader"
                 )
             return dataclasses.replace(beside, rank=_number(env, rank, launcher))
         names = [f"{name}={env[name]}" for name in job if name in env]

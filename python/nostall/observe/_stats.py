@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nostall.base._sizes import format_bytes
+from nostall.base._words import counted
 from nostall.errors import CorruptionError, IoError, UsageError
 from nostall.observe._values import read
 
@@ -224,7 +225,9 @@ class Stats:
         bad = sorted({s for e in self.epochs for s in e.substituted})
         if bad:
             some = ", ".join(map(str, bad[:8])) + (", ..." if len(bad) > 8 else "")
-            line += f"\nreplaced, because they cannot be used: {len(bad)} samples ({some})"
+            line += (
+                f"\nreplaced, because they cannot be used: {counted(len(bad), 'sample')} ({some})"
+            )
         return "\n".join([line, *device_lines(self.device)])
 
     def _repr_html_(self) -> str:

@@ -224,7 +224,10 @@ def read_once_bound(scenario: Scenario) -> float:
     room = environment.N * environment.local_capacity
     seconds = 0.0
     for epoch, compute in enumerate(computing):
-        read = float(scenario.dataset.sizes[np.unique(job.plan.epoch_order(epoch))].sum())
+        # Once each: an order may repeat samples to fill its last batch.
+        seen = np.zeros(len(scenario.dataset), dtype=bool)
+        seen[job.plan.epoch_order(epoch)] = True
+        read = float(scenario.dataset.sizes[seen].sum())
         seconds += max(compute, (read if epoch == 0 else max(0.0, read - room)) / rate)
     return seconds
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from nostall.base._sizes import parse_size
+from nostall.base._words import counted
 from nostall.errors import CorruptionError, TransformError, UsageError
 from nostall.job._world import find_world
 from nostall.source._custom import SampleReader, native_source
@@ -192,7 +193,7 @@ class Cached(Source):
         self._finalizer()
 
     def __repr__(self) -> str:
-        return f"<Cached {self._name}: {len(self)} items, {self.room} bytes of room for each>"
+        return f"<Cached {self._name}: {counted(len(self), 'item')}, {self.room} bytes for each>"
 
     def __getitem__(self, sample: int) -> Any:
         """One item, as the data set gives it; `then` is not called.

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nostall import _native
+from nostall.base._words import counted
 from nostall.errors import IoError, UsageError
 from nostall.fields import Array, Boxes, Bytes, Keypoints, Kind, Scalar, Schema, Text
 from nostall.source._source import Pixels, Source
@@ -107,7 +108,7 @@ class Composite(Source):
         if self._schema is None:
             return super().__repr__()
         return (
-            f"<{type(self).__name__} of {', '.join(self._schema)}: {len(self)} samples, "
+            f"<{type(self).__name__} of {', '.join(self._schema)}: {counted(len(self), 'sample')}, "
             f"{self.total_bytes / 1e6:.1f} MB>"
         )
 

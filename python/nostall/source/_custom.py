@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nostall import _native
+from nostall.base._words import counted
 from nostall.errors import UsageError
 from nostall.fields import Kind
 from nostall.source._composite import NO_PART, Composite, make_column
@@ -136,7 +137,8 @@ class CustomSource(Source):
         )
 
     def __repr__(self) -> str:
-        return f"<CustomSource {self._name}: {len(self)} samples, {self.total_bytes / 1e6:.1f} MB>"
+        samples = counted(len(self), "sample")
+        return f"<CustomSource {self._name}: {samples}, {self.total_bytes / 1e6:.1f} MB>"
 
 
 class _Parts(SampleReader):

@@ -14,6 +14,7 @@ import numpy as np
 
 from nostall import _native
 from nostall.base._paths import path_of
+from nostall.base._words import counted
 from nostall.errors import CorruptionError, IoError, UsageError
 from nostall.fields import Image, Scalar, Schema
 
@@ -105,6 +106,17 @@ class Source:
     def __len__(self) -> int:
         return len(self.native)
 
+    def __getitem__(self, sample: int) -> Any:
+        """Refused: what gives samples is named, and what gives their bytes.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            f"{type(self).__name__} is read by nostall.DataLoader, or sample by sample by "
+            "nostall.torch.Dataset(source, decode=True)[i]; source.read(i) gives the bytes of one"
+        )
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles the arguments of opening: unpickling opens the source again, and compares."""
         return _reopen, (type(self), self._arguments, self.fingerprint, self.pixels)
@@ -150,8 +162,8 @@ class Source:
             where = repr(where)
         classes = getattr(self, "classes", None)
         return (
-            f"<{type(self).__name__} {where}: {len(self)} samples"
-            + (f" of {len(classes)} classes" if classes else "")
+            f"<{type(self).__name__} {where}: {counted(len(self), 'sample')}"
+            + (f" of {counted(len(classes), 'class')}" if classes else "")
             + f", {self.total_bytes / 1e6:.1f} MB>"
         )
 
@@ -217,6 +229,20 @@ class Source:
     def _open_sums(self, index: str) -> str:
         """Loads the checksums beside the index; returns why not, if they are of other content."""
         return self.native.open_sums(f"{index}.sums") if index else ""
+
+
+def way_from(dataset: object) -> str:
+    """What to do with something that is given where a `Source` is wanted."""
+    known = {(kind.__module__, kind.__name__) for kind in type(dataset).__mro__}
+    if ("torchvision.datasets.folder", "ImageFolder") in known:
+        root = str(getattr(dataset, "root", "..."))
+        return (
+            f"nostall.ImageFolder({root!r}) reads the same files, with the same classes and order; its "
+            "transform goes to transforms= of nostall.DataLoader"
+        )
+    if hasattr(dataset, "__getitem__") and not isinstance(dataset, (str, bytes)):
+        return "nostall.Cached(dataset) takes a Dataset of your own"
+    return 'open one, for example nostall.ImageFolder("/data/train")'
 
 
 class ImageFolder(Source):

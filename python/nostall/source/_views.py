@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, Never
 import numpy as np
 
 from nostall import _native
+from nostall.base._words import counted
 from nostall.errors import IoError, UsageError
 from nostall.fields import Schema
-from nostall.source._source import ItemMaker, Source
+from nostall.source._source import ItemMaker, Source, way_from
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -81,7 +82,8 @@ class View(Source):
     def __repr__(self) -> str:
         of = ", ".join(map(repr, self.parts[:2])) + (", ..." if len(self.parts) > 2 else "")
         return (
-            f"<{type(self).__name__} of {of}: {len(self)} samples, {self.total_bytes / 1e6:.1f} MB>"
+            f"<{type(self).__name__} of {of}: {counted(len(self), 'sample')}, "
+            f"{self.total_bytes / 1e6:.1f} MB>"
         )
 
     @property
@@ -319,8 +321,7 @@ def _stratified(
 def _check(source: Any, what: str) -> None:
     if not isinstance(source, Source):
         raise UsageError(
-            f"{what} takes data sets of nostall, not {type(source).__name__}: open one, for example "
-            'nostall.ImageFolder("/data/train"), or put it into nostall.Cached'
+            f"{what} takes data sets of nostall, not {type(source).__name__}: {way_from(source)}"
         )
     if source.mixing is not None:
         raise UsageError(

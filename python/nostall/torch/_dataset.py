@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from nostall import _native
-from nostall.errors import CorruptionError
+from nostall.errors import CorruptionError, UsageError
 from nostall.fields import Image
 from nostall.loader import Tiers
 from nostall.loader._records import Records
 from nostall.loader._tiers import TierList
 from nostall.source._item_record import is_left_out
 from nostall.source._items import admit, decode
-from nostall.source._source import Source
+from nostall.source._source import Source, way_from
 
 
 class Dataset:
@@ -45,7 +45,7 @@ class Dataset:
             share, or ``[]`` for none. The same in all ranks of a node.
 
     Raises:
-        UsageError: a field is not there, or `tiers` are not such.
+        UsageError: `source` is none, a field is not there, or `tiers` are not such.
     """
 
     def __init__(
@@ -57,6 +57,11 @@ class Dataset:
         fields: Sequence[str] | None = None,
         tiers: Tiers | TierList | None = None,
     ) -> None:
+        if not isinstance(source, Source):
+            raise UsageError(
+                f"the first argument is {type(source).__name__}, not a dataset of nostall: "
+                f"{way_from(source)}"
+            )
         self.source = source if fields is None else source.select(fields)
         self.transform = transform
         self._decode = decode

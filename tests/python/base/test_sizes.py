@@ -50,6 +50,9 @@ def test_a_tier_that_looks_like_an_unmounted_disk_is_told(
     warn_of_tiers([TierSpec("file", 1 << 20, str(tmp_path / "nvme" / "cache"))], [], 1 << 60)
     assert f"is made in {tmp_path}, because {tmp_path}/nvme is not there" in caplog.text
     caplog.clear()
+    for path in ("/nostall-unmounted", "/nostall-unmounted/job"):
+        warn_of_tiers([TierSpec("file", 1 << 59, path)], [], 1 << 60)
+    assert not caplog.text  # it is refused where it is opened
     warn_of_tiers([TierSpec("file", 1 << 59, str(tmp_path))], [], 1 << 20)
     assert not caplog.text
     warn_of_tiers([TierSpec("file", 1 << 59, str(tmp_path))], [], 1 << 60)

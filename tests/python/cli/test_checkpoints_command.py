@@ -125,7 +125,7 @@ def test_drain_reads_a_copy_back_before_it_counts(
     assert "reads back with 1 damaged blocks" in capsys.readouterr().err
     assert Store(durable, "durable").manifests() == []
     assert main(["checkpoints", "drain", str(fast), str(durable)]) == 0
-    assert "1 checkpoints drained" in capsys.readouterr().out
+    assert "1 checkpoint drained" in capsys.readouterr().out
 
 
 def test_a_directory_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -480,6 +480,18 @@ def test_a_full_tier_disk_degrades_to_the_source(
         subprocess.run(["umount", str(disk)], check=True)
 
 
+def test_a_tier_on_a_disk_that_is_not_mounted_is_read_without(
+    image_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = nostall.ImageFolder(image_folder)
+    with nostall.DataLoader(folder, 8, epochs=2, tiers=["/nostall-unmounted/job:1MiB"]) as loader:
+        seen = sum(len(raw) for epoch in loader.epochs() for raw, _ in epoch)
+    assert seen == 2 * len(folder)
+    (told,) = [r.message for r in caplog.records if "unmounted" in r.message]
+    assert "is not used, samples are read from the source: /nostall-unmounted is not" in told
+    assert not Path("/nostall-unmounted").exists()
+
+
 def test_slow_and_fast_consumers(image_folder: Path) -> None:
     folder = nostall.ImageFolder(image_folder)
     for pause in (0.0, 0.02):

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -490,7 +491,7 @@ def test_a_loader_without_epochs_goes_on_for_ever(image_folder: Path, tmp_path: 
         for epoch in loader.epochs():
             for _ in epoch:
                 pass
-        with pytest.raises(UsageError, match="all 2 epochs"):
+        with pytest.raises(UsageError, match="this job of 2 epochs has ended"):
             next(iter(loader))
 
 
@@ -506,3 +507,42 @@ def test_what_is_no_data_set_is_told_what_takes_it(tmp_path: Path) -> None:
     ):
         with pytest.raises(UsageError, match=way):
             nostall.DataLoader(given, 2)
+
+
+def test_a_folder_of_torchvision_is_told_its_own_kind(image_folder: Path) -> None:
+    datasets = pytest.importorskip("torchvision.datasets")
+
+    class Own(datasets.ImageFolder):  # type: ignore[misc]
+        """A user's subclass."""
+
+    for kind in (datasets.ImageFolder, Own):
+        given = kind(image_folder)
+        way = rf"nostall\.ImageFolder\('{re.escape(str(image_folder))}'\) reads the same files"
+        for takes in (
+            lambda data: nostall.DataLoader(data, 2),
+            lambda data: nostall.Split(data, 0.5),
+            nostall.torch.Dataset,
+        ):
+            with pytest.raises(UsageError, match=way):
+                takes(given)
+    with pytest.raises(UsageError, match=r"nostall\.Cached\(dataset\) takes"):
+        nostall.Split([1, 2, 3], 0.5)
+
+
+def test_what_is_subscripted_names_what_gives_samples(image_folder: Path) -> None:
+    folder = nostall.ImageFolder(image_folder)
+    first, _ = nostall.Split(folder, 0.5)
+    for source in (folder, first):
+        with pytest.raises(
+            UsageError, match=r"nostall\.torch\.Dataset\(source, decode=True\)\[i\]"
+        ):
+            source[0]
+        with pytest.raises(UsageError, match=r"nostall\.DataLoader"):
+            list(source)
+    assert nostall.torch.Dataset(folder, decode=True, tiers=[])[0][0].shape[2] == 3
+    with nostall.DataLoader(folder, 4, epochs=1, tiers=[]) as loader:
+        for given in (loader, next(loader.epochs())):
+            with pytest.raises(UsageError, match=r"for batch in epoch"):
+                given[0]
+            with pytest.raises(UsageError, match="what this loader has as its dataset"):
+                nostall.DataLoader(given, 4)

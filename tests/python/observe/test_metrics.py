@@ -176,7 +176,7 @@ def test_top_shows_what_a_recorded_run_does(
     (tmp_path / "rank1.0.live.json").write_text("{")
     assert main(["top", str(tmp_path), "--once"]) == 0
     shown = capsys.readouterr().out
-    assert "1 loaders" in shown
+    assert "1 loader" in shown and "1 loaders" not in shown
     # Not cut where a terminal has 80 columns.
     assert {"samples/s", "source", "ready", "ago"} <= set(shown.split())
     assert max(map(len, shown.splitlines())) <= 80

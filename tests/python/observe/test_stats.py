@@ -165,5 +165,5 @@ def test_an_empty_epoch_is_no_division_by_zero(tmp_path: Path) -> None:
 
 
 def test_samples_that_were_replaced_are_named() -> None:
-    assert "1 samples (0)" in str(stats(0))
+    assert "1 sample (0)" in str(stats(0))
     assert "cannot be used" not in str(replace(stats(), epochs=[]))

@@ -265,7 +265,7 @@ def test_a_loader_of_steps(tmp_path: Path) -> None:
         batches = list(loader)
         assert len(batches) == 19
         assert taken(batches) == wanted[: 60 + 12]
-        with pytest.raises(UsageError, match="all 19 steps"):
+        with pytest.raises(UsageError, match="this job of 19 steps has ended"):
             iter(loader)
         assert "steps=19" in repr(loader)
     with numbered(tmp_path, 30, steps=19, seed=2) as begun:
@@ -292,7 +292,7 @@ def test_a_loader_of_steps(tmp_path: Path) -> None:
         state = last.state_dict()
     with numbered(tmp_path, 30, steps=19, seed=2) as ended:
         ended.load_state_dict(state)
-        with pytest.raises(UsageError, match="all 19 steps"):
+        with pytest.raises(UsageError, match="this job of 19 steps has ended"):
             iter(ended)
 
 
@@ -305,7 +305,7 @@ def test_steps_that_end_within_an_epoch_can_be_extended(tmp_path: Path) -> None:
     assert (state["epoch"], state["batch"]) == (1, 2)
     with numbered(tmp_path, 16, steps=6) as same:
         same.load_state_dict(state)
-        with pytest.raises(UsageError, match="all 6 steps"):
+        with pytest.raises(UsageError, match="this job of 6 steps has ended"):
             iter(same)
     with numbered(tmp_path, 16, steps=9) as longer:
         longer.load_state_dict(state)
@@ -323,7 +323,7 @@ def test_steps_in_slices(tmp_path: Path) -> None:
         found = [taken(itertools.islice(loader, 3)) for _ in range(4)]
         assert [len(part) for part in found] == [12, 12, 12, 4]
         assert [label for part in found for label in part] == wanted[:40]
-        with pytest.raises(UsageError, match="all 10 steps"):
+        with pytest.raises(UsageError, match="this job of 10 steps has ended"):
             iter(loader)
 
 

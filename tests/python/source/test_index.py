@@ -55,7 +55,7 @@ def test_build_check_show(
     assert main(["index", str(root), *words]) == 0
     out = capsys.readouterr().out
     shown = re.match(
-        r"(\S+): (\w+), 200 samples of (\d+) bytes in (\d) files, index of (\d+) bytes "
+        r"(\S+): (\w+), 200 samples of (\d+) bytes in (\d) files?, index of (\d+) bytes "
         r"\(([\d.]+) per sample\), fingerprint ([0-9a-f]{16}), made in",
         out,
     )
@@ -107,7 +107,7 @@ def test_named_databases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["index", str(tmp_path / "db")]) != 0
     assert "train" in capsys.readouterr().err
     assert main(["index", str(tmp_path / "db"), "--database", "train"]) == 0
-    assert "lmdb, 1 samples of 1 bytes" in capsys.readouterr().out
+    assert "lmdb, 1 sample of 1 byte in 1 file" in capsys.readouterr().out
 
 
 def test_a_folder_is_still_a_folder(

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from nostall.base._sizes import format_bytes
+from nostall.base._words import counted
 from nostall.observe.report._run import Loader, Run
 
 # Of the staging buffer's bytes, at the most: beyond this it counts as full. A batch may not fit in the
@@ -160,7 +161,7 @@ def _of_loader(run: Run, ranks: Sequence[Loader], named: bool) -> list[Advice]:
         offer(
             f'tiers=["ram:{_size(each)}"]' if fits
             else f'tiers=["ram:{_size(0.4 * memory)}", "/local/disk:{_size(each)}"]',
-            f"the tiers of {nodes} node{'s' if nodes > 1 else ''} hold "
+            f"the tiers of {counted(nodes, 'node')} hold "
             f"{format_bytes(float(held * nodes))} of {format_bytes(float(size))}, "
             f"so every epoch reads the source again; epochs after the first would read nothing from it",
             gain([t if t.epoch == first else replace(t, read=0.0) for t in rows]),

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nostall.base._words import counted
 from nostall.errors import UNREADABLE, CorruptionError, IoError, UsageError
 
 _RECORD = np.dtype(
@@ -460,7 +461,7 @@ def _page(profile: Profile) -> str:
         "body{font:15px/1.5 system-ui,sans-serif;max-width:70em;margin:2em auto;padding:0 1em}"
         "table{border-collapse:collapse}td,th{padding:.25em .9em;text-align:right;"
         "border-bottom:1px solid #dde3ea}svg{max-width:100%;height:auto}</style>"
-        f"<h1>Arrivals at the collectives of {profile.ranks} ranks</h1>"
+        f"<h1>Arrivals at the collectives of {counted(profile.ranks, 'rank')}</h1>"
         f"<p>alpha = {html.escape(str(profile.alpha))}</p>"
         f"{''.join(f'<p>{note}</p>' for note in _notes(profile))}"
         f"<table>{rows([_HEADINGS], 'th')}"

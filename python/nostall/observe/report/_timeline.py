@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nostall.base._sizes import format_bytes
+from nostall.base._words import counted
 from nostall.errors import IoError, UsageError
 from nostall.observe._stats import device_lines
 from nostall.observe.report._parts import document, svg, table
@@ -185,7 +186,9 @@ def text(found: Analysis) -> str:
             rows = [(str(r.rank), seconds(r.average), seconds(r.max)) for r in longest]
         lines += ["", *_columns(("negotiation delay of rank", "average", "maximum"), rows)]
         if len(found.ranks) > _SHOWN:
-            lines.append(f"... and {len(found.ranks) - _SHOWN} ranks that wait less")
+            lines.append(
+                f"... and {counted(len(found.ranks) - _SHOWN, 'rank')} whose delay is less"
+            )
     by_reaction = sorted(
         zip(tensor_rows(found), found.tensors, strict=True), key=lambda p: -(p[1].reaction or 0.0)
     )

@@ -1,0 +1,46 @@
+"""Numbers of things in messages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import nostall
+from nostall.base._words import counted
+from nostall.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("number", "thing", "text"),
+    [
+        (0, "rank", "0 ranks"),
+        (1, "rank", "1 rank"),
+        (2, "rank", "2 ranks"),
+        (1, "class", "1 class"),
+        (3, "class", "3 classes"),
+        (2, "batch", "2 batches"),
+        (2, "epoch", "2 epochs"),
+        (-1, "step", "-1 steps"),
+    ],
+)
+def test_a_noun_follows_its_number(number: int, thing: str, text: str) -> None:
+    assert counted(number, thing) == text
+
+
+def test_one_of_each_is_told_so(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "only" / "0.bin"
+    path.parent.mkdir(parents=True)
+    np.zeros(5, np.uint8).tofile(path)
+    folder = nostall.ImageFolder(tmp_path / "folder", extensions=[".bin"])
+    assert "1 sample of 1 class, 0.0 MB" in repr(folder)
+    assert "1 sample, 0.0 MB" in repr(nostall.Subset(folder, [0]))
+    with nostall.DataLoader(folder, 1, epochs=1, tiers=[]) as loader:
+        assert "1 batch an epoch" in repr(loader)
+        assert len(list(loader)) == 1
+        with pytest.raises(UsageError, match=r"this job of 1 epoch has ended"):
+            next(iter(loader))
+        state = {**loader.state_dict(), "epoch": 5}
+        with pytest.raises(UsageError, match=r"outside this job of 1 epoch of 1 batch"):
+            loader.load_state_dict(state)
