@@ -172,6 +172,8 @@ std::map<std::string, uint64_t> peer_counts(stage::Loader& loader) {
   out["nodes"] = peers->nodes();
   out["nodes_alive"] = peers->nodes_alive();
   for (const auto& [name, counter] : peer::counters_of_exchange<uint64_t>()) out[name] = s.*counter;
+  out["copies_planned"] = loader.copies().planned;
+  out["copies_found"] = loader.copies().found;
   return out;
 }
 
@@ -201,6 +203,7 @@ void bind_loader_config(nb::module_& m) {
       .def_rw("source", &LoaderConfig::source)
       .def_rw("program", &LoaderConfig::program, nb::for_setter(nb::arg("program").none()))
       .def_rw("sharing", &LoaderConfig::sharing)
+      .def_rw("copies", &LoaderConfig::copies)
       .def_rw("locality", &LoaderConfig::locality)
       .def_rw("first_epoch", &LoaderConfig::first_epoch)
       .def_rw("on_error", &LoaderConfig::on_error)

@@ -45,6 +45,8 @@ struct Job {
       at += s == 7 ? 0 : sizes[s];
     }
     placement.used = {at};
+    placement.copies = plan::CopyPlaces(
+        sizes, [](uint64_t s) { return s == 7; }, sizes[7]);
     const auto cache = NodeCache::attach(config, sizes, fixed(placement));
     Handover asks("tiers " + config.shm_directory + " " + config.job, 1, 2);
     const auto files = asks.ask(std::chrono::steady_clock::now() + 10s);
@@ -77,7 +79,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   if (size < 2) return 0;
   std::vector<std::byte> bytes = job.catalogue;
   const size_t length = data[0] < 128 ? bytes.size() : bytes.size() * (data[0] - 128) / 64;
-  const uint64_t whole = job.placement.used[0] + 2 * job.config.halves.shape.bytes;
+  const uint64_t whole =
+      job.placement.used[0] + 2 * job.config.halves.shape.bytes + job.placement.copies.bytes();
   const uint64_t arena = data[1] < 128 ? whole : data[1] < 192 ? 0 : data[1];
   size_t at = 2;
   for (size_t n = 1; at + 3 <= size && n > 0;) {
@@ -122,6 +125,14 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
       }
       const auto view = cache->ram_view(entry);
       for (const std::byte b : view.bytes()) sum += std::to_integer<uint64_t>(b);
+    }
+    std::vector<std::byte> copy(job.sizes[7], std::byte{2});
+    const plan::CopyUse use{0, true, true, 1};
+    static_cast<void>(cache->read_copy(use, 7, copy));
+    static_cast<void>(cache->write_copy(use, 7, copy));
+    for (uint64_t s = 0; s < kSamples; ++s) {
+      copy.resize(job.sizes[s]);
+      if (cache->read_copy(use, s, copy) && !cache->sums().agrees(s, copy)) std::abort();
     }
     cache->use_chunk(0);
     static_cast<void>(cache->half_of(0, job.chunk));

@@ -37,6 +37,7 @@ Placement place_cluster(std::span<const uint64_t> sizes, const Ownership& owners
   if (come_and_go) {
     const auto copied = [&](SampleId s) { return is_copied(ownership, node, placed, s); };
     placed.copies = CopyPlaces(sizes, copied, room);
+    placed.copy_tier = ram;
   }
   return placed;
 }

@@ -61,6 +61,7 @@ class CopyPlaces {
 struct CopyUse {
   uint32_t place = kNoPlace;
   bool held = false, keep = false;
+  uint32_t filled = 0;  // with a CopySchedule: the epoch in which it came there, or comes now
 };
 
 // The accesses are told ahead of their turn, for the future of a job may be too long to hold: what is

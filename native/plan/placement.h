@@ -40,7 +40,9 @@ struct Placement {
   std::vector<uint64_t> offset;
   std::vector<uint64_t> used;               // per tier: bytes used, never above the capacity
   std::vector<std::vector<SampleId>> fill;  // per tier: samples in fill order
-  CopyPlaces copies{};  // of copies that come and go, behind what is placed (plan/cluster.h)
+  // Behind what is placed in tier number `copy_tier`: of copies that come and go (plan/cluster.h).
+  CopyPlaces copies{};
+  size_t copy_tier = 0;
 };
 
 // A sample that a tier holds already, from an earlier job, and where.

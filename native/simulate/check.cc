@@ -23,15 +23,17 @@ void check(const Model& model, const plan::JobSpec& spec, std::span<const double
   require(spec.samples == sizes.size() && spec.samples < std::numeric_limits<uint32_t>::max(),
           "there are " + std::to_string(sizes.size()) + " sizes for " +
               std::to_string(spec.samples) + " samples");
+  // Of millions of samples: the words are made for the one that is refused.
   for (size_t s = 0; s < sizes.size(); ++s) {
-    require(std::isfinite(sizes[s]) && sizes[s] >= 0,
-            "the size of sample " + std::to_string(s) + " is " + std::to_string(sizes[s]));
+    if (std::isfinite(sizes[s]) && sizes[s] >= 0) continue;
+    require(false, "the size of sample " + std::to_string(s) + " is " + std::to_string(sizes[s]));
   }
   require(decision.owner.empty() || decision.owner.size() == sizes.size(),
           "a policy names the owners of " + std::to_string(decision.owner.size()) +
               " samples, not of " + std::to_string(sizes.size()));
   for (const uint32_t owner : decision.owner) {
-    require(owner < model.nodes || owner == plan::kNoOwner,
+    if (owner < model.nodes || owner == plan::kNoOwner) continue;
+    require(false,
             "a policy names node " + std::to_string(owner) + " of " + std::to_string(model.nodes));
   }
   require(decision.copies.empty() ||

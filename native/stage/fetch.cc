@@ -22,6 +22,7 @@
 #include <algorithm>
 #include <cstring>
 #include <new>
+#include <utility>
 
 #include "base/activity.h"
 #include "base/clock.h"
@@ -203,7 +204,7 @@ void Loader::Run::fetch(std::vector<Fetch>& chunk, Fetcher& fetcher, std::stop_t
       events = config_.peers->progress_events();
       heard = now;
     }
-    std::vector<Fetch*> to_read, from_peers, from_files, left;
+    std::vector<Fetch*> to_read, from_peers, from_files, from_copies, left;
     std::vector<Work> finished;
     const int64_t looked = now_ns();
     for (Fetch* f : open) {
@@ -216,6 +217,9 @@ void Loader::Run::fetch(std::vector<Fetch>& chunk, Fetcher& fetcher, std::stop_t
           break;
         case Route::file:
           from_files.push_back(f);
+          break;
+        case Route::copy:
+          from_copies.push_back(f);
           break;
         case Route::source:
           to_read.push_back(f);
@@ -232,13 +236,15 @@ void Loader::Run::fetch(std::vector<Fetch>& chunk, Fetcher& fetcher, std::stop_t
       trace::record(kReadTiers, looked, now_ns(), {static_cast<int64_t>(finished.size())});
     }
     finish(finished, &fetcher);
-    const bool idle =
-        finished.empty() && to_read.empty() && from_peers.empty() && from_files.empty();
+    const bool idle = finished.empty() && to_read.empty() && from_peers.empty() &&
+                      from_files.empty() && from_copies.empty();
+    prepare_all(from_copies);
     prepare_all(from_files);
     prepare_all(to_read);
     prepare_all(from_peers);
     std::shared_ptr<peer::FetchGroup> group;
     if (!from_peers.empty()) group = ask_peers(from_peers);
+    for (Fetch* f : read_copies(from_copies, fetcher)) left.push_back(f);
     for (Fetch* f : read_files(from_files, fetcher)) left.push_back(f);
     if (!to_read.empty()) read_source(to_read, fetcher, stop);
     if (group) {
@@ -362,6 +368,9 @@ Loader::Run::Route Loader::Run::route(Fetch& fetch) {
     if (half != tier::Half::here) item.entry = sample;  // which no tier has
   }
   const uint64_t entry = item.entry;
+  if (item.copy.place != plan::kNoPlace && !std::exchange(fetch.looked_for_copy, true)) {
+    return Route::copy;
+  }
   const peer::Where where = !config_.peers || fetch.shunned
                                 ? peer::Where::source
                                 : config_.peers->where(sample, task.batch->position.epoch);
@@ -489,6 +498,36 @@ bool Loader::Run::from_memory(Fetch& fetch) {
   }  // else compared just before it is decoded
   count(*fetch.work.task, Origin::ram, size, now_ns() - begin);
   return true;
+}
+
+std::vector<Loader::Run::Fetch*> Loader::Run::read_copies(std::span<Fetch* const> fetches,
+                                                          Fetcher& fetcher) {
+  std::vector<Fetch*> again;
+  std::vector<Work> finished;
+  for (Fetch* f : fetches) {
+    Task::Item& item = f->work.task->items[f->work.index];
+    const int64_t begin = now_ns();
+    const bool found = config_.cache->read_copy(item.copy, item.sample, f->into);
+    if (item.copy.held) {
+      copies_.planned.fetch_add(1, std::memory_order_relaxed);
+      if (found) copies_.found.fetch_add(1, std::memory_order_relaxed);
+    }
+    if (found) {
+      count(*f->work.task, Origin::ram, f->into.size(), now_ns() - begin);
+      finished.push_back(f->work);
+    } else {
+      item.raw.reset();
+      again.push_back(f);
+    }
+  }
+  finish(finished, &fetcher);
+  return again;
+}
+
+// Puts what came from elsewhere where the plan has a place for it, if nobody uses that.
+void Loader::Run::keep_for_next_use(const Fetch& fetch) {
+  const Task::Item& item = fetch.work.task->items[fetch.work.index];
+  if (item.copy.keep) config_.cache->write_copy(item.copy, item.sample, fetch.into);
 }
 
 // Reads samples of file tiers, those of a tier together. Returns those that cannot be read, which
@@ -708,6 +747,7 @@ void Loader::Run::read_source(std::span<Fetch* const> fetches, Fetcher& fetcher,
     count(*f.work.task, Origin::source, request.error == 0 ? request.into.size() : 0,
           took / static_cast<int64_t>(fetches.size()));
     if (request.error == 0) {
+      keep_for_next_use(f);
       keep_copy(f, kept);
     } else if (!transformed()) {
       handle_unread(f.work, request.error, why, nullptr, reader);
@@ -751,6 +791,7 @@ std::vector<Loader::Run::Fetch*> Loader::Run::take_from_peers(std::span<Fetch* c
     const bool here = group.requests[i].outcome == peer::Outcome::here;
     if (here && sums_.agrees(sample, f.into)) {
       settle_claim(f, 0, {});
+      keep_for_next_use(f);
       bytes += f.into.size();
       SpeedEstimate* const speed = speed_of_peer(sample);
       auto of = std::find_if(came.begin(), came.end(), [&](auto& c) { return c.first == speed; });

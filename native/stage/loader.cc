@@ -51,13 +51,22 @@ LoaderConfig attach(LoaderConfig config, const NodeSpec& node, peer::ExchangeCon
                 "assignment=\"locality\" deals samples to their owners, and with sharing=\"hdmlp\" "
                 "they have none: leave one of them out");
   }
+  if (config.copies == plan::CopyRule::next_use &&
+      (config.locality || config.sharing == Sharing::hdmlp)) {
+    throw Error(
+        ErrorKind::usage,
+        "copies=\"next-use\" follows the order of the plan and the owners of samples, which "
+        "assignment=\"locality\" and sharing=\"hdmlp\" change: leave one of them out");
+  }
   NodeSpec here = node;
+  here.copies = config.copies;
   here.locality = config.locality;
   NodeTiers tiers = attach_node_cache(config.job, config.rank, *config.source, here, config.sharing,
                                       config.first_epoch);
   config.cache = tiers.cache;
   config.chunks = tiers.chunks;
   config.half = tiers.half;
+  config.places = std::move(tiers.places);
   if (transport && config.cache) {
     peers.rank = config.rank;
     peers.node_of_rank = node.nodes.of_rank;
@@ -112,7 +121,8 @@ std::unique_ptr<Batch> Loader::next(std::chrono::nanoseconds timeout) {
   if (closed_) throw Error(ErrorKind::stopped, "the loader is closed");
   if (batches_per_epoch() == 0) throw Error(ErrorKind::usage, "an epoch has no batches");
   if (!run_) {
-    run_ = std::make_unique<Run>(config_, batch_pool_, raw_pool_, speeds_, decoding_, position_);
+    run_ = std::make_unique<Run>(config_, batch_pool_, raw_pool_, speeds_, copies_, decoding_,
+                                 position_);
   }
   std::unique_ptr<Batch> batch = run_->next(timeout);
   if (batch) {

@@ -28,6 +28,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -59,6 +60,9 @@ struct LoaderConfig {
   std::shared_ptr<tier::NodeCache> cache;          // null: no tiers, until attach()
   std::shared_ptr<peer::Exchange> peers;           // null: no other nodes
   Sharing sharing = Sharing::push;                 // with peers
+  // With peers: which of others' samples a node keeps too.
+  plan::CopyRule copies = plan::CopyRule::fixed;
+  plan::CopyPlaces places;   // of those that come and go, in the cache
   bool locality = false;     // with peers: deal samples to their owners' ranks (plan/locality.h)
   uint32_t first_epoch = 0;  // of the placement: no owner has its samples before it
   // With peers, what is read ahead of need: a thread for each list reads this rank's part of it.
@@ -114,6 +118,11 @@ struct Substitution {
   uint64_t sample = 0;       // the one that could not be used
   uint64_t replacement = 0;  // the one that stands in its place
   std::string reason;
+};
+
+// Samples that the plan has this rank find among copies that come and go, and those that it found.
+struct CopyCounts {
+  std::atomic<uint64_t> planned{0}, found{0};
 };
 
 // The most bytes that lived at once, or those that live.
@@ -178,6 +187,7 @@ class Loader {
 
   uint64_t batches_per_epoch() const noexcept;
   Memory memory() const;
+  const CopyCounts& copies() const noexcept { return copies_; }
   const LoaderConfig& config() const noexcept;
 
  private:
@@ -185,6 +195,7 @@ class Loader {
   LoaderConfig config_;
   std::shared_ptr<BufferPool> batch_pool_, raw_pool_;
   Speeds speeds_;
+  CopyCounts copies_;
   image::HeldBytes decoding_;
   Position position_;
   int owner_pid_;

@@ -213,6 +213,7 @@ uint64_t fingerprint_of(const plan::JobSpec& job, const source::Source& source,
                         const NodeSpec& node, Sharing sharing, uint32_t first_epoch) {
   Fnv hash(plan::fingerprint(job));
   hash.number(first_epoch).number(static_cast<uint64_t>(sharing));
+  hash.number(static_cast<uint64_t>(node.copies));
   for (const uint32_t of : node.nodes.of_rank) hash.number(of);
   for (const uint64_t capacity : node.nodes.capacity) hash.number(capacity);
   return hash.number(source.fingerprint()).value();
@@ -267,7 +268,6 @@ NodeTiers attach_node_cache(const plan::JobSpec& job, uint32_t rank, const sourc
       std::vector<uint64_t> records(source.sizes().begin(), source.sizes().end());
       for (uint64_t& bytes : records) bytes += tier::record_overhead(tier::TierKind::file);
       attached.ownership = plan::owners(near, records, nodes, first_epoch);
-      access = plan::cluster_access(attached.ownership, node.node, std::move(access));
     }
     attached.plan = fingerprint_of(job, source, node, sharing, first_epoch);
   }
@@ -288,7 +288,19 @@ NodeTiers attach_node_cache(const plan::JobSpec& job, uint32_t rank, const sourc
   };
   attached.cache = tier::NodeCache::attach(
       config, source.sizes(), [&](std::span<const std::vector<plan::Resident>> kept) {
-        plan::Placement placement = plan::place(source.sizes(), access, shapes, kept);
+        plan::Placement placement;
+        if (node.nodes.capacity.empty() || sharing == Sharing::hdmlp) {
+          placement = plan::place(source.sizes(), access, shapes, kept);
+        } else {
+          // Halves have the room where there are any.
+          const plan::CopyRule copies = attached.chunks ? plan::CopyRule::fixed : node.copies;
+          const auto ram =
+              std::ranges::find(node.tiers, tier::TierKind::ram, &tier::TierSpec::kind);
+          placement =
+              plan::place_cluster(source.sizes(), attached.ownership, node.node, access, shapes,
+                                  copies, static_cast<size_t>(ram - node.tiers.begin()), kept);
+          attached.places = placement.copies;
+        }
         if (sharing == Sharing::hdmlp) attached.fill = placement.fill;
         return placement;
       });

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "plan/chunks.h"
+#include "plan/cluster.h"
 #include "plan/copies.h"
 #include "plan/owners.h"
 #include "source/source.h"
@@ -34,6 +35,7 @@ struct NodeSpec {
   plan::Nodes nodes;                  // all that share what they keep; empty: this one is alone
   std::vector<std::vector<tier::TierSpec>> all_tiers;  // of every node, for Sharing::hdmlp
   bool any_member = false;  // processes that come and go: tier::NodeCacheConfig
+  plan::CopyRule copies = plan::CopyRule::fixed;  // of others' samples, where those have owners
   bool locality = false;  // ranks take what they own, not what the plan deals them: plan/locality.h
 };
 
@@ -44,6 +46,7 @@ struct NodeTiers {
   // Sharing::hdmlp; its `ownership` names the node that a sample is fetched from.
   plan::Copies copies;
   std::vector<std::vector<plan::SampleId>> fill;  // what each tier is filled with, in order
+  plan::CopyPlaces places;                        // with CopyRule::next_use
   uint64_t plan = 0;  // fingerprint of what all nodes keep: the same on all of them
   // What is kept for each chunk of sub-batches, in halves of that shape; null: nothing is.
   std::shared_ptr<const plan::Chunks> chunks;

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "base/mutex.h"
+#include "plan/copy_schedule.h"
 #include "stage/loader.h"
 
 namespace nostall::stage {
@@ -44,6 +45,7 @@ struct Task {
     plan::SampleId sample = 0;
     uint64_t entry = 0;           // of the cache: the sample, or its place in a half
     uint32_t occurrence = 0;      // of the sample in its epoch
+    plan::CopyUse copy;           // of a place for copies that come and go
     std::shared_ptr<Buffer> raw;  // transient bytes; null when they lie in the RAM tier
     uint64_t charged = 0;         // bytes of the transient budget that it holds
     int read_error = 0;
@@ -68,8 +70,8 @@ struct Task {
 class Loader::Run {
  public:
   Run(const LoaderConfig& config, std::shared_ptr<BufferPool> batch_pool,
-      std::shared_ptr<BufferPool> raw_pool, Speeds& speeds, image::HeldBytes& decoding,
-      Position start);
+      std::shared_ptr<BufferPool> raw_pool, Speeds& speeds, CopyCounts& copies,
+      image::HeldBytes& decoding, Position start);
   ~Run();
 
   std::unique_ptr<Batch> next(std::chrono::nanoseconds timeout);
@@ -88,7 +90,8 @@ class Loader::Run {
     bool patient = true;          // may wait for a push of another node
     bool patient_locally = true;  // and for a read of another rank of this node
     int64_t waited_since = 0;     // for a half, while the consumer waits for the batch; 0: not yet
-    bool shunned = false;         // its owner failed to deliver: not asked again
+    bool looked_for_copy = false;
+    bool shunned = false;  // its owner failed to deliver: not asked again
   };
   // What a fetch thread has of its own; `scratch` is for samples that it unpacks itself.
   struct Fetcher {
@@ -111,7 +114,7 @@ class Loader::Run {
     Fetcher fetcher;
     std::vector<Fetch> chunk{};
   };
-  enum class Route : uint8_t { done, file, source, peer, wait };
+  enum class Route : uint8_t { done, file, copy, source, peer, wait };
   // Bytes to write to a file tier or push to another node after their own batch has them.
   struct Kept {
     plan::SampleId sample = 0;
@@ -203,6 +206,12 @@ class Loader::Run {
     return config_.peers && config_.locality && epoch > config_.first_epoch;
   }
 
+  // Of copies that come and go: what the rank does with those of its samples of an epoch, in their
+  // order. Epochs are asked for one after the other.
+  using CopyUses = std::shared_ptr<const std::vector<plan::CopyUse>>;
+  CopyUses copy_uses(uint32_t epoch) NOSTALL_REQUIRES(mutex_);
+  void decide_copies() NOSTALL_REQUIRES(mutex_);
+
   void fetch(std::vector<Fetch>& chunk, Fetcher& fetcher, std::stop_token stop);
   void fetch_light(std::span<const Fetch> chunk, Fetcher& fetcher, std::stop_token stop);
   // Reads and unpacks samples of a chunk; they are not settled yet.
@@ -217,6 +226,9 @@ class Loader::Run {
   SpeedEstimate* speed_of_peer(plan::SampleId sample) const;
   bool worth_waiting(const Fetch& fetch, std::chrono::nanoseconds waited);
   bool from_memory(Fetch& fetch);
+  // Takes samples from where copies come and go. Returns those that are not there.
+  std::vector<Fetch*> read_copies(std::span<Fetch* const> fetches, Fetcher& fetcher);
+  void keep_for_next_use(const Fetch& fetch);
   std::vector<Fetch*> read_files(std::span<Fetch* const> fetches, Fetcher& fetcher);
   void wait_for_others(const Fetch& fetch, std::stop_token stop);
   // False if there is no memory for the sample: it has its error then.
@@ -289,6 +301,7 @@ class Loader::Run {
   const LoaderConfig& config_;
   const std::shared_ptr<BufferPool> batch_pool_, raw_pool_;
   Speeds& speeds_;
+  CopyCounts& copies_;
   image::HeldBytes& decoding_;
   std::atomic<double> best_source_{0.0};   // seconds per byte, the least so far
   std::atomic<uint64_t> own_bytes_{0};     // read for the tiers alone, not yet in any batch's count
@@ -330,6 +343,11 @@ class Loader::Run {
   StopCondition next_chunk_;
   std::map<uint64_t, std::shared_future<std::shared_ptr<const plan::KeptChunk>>> chunks_
       NOSTALL_GUARDED_BY(mutex_);
+  // Which is decided an epoch ahead; null where no copies come and go.
+  std::unique_ptr<plan::CopySchedule> schedule_;
+  std::future<CopyUses> next_uses_ NOSTALL_GUARDED_BY(mutex_);
+  CopyUses uses_ NOSTALL_GUARDED_BY(mutex_);
+  uint32_t uses_epoch_ NOSTALL_GUARDED_BY(mutex_) = 0;  // of uses_
   std::atomic<bool> lapsed_{false};  // other ranks were waited for long enough, until they move
   // Made beforehand: a copy needs no memory.
   const Error no_memory_{ErrorKind::io,

@@ -1,11 +1,12 @@
 // tier/catalog.h - the shared memory of a node's cache, as all its ranks see it.
 //
-// Header, then where each place of the two halves lies, then rows of one word per arena chunk: the
-// chunks' states, then for each local rank how many views it has of them. Then one state per entry (a
-// sample, or a place of a half), then one checksum per sample (base/sums.h). A state has its State in
-// the low two bits; above them, while the sample is filling, the claiming local rank, and one of a
-// sample that failed for want of memory. Stamped with magic, version and layout size, so that builds
-// that do not agree refuse each other.
+// Header, then where each place of the two halves lies, then what each place of copies holds (held_of).
+// Then rows of one word per arena chunk: the chunks' states, then for each local rank how many views it
+// has of them. Then for each local rank how often it reads places of copies; places share these words.
+// Then one state per entry (a sample, a place of a half, a place of a copy), then one checksum per sample
+// (base/sums.h). A state has its State in the low two bits; above them, while the sample is filling, the
+// claiming local rank, and one of a sample that failed for want of memory. Stamped with magic, version
+// and layout size, so that builds that do not agree refuse each other.
 #pragma once
 
 #include <algorithm>
@@ -69,7 +70,7 @@ struct CatalogHeader {
 };
 
 inline constexpr uint64_t kCatalogMagic = 0x315441434c54534e;  // "NSTLCAT1"
-inline constexpr uint32_t kCatalogVersion = 9;
+inline constexpr uint32_t kCatalogVersion = 10;
 
 // Memory is taken from the system in pieces of this size, just before it is first touched: a 64th
 // of the arena, in whole MiB up to 32, so that ranks which look at a limit at the same time pass it
@@ -78,6 +79,16 @@ constexpr uint64_t chunk_bytes(uint64_t arena_bytes) {
   constexpr uint64_t mib = uint64_t{1} << 20;
   return std::clamp(arena_bytes / 64 / mib, uint64_t{1}, uint64_t{32}) * mib;
 }
+
+// Of a rank's counts of places that it reads.
+constexpr uint64_t pin_words(uint64_t places) { return std::min<uint64_t>(places, 4096); }
+
+// What is in a place of copies: the epoch in which the plan has it come, and below it the sample and one
+// more. 0: nothing.
+constexpr uint64_t held_of(uint32_t epoch, uint64_t sample) {
+  return uint64_t{epoch} << 32 | (sample + 1);
+}
+constexpr uint64_t sample_of(uint64_t held) { return (held & 0xffffffffu) - 1; }
 
 // Words of a row, in whole cache lines: what a rank counts is in no other rank's line.
 constexpr uint64_t row_words(uint64_t chunks) { return (chunks + 15) / 16 * 16; }

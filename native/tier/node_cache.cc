@@ -22,6 +22,10 @@
 // at the word; a rank that gives the half away marks the word, and then looks at what the others use:
 // one of them sees the other. The places of the next chunk are written down while the mark is there.
 //
+// Places of copies: a thread that fills one claims it, and then looks whether a rank reads it; a thread
+// that reads one counts itself first, and then looks whether the place is ready and has its sample. One
+// of them sees the other, and goes without. The sample's number changes while the place is claimed.
+//
 // Leaving: under the turn, every rank writes the manifests of kept tiers, so that ranks that die
 // later lose only later records. The last rank flushes the tier files first.
 #include "tier/node_cache.h"
@@ -68,6 +72,21 @@ constexpr std::chrono::milliseconds kEaseInterval{250};
 constexpr uint32_t kPatientLooks = 20;
 // A tier takes no more bytes after this many failed writes.
 constexpr uint32_t kMaxFailedWrites = 16;
+// Epochs that ranks of a node may be apart: a copy of a place that came later is left there.
+constexpr uint64_t kMostAhead = 2;
+
+// The directory right below the root of the file system that is missing, as where no disk is mounted;
+// empty if none is.
+std::string unmounted(const std::string& path) {
+  const auto whole = std::filesystem::absolute(path).lexically_normal();
+  const auto below = whole.relative_path();
+  if (below.empty()) return "";
+  const auto top = whole.root_path() / *below.begin();
+  std::error_code unknown;
+  const bool missing =
+      std::filesystem::status(top, unknown).type() == std::filesystem::file_type::not_found;
+  return missing ? top.string() : "";
+}
 
 uint32_t word_of(State state, uint32_t local_rank = 0) {
   return (local_rank << 2) | static_cast<uint32_t>(state);
@@ -294,6 +313,9 @@ class NodeCacheImpl final : public NodeCache {
     header_->members[me_].reading.store(chunk ? *chunk + 1 : 0);
     if (!chunk) wake(header_->turned);
   }
+  bool read_copy(const plan::CopyUse& use, uint64_t sample, std::span<std::byte> into) override;
+  bool write_copy(const plan::CopyUse& use, uint64_t sample,
+                  std::span<const std::byte> bytes) override;
   Half half_of(uint64_t chunk, const plan::KeptChunk& kept) override;
   void wait_for_half(std::chrono::nanoseconds timeout) const override;
 
@@ -311,10 +333,14 @@ class NodeCacheImpl final : public NodeCache {
   uint64_t catalog_bytes() const {
     const uint64_t rows = 1 + uint64_t{config_.local_world};
     return sizeof(CatalogHeader) + places() * sizeof(PlaceRange) +
-           (rows * row_words(chunks()) + entries() + sizes_.size()) * sizeof(uint32_t);
+           copies_.count() * sizeof(uint64_t) +
+           (rows * row_words(chunks()) + config_.local_world * pin_words(copies_.count()) +
+            entries() + sizes_.size()) *
+               sizeof(uint32_t);
   }
   uint64_t places() const { return 2 * config_.halves.shape.places; }
-  uint64_t entries() const { return sizes_.size() + places(); }
+  uint64_t entry_of_copy(uint32_t place) const { return sizes_.size() + places() + place; }
+  uint64_t entries() const { return entry_of_copy(copies_.count()); }
   uint64_t chunks() const {
     return std::max<uint64_t>(1, (arena_bytes_ + chunk_bytes_ - 1) / chunk_bytes_);
   }
@@ -322,11 +348,23 @@ class NodeCacheImpl final : public NodeCache {
   std::atomic<uint32_t>* readers_of(uint32_t local_rank) const noexcept {
     return chunk_words_ + (1 + uint64_t{local_rank}) * row_words(chunks());
   }
-  // Of a sample of the RAM tier, or a place of a half, in the arena. The memory of places is shared.
+  // Of a place of copies: how many threads of the rank read it, or another that shares the word.
+  std::atomic<uint32_t>& pin_of(uint32_t local_rank, uint32_t place) const noexcept {
+    const uint64_t words = pin_words(copies_.count());
+    return readers_of(config_.local_world)[local_rank * words + place % words];
+  }
+  bool is_pinned(uint32_t place) const noexcept;
+  // Of a sample of the RAM tier, or a place, in the arena. The memory of places is shared.
   Range range_of(uint64_t entry) const noexcept {
     if (entry < sizes_.size()) {
       const uint64_t base = kind(entry) == TierKind::ram ? arena_base_[tier_[entry]] : 0;
       return {base + offset_[entry], sizes_[entry]};
+    }
+    if (entry >= entry_of_copy(0)) {
+      const auto place = static_cast<uint32_t>(entry - entry_of_copy(0));
+      const uint64_t sample = sample_of(held_[place].load());
+      const uint64_t size = sample < sizes_.size() ? sizes_[sample] : 0;
+      return {copies_base_ + copies_.begin_of(place), std::min(size, copies_.size_of(place))};
     }
     const PlaceRange& place = ranges_[entry - sizes_.size()];
     const Range range{place.begin.load(), place.size.load()};
@@ -395,6 +433,7 @@ class NodeCacheImpl final : public NodeCache {
   void meet(const Placer& place, std::chrono::nanoseconds timeout);
   void go_without(const std::string& why, const Placer& place);
   void set_placement(plan::Placement placement);
+  void take_places(plan::Placement& placement);
   Descriptor create_catalog();
   Descriptor create_arena();
   void map_shared();
@@ -420,6 +459,8 @@ class NodeCacheImpl final : public NodeCache {
   std::vector<uint64_t> offset_;
   std::vector<uint64_t> arena_base_;
   uint64_t halves_base_ = 0;  // of the first half in the arena
+  uint64_t copies_base_ = 0;  // of the first place of copies
+  plan::CopyPlaces copies_;
   uint64_t arena_bytes_ = 0, chunk_bytes_ = 0;
   uint64_t plan_ = 0;  // of plan and placement
 
@@ -429,6 +470,7 @@ class NodeCacheImpl final : public NodeCache {
   Descriptor kept_samples_, listing_;
   CatalogHeader* header_ = nullptr;
   PlaceRange* ranges_ = nullptr;
+  std::atomic<uint64_t>* held_ = nullptr;
   std::atomic<uint32_t>* chunk_words_ = nullptr;
   std::atomic<uint32_t>* words_ = nullptr;
   SampleSums sums_;
@@ -616,10 +658,30 @@ void NodeCacheImpl::set_placement(plan::Placement placement) {
     arena_bytes_ += 2 * halves.shape.bytes;
     placement.tier.resize(entries(), static_cast<uint8_t>(halves.tier));
   }
+  take_places(placement);
   chunk_bytes_ = chunk_bytes(arena_bytes_);
   tier_ = std::move(placement.tier);
   offset_ = std::move(placement.offset);
   placed_ = true;
+}
+
+// The room of copies that come and go, behind what is placed and the halves.
+void NodeCacheImpl::take_places(plan::Placement& placement) {
+  if (placement.copies.count() == 0) return;
+  const size_t t = placement.copy_tier;
+  const TierSpec* const tier = t < config_.tiers.size() ? &config_.tiers[t] : nullptr;
+  const uint64_t bytes = placement.copies.bytes();
+  const uint64_t halves = config_.halves.tier == t ? 2 * config_.halves.shape.bytes : 0;
+  if (!tier || tier->kind != TierKind::ram ||
+      bytes > tier->capacity - placement.used[t] - (places() > 0 ? halves : 0)) {
+    throw Error(ErrorKind::usage, "places of copies, of " + std::to_string(bytes) +
+                                      " bytes, do not fit into tier " + std::to_string(t));
+  }
+  copies_ = std::move(placement.copies);
+  plan_ = Fnv(plan_).number(t).number(bytes).number(copies_.count()).value();
+  copies_base_ = arena_bytes_;
+  arena_bytes_ += bytes;
+  placement.tier.resize(entries(), static_cast<uint8_t>(t));
 }
 
 Descriptor NodeCacheImpl::create_catalog() {
@@ -686,8 +748,10 @@ void NodeCacheImpl::map_shared() {
       Mapping::map(reopen(catalog_file_.get()).take(), "the catalogue", catalog_bytes()).take();
   header_ = reinterpret_cast<CatalogHeader*>(catalog_.data());
   ranges_ = reinterpret_cast<PlaceRange*>(catalog_.data() + sizeof(CatalogHeader));
-  chunk_words_ = reinterpret_cast<std::atomic<uint32_t>*>(ranges_ + places());
-  words_ = readers_of(config_.local_world);  // behind those of all ranks
+  held_ = reinterpret_cast<std::atomic<uint64_t>*>(ranges_ + places());
+  chunk_words_ = reinterpret_cast<std::atomic<uint32_t>*>(held_ + copies_.count());
+  // Behind those of all ranks.
+  words_ = readers_of(config_.local_world) + config_.local_world * pin_words(copies_.count());
   sums_ = SampleSums(words_ + entries(), sizes_.size());
   if (arena_file_) {
     if (::fstat(arena_file_.get(), &status) != 0 ||
@@ -768,6 +832,7 @@ void NodeCacheImpl::enter_member() {
   joined_ = true;
   // Claims and views of an earlier process of this rank are void.
   std::fill_n(readers_of(me_), chunks(), 0u);
+  for (uint32_t p = 0; p < pin_words(copies_.count()); ++p) pin_of(me_, p).store(0);
   for (uint64_t s = 0; s < entries(); ++s) {
     uint32_t mine = word_of(State::filling, me_);
     words_[s].compare_exchange_strong(mine, word_of(State::empty));
@@ -782,9 +847,17 @@ void NodeCacheImpl::open_tier_files() {
       tier_paths_[t] = spec.path;
       continue;
     }
+    tier_paths_[t] = spec.path;
+    if (const std::string missing = unmounted(spec.path); !missing.empty()) {
+      disabled_[t] = true;
+      warn(t, "tier " + spec.path + " is not used, samples are read from the source: " + missing +
+                  " is not there, and would lie on the disk of the system (is a disk not mounted? "
+                  "mount it, or make " +
+                  missing + ")");
+      continue;
+    }
     std::error_code ignored;
     std::filesystem::create_directories(spec.path, ignored);
-    tier_paths_[t] = spec.path;
     if (spec.keep && open_kept(t)) {
       shorten_kept(t);
       continue;
@@ -885,9 +958,10 @@ void NodeCacheImpl::take_tier_files(std::vector<Descriptor>& files) {
   }
 }
 
+// Of what kept_records() gives, which names no other samples than the data set's.
 void NodeCacheImpl::load_residents(size_t t, std::span<const KeptRecord> records) {
   for (const KeptRecord& r : records) {
-    if (r.sample < sizes_.size() && tier_[r.sample] == t && offset_[r.sample] == r.offset) {
+    if (tier_[r.sample] == t && offset_[r.sample] == r.offset) {
       sums_.agrees(r.sample, r.sum);
       words_[r.sample].store(word_of(State::ready));
       header_->file_bytes.fetch_add(sizes_[r.sample] + kRecordHeader);
@@ -1209,6 +1283,85 @@ void NodeCacheImpl::wait_for_half(std::chrono::nanoseconds timeout) const {
   bucket.waiters.fetch_sub(1, std::memory_order_seq_cst);
 }
 
+// ------------------------------------------------------------------------ copies that come and go
+
+bool NodeCacheImpl::read_copy(const plan::CopyUse& use, uint64_t sample,
+                              std::span<std::byte> into) {
+  const uint32_t place = use.place;
+  const uint64_t entry = entry_of_copy(place);
+  if (!placed(entry) || sample_of(held_[place].load()) != sample) return false;
+  std::atomic<uint32_t>& pin = pin_of(me_, place);
+  std::atomic<uint32_t>& readers = readers_of(me_)[first_chunk(range_of(entry).begin)];
+  pin.fetch_add(1);
+  readers.fetch_add(1);
+  const Range range = range_of(entry);
+  bool good = state_of(words_[entry].load()) == State::ready &&
+              sample_of(held_[place].load()) == sample && range.size == into.size();
+  if (good) {
+    std::memcpy(into.data(), arena_.data() + range.begin, range.size);
+    good = sums_.agrees(sample, into);
+    uint32_t ready = word_of(State::ready);
+    if (!good && words_[entry].compare_exchange_strong(ready, word_of(State::empty))) {
+      header_->ram_bytes.fetch_sub(range.size, std::memory_order_relaxed);
+      warn(tier_[entry], "the copy of sample " + std::to_string(sample) +
+                             " in the RAM tier has changed since it was read (wrong CRC32C): check "
+                             "this machine's memory; it is fetched again");
+    }
+  }
+  readers.fetch_sub(1, std::memory_order_release);
+  pin.fetch_sub(1, std::memory_order_release);
+  return good;
+}
+
+bool NodeCacheImpl::write_copy(const plan::CopyUse& use, uint64_t sample,
+                               std::span<const std::byte> bytes) {
+  const uint32_t place = use.place;
+  const uint64_t entry = entry_of_copy(place);
+  if (!placed(entry) || bytes.size() > copies_.size_of(place)) return false;
+  const uint32_t seen = words_[entry].load();
+  const State state = state_of(seen);
+  if (state == State::failed) return false;
+  if (state == State::ready) {
+    const uint64_t held = held_[place].load();
+    if (sample_of(held) == sample) return true;
+    // A rank that is ahead has put a later copy there. What is still later is of before a step back.
+    const uint64_t ahead = (held >> 32) - use.filled;
+    if (ahead > 0 && ahead <= kMostAhead) return false;
+  }
+  // Of a rank that died: there is no other that could be filling it.
+  const bool theirs = state == State::filling;
+  if (theirs && (seen >> 2 == me_ || lock_.is_held_elsewhere(kFirstMember + (seen >> 2)))) {
+    return false;
+  }
+  uint32_t word = seen;
+  if (!words_[entry].compare_exchange_strong(word, word_of(State::filling, me_))) return false;
+  if (is_pinned(place)) {
+    words_[entry].store(theirs ? word_of(State::empty) : seen);
+    return false;
+  }
+  if (state == State::ready) {
+    header_->ram_bytes.fetch_sub(range_of(entry).size, std::memory_order_relaxed);
+  }
+  held_[place].store(held_of(use.filled, sample));
+  const std::span<std::byte> into = ram_slot(entry);
+  if (into.size() != bytes.size()) {
+    if (!into.empty()) abandon(entry);
+    return false;
+  }
+  std::memcpy(into.data(), bytes.data(), bytes.size());
+  publish(entry);
+  return true;
+}
+
+// By a thread of a rank that lives.
+bool NodeCacheImpl::is_pinned(uint32_t place) const noexcept {
+  for (uint32_t r = 0; r < config_.local_world; ++r) {
+    if (pin_of(r, place).load() == 0) continue;
+    if (r == me_ || lock_.is_held_elsewhere(kFirstMember + r)) return true;
+  }
+  return false;
+}
+
 // ------------------------------------------------------------------------------- leaving
 
 void NodeCacheImpl::leave() noexcept {
@@ -1279,6 +1432,14 @@ void NodeCache::use_chunk(uint64_t /*chunk*/) noexcept {}
 void NodeCache::read_for_chunk(std::optional<uint64_t> /*chunk*/) noexcept {}
 Half NodeCache::half_of(uint64_t /*chunk*/, const plan::KeptChunk& /*kept*/) { return Half::gone; }
 void NodeCache::wait_for_half(std::chrono::nanoseconds /*timeout*/) const {}
+bool NodeCache::read_copy(const plan::CopyUse& /*use*/, uint64_t /*sample*/,
+                          std::span<std::byte> /*into*/) {
+  return false;
+}
+bool NodeCache::write_copy(const plan::CopyUse& /*use*/, uint64_t /*sample*/,
+                           std::span<const std::byte> /*bytes*/) {
+  return false;
+}
 
 uint32_t record_overhead(TierKind kind) { return kind == TierKind::file ? kRecordHeader : 0; }
 

@@ -27,6 +27,10 @@
 // entries of the catalogue like samples: where a method below takes a sample, it takes the entry of a
 // place too. A half goes to the next chunk when no rank uses its chunk any more.
 //
+// Copies that come and go (plan/copies_by_use.h) have places of the RAM tier, which are entries too. What
+// lies in one is a sample and its bytes; they are copied in and out, and nobody waits: where another
+// thread or rank is using a place, the caller does without it.
+//
 // Thread-safety: all methods but attach/close are thread-safe and lock-free unless said otherwise.
 #pragma once
 
@@ -226,6 +230,13 @@ class NodeCache {
   virtual Half half_of(uint64_t chunk, const plan::KeptChunk& kept);
   // Waits until a half or what a rank uses may have changed.
   virtual void wait_for_half(std::chrono::nanoseconds timeout) const;
+
+  // The bytes of a sample out of a place of the placement's copies; false if they are not there.
+  virtual bool read_copy(const plan::CopyUse& use, uint64_t sample, std::span<std::byte> into);
+  // Puts them there, instead of what is there; false if that is of a later epoch or being used, or if
+  // there is no memory.
+  virtual bool write_copy(const plan::CopyUse& use, uint64_t sample,
+                          std::span<const std::byte> bytes);
 
   // A rank of this node that joined and then ended without leaving, if there is one. Cheap enough
   // for a few calls per second.

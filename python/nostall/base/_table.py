@@ -390,6 +390,16 @@ _LOADER = (
         file=True,
     ),
     _loader(
+        "copies",
+        _one_of("fixed", "next-use"),
+        "fixed",
+        "which samples that another node keeps this node keeps too, in the room that its own ones "
+        "leave. fixed: those that it reads most often, for the whole job; next-use: in the RAM tier "
+        "those that it needs soonest, for as long as that is so (faster where the network is slower "
+        "than what a node consumes)",
+        file=True,
+    ),
+    _loader(
         "assignment",
         _one_of("plan", "locality"),
         "plan",

@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ from nostall.base._sizes import (
     native_tiers,
     parse_size,
 )
+from nostall.base._words import counted
 from nostall.errors import PeerError, UsageError
 from nostall.job._world import find_world
 from nostall.loader._ahead import Ahead, Made
@@ -47,7 +48,7 @@ from nostall.plan import (
     SubBatches,
     order_name,
 )
-from nostall.source._source import Source
+from nostall.source._source import Source, way_from
 
 if TYPE_CHECKING:
     from nostall.job._cluster import Cluster
@@ -102,14 +103,21 @@ def _chosen_order(order: Order, shuffle: bool | None) -> Order:
     return order
 
 
+def _refuse_subscript() -> NoReturn:
+    raise UsageError(
+        "batches have no numbers to ask for: iterate, as in `for epoch in loader.epochs(): for batch "
+        "in epoch:`; nostall.torch.Dataset(source)[i] gives a sample"
+    )
+
+
 def _no_source(dataset: object) -> str:
     from nostall.source._tokens import Tokens
 
-    way = 'open one, for example nostall.ImageFolder("/data/train")'
+    way = way_from(dataset)
     if isinstance(dataset, Tokens):
         way = "divide the tokens into samples, for example by nostall.Windows(tokens, length)"
-    elif hasattr(dataset, "__getitem__") and not isinstance(dataset, str):
-        way = "nostall.Cached(dataset) takes a Dataset of your own"
+    elif isinstance(dataset, (DataLoader, Epoch)):
+        way = "give it what this loader has as its dataset"
     return f"the first argument is {type(dataset).__name__}, not a dataset of nostall: {way}"
 
 
@@ -170,6 +178,9 @@ class Epoch:
 
     def __iter__(self) -> Iterator[Any]:
         return self._loader._iterate(self.index)
+
+    def __getitem__(self, batch: int) -> NoReturn:
+        _refuse_subscript()
 
 
 class DataLoader:
@@ -402,6 +413,9 @@ class DataLoader:
         """Batches of this rank in one epoch, or in the whole job if it was made with `steps`."""
         return self._batches if self._options.steps is None else self._options.steps
 
+    def __getitem__(self, batch: int) -> NoReturn:
+        _refuse_subscript()
+
     def epochs(self) -> Iterator[Epoch]:
         """The epochs from the current position to the end of the job.
 
@@ -478,10 +492,11 @@ class DataLoader:
         steps = self._options.steps
         if epoch >= self._last_epoch:
             raise UsageError(
-                f"all {self.epochs_total} epochs of this job were iterated; pass a larger epochs= "
+                f"this job of {counted(self._last_epoch, 'epoch')} has ended; pass a larger epochs= "
                 "to DataLoader, or none, or go back with set_epoch"
                 if steps is None
-                else f"all {steps} steps of this job were iterated: pass a larger steps= to DataLoader"
+                else f"this job of {counted(steps, 'step')} has ended: pass a larger steps= to "
+                "DataLoader"
             )
         start = self._position[1] if self._resumed and epoch == self._position[0] else 0
         self._resumed = False
@@ -608,10 +623,10 @@ class DataLoader:
         inside = 0 <= epoch <= self._last_epoch and 0 <= batch <= self._batches
         steps = self._options.steps
         if not inside or (steps is not None and epoch * self._batches + batch > steps):
-            length = f"{self.epochs_total} epochs of {self._batches} batches"
+            length = f"{counted(self._last_epoch, 'epoch')} of {counted(self._batches, 'batch')}"
             raise UsageError(
                 f"the loader's state is at epoch {epoch}, batch {batch}, outside this job of "
-                + (length if steps is None else f"{steps} steps")
+                + (length if steps is None else counted(steps, "step"))
             )
         self._stop_native()
         self.seed = int(state["seed"])
@@ -754,8 +769,9 @@ class DataLoader:
             for tier in self._tiers
         )
         return (
-            f"<DataLoader of {self.dataset!r}: batch_size={self._batch_size}, {self._batches} batches "
-            f"an epoch{end}, seed={self.seed}, rank {self.world.rank} of {self.world.world_size}, "
+            f"<DataLoader of {self.dataset!r}: batch_size={self._batch_size}, "
+            f"{counted(self._batches, 'batch')} an epoch{end}, seed={self.seed}, "
+            f"rank {self.world.rank} of {self.world.world_size}, "
             f"tiers [{tiers}]>"
         )
 
@@ -802,7 +818,11 @@ class DataLoader:
                     'samples cannot travel between nodes with tiers= that are shared: leave peers="on" '
                     "out, or give each loader tiers of its own"
                 )
-            for name, default in (("sharing", "push"), ("assignment", "plan")):
+            for name, default in (
+                ("sharing", "push"),
+                ("copies", "fixed"),
+                ("assignment", "plan"),
+            ):
                 if (given := getattr(self._options, name)) != default:
                     raise UsageError(
                         f"{name}={given!r} has no effect with tiers= that are shared, for each node "
@@ -854,6 +874,7 @@ class DataLoader:
             if isinstance(self._order, Mixed)
             else self._order_name,
             "sharing": self._options.sharing,
+            "copies": self._options.copies,
             "assignment": self._options.assignment,
         }
 
@@ -927,6 +948,7 @@ class DataLoader:
             numbers = self._shared.numbers_of(self.dataset)
             config.share(self._shared.native, [] if numbers is None else numbers.tolist())
         config.sharing = _named(_native.Sharing, chosen.sharing)
+        config.copies = _named(_native.CopyRule, chosen.copies)
         config.locality = chosen.assignment == "locality"
         return config
 

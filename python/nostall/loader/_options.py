@@ -42,6 +42,7 @@ class LoaderOptions:
     reader: Literal["auto", "io_uring", "pread"] = in_force("loader.reader")
     peers: Literal["auto", "on", "off"] | AllGather = in_force("loader.peers")
     sharing: Literal["push", "owners-read", "hdmlp"] = in_force("loader.sharing")
+    copies: Literal["fixed", "next-use"] = in_force("loader.copies")
     assignment: Literal["plan", "locality"] = in_force("loader.assignment")
     calibration: str | os.PathLike[str] | None = in_force("loader.calibration")
 
@@ -78,6 +79,7 @@ class LoaderArguments(TypedDict, total=False):
     reader: Literal["auto", "io_uring", "pread"]
     peers: Literal["auto", "on", "off"] | AllGather
     sharing: Literal["push", "owners-read", "hdmlp"]
+    copies: Literal["fixed", "next-use"]
     assignment: Literal["plan", "locality"]
     calibration: str | os.PathLike[str] | None
 

@@ -3,11 +3,13 @@
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
+#include <csignal>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -17,81 +19,12 @@
 
 #include "../failing_files.h"
 #include "../refuse.h"
-#include "../temporary.h"
 #include "base/error.h"
 #include "base/handover.h"
-#include "base/log.h"
+#include "caches.h"
 
 namespace nostall::tier {
 namespace {
-
-namespace fs = std::filesystem;
-using namespace std::chrono_literals;
-
-class NodeCacheTest : public testing::Test {
- protected:
-  void SetUp() override {
-    fs::create_directory(root_ / "shm");
-    set_log_sink([this](LogLevel, const std::string& message) {
-      const std::scoped_lock lock(mutex_);
-      warnings_.push_back(message);
-    });
-  }
-  void TearDown() override { set_log_sink({}); }
-
-  // Ten samples of 100 bytes, all in tier 0.
-  static constexpr uint64_t kSamples = 10, kSize = 100;
-
-  NodeCacheConfig config(uint32_t rank, uint32_t world, TierKind kind = TierKind::ram) const {
-    NodeCacheConfig c;
-    c.job = "test";
-    c.local_rank = rank;
-    c.local_world = world;
-    c.dataset = 11;
-    c.plan = 22;
-    c.tiers = {{kind, 4096, (root_ / "disk").string(), false}};
-    c.shm_directory = (root_ / "shm").string();
-    return c;
-  }
-  static plan::Placement in_the_first_tier(TierKind kind) {
-    const uint64_t record = kSize + record_overhead(kind);
-    plan::Placement placed;
-    placed.tier.assign(kSamples, 0);
-    for (uint64_t s = 0; s < kSamples; ++s) placed.offset.push_back(s * record);
-    placed.used = {kSamples * record};
-    placed.fill.resize(1);
-    return placed;
-  }
-  static std::unique_ptr<NodeCache> attach(const NodeCacheConfig& c) {
-    const std::vector<uint64_t> sizes(kSamples, kSize);
-    return NodeCache::attach(c, sizes, fixed(in_the_first_tier(c.tiers[0].kind)), 2s);
-  }
-  static std::vector<std::byte> bytes_of(uint64_t sample) {
-    return std::vector<std::byte>(kSize, static_cast<std::byte>(sample + 1));
-  }
-  static void put(NodeCache& cache, uint64_t sample) {
-    ASSERT_TRUE(cache.claim(sample));
-    const auto bytes = bytes_of(sample);
-    if (cache.kind(sample) == TierKind::file) {
-      cache.file_write(sample, bytes);
-      return;
-    }
-    const auto slot = cache.ram_slot(sample);
-    ASSERT_EQ(slot.size(), kSize);
-    std::memcpy(slot.data(), bytes.data(), kSize);
-    cache.publish(sample);
-  }
-  size_t files() const {
-    size_t n = 0;
-    for (const auto& e : fs::recursive_directory_iterator(root_)) n += e.is_regular_file();
-    return n;
-  }
-
-  const TemporaryFolder folder_;
-  const fs::path root_ = folder_.path();
-  std::mutex mutex_;
-  std::vector<std::string> warnings_;
-};
 
 TEST_F(NodeCacheTest, WhatOneRankPutsTheOthersSee) {
   const auto a = attach(config(0, 2)), b = attach(config(1, 2));
@@ -101,21 +34,6 @@ TEST_F(NodeCacheTest, WhatOneRankPutsTheOthersSee) {
   EXPECT_TRUE(std::equal(bytes.begin(), bytes.end(), b->ram_view(3).bytes().begin()));
   EXPECT_EQ(b->ram_bytes(), kSize);
   EXPECT_FALSE(b->claim(3));
-}
-
-// Two halves of two places behind the ten samples; ranks are at no chunk yet.
-NodeCacheConfig with_halves(NodeCacheConfig c) {
-  c.halves = {0, {250, 2}};
-  return c;
-}
-plan::KeptChunk chunk_of(std::vector<uint64_t> samples) {
-  plan::KeptChunk kept;
-  for (const uint64_t s : samples) {
-    kept.fill.push_back(static_cast<uint32_t>(kept.samples.size()));
-    kept.offsets.push_back(100 * kept.samples.size());
-    kept.samples.push_back(s);
-  }
-  return kept;
 }
 
 TEST_F(NodeCacheTest, AHalfGoesOnWhenTheLastRankHasLeftItsChunk) {
@@ -203,7 +121,7 @@ TEST_F(NodeCacheTest, APlacementThatDoesNotGoWithTheTiersIsRefused) {
     plan::Placement placement = in_the_first_tier(TierKind::ram);
     change(placement);
     try {
-      NodeCache::attach(c, sizes, fixed(placement), 2s);
+      NodeCache::attach(c, sizes, fixed(placement));
     } catch (const Error& e) {
       EXPECT_EQ(e.kind(), ErrorKind::usage);
       return std::string(e.what());
@@ -268,6 +186,170 @@ TEST_F(NodeCacheTest, ManyRanksPassHalvesOn) {
   EXPECT_EQ(wrong, 0);
 }
 
+// Places for copies of samples 10 to 29, whose sizes differ, behind the ten samples that are placed.
+class CopiesTest : public NodeCacheTest {
+ protected:
+  static constexpr uint64_t kAll = 30;
+  CopiesTest() {
+    for (uint64_t s = 0; s < kAll; ++s) sizes_.push_back(s < kSamples ? kSize : 40 + s);
+  }
+  plan::Placement placement(uint64_t room) const {
+    plan::Placement placed = in_the_first_tier(TierKind::ram);
+    placed.tier.resize(kAll, plan::kNoTier);
+    placed.offset.resize(kAll, 0);
+    placed.copies = plan::CopyPlaces(
+        sizes_, [](uint64_t s) { return s >= kSamples; }, room);
+    return placed;
+  }
+  std::unique_ptr<NodeCache> enter(uint32_t rank, uint32_t world, uint64_t room = 600) const {
+    return NodeCache::attach(config(rank, world), sizes_, fixed(placement(room)), 2s);
+  }
+  std::vector<std::byte> bytes(uint64_t sample) const {
+    return std::vector<std::byte>(sizes_[sample], static_cast<std::byte>(sample + 1));
+  }
+  static plan::CopyUse at(uint32_t place, uint32_t epoch = 0) {
+    return {place, false, true, epoch};
+  }
+  bool keep(NodeCache& cache, uint32_t place, uint64_t sample, uint32_t epoch = 0) const {
+    return cache.write_copy(at(place, epoch), sample, bytes(sample));
+  }
+  bool has(NodeCache& cache, uint32_t place, uint64_t sample) const {
+    std::vector<std::byte> into(sizes_[sample]);
+    const bool found = cache.read_copy(at(place), sample, into);
+    if (found) {
+      EXPECT_EQ(into, bytes(sample));
+    }
+    return found;
+  }
+  // A place of the largest samples: every other one fits there.
+  uint32_t last_place() const { return placement(600).copies.count() - 1; }
+
+  std::vector<uint64_t> sizes_;
+};
+
+TEST_F(CopiesTest, APlaceHasWhatAnyRankPutThereLast) {
+  const auto a = enter(0, 2), b = enter(1, 2);
+  const uint32_t place = last_place();
+  EXPECT_FALSE(has(*a, place, 29));
+  EXPECT_TRUE(keep(*a, place, 29));
+  EXPECT_TRUE(has(*b, place, 29));
+  EXPECT_EQ(b->ram_bytes(), sizes_[29]);
+  EXPECT_TRUE(keep(*b, place, 10));
+  EXPECT_FALSE(has(*a, place, 29));
+  EXPECT_TRUE(has(*a, place, 10));
+  EXPECT_EQ(b->ram_bytes(), sizes_[10]);
+  EXPECT_FALSE(keep(*a, 0, 29));  // larger than the place
+  put(*a, 3);                     // beside what is placed
+  EXPECT_TRUE(has(*b, place, 10));
+}
+
+TEST_F(CopiesTest, ALaterCopyIsLeftToWhoIsAhead) {
+  const auto a = enter(0, 2), b = enter(1, 2);
+  const uint32_t place = last_place();
+  EXPECT_TRUE(keep(*a, place, 29, 3));
+  EXPECT_FALSE(keep(*b, place, 28, 2));
+  EXPECT_TRUE(has(*b, place, 29));
+  EXPECT_TRUE(keep(*b, place, 27, 3));
+  EXPECT_TRUE(keep(*b, place, 28, 4));
+  EXPECT_TRUE(keep(*a, place, 29, 1));  // three epochs before: of a job that has gone back
+  EXPECT_TRUE(has(*a, place, 29));
+}
+
+TEST_F(CopiesTest, WrongBytesAreNeverGiven) {
+  const auto cache = enter(0, 1);
+  ASSERT_NE(cache->sums().of(29), sample_sum(bytes(10)));
+  EXPECT_TRUE(cache->sums().agrees(29, bytes(29)));
+  std::vector<std::byte> other = bytes(29);
+  other[7] ^= std::byte{1};
+  EXPECT_TRUE(cache->write_copy(at(last_place()), 29, other));
+  EXPECT_FALSE(has(*cache, last_place(), 29));
+  EXPECT_EQ(cache->ram_bytes(), 0u);
+  ASSERT_EQ(warnings_.size(), 1u);
+  EXPECT_NE(warnings_[0].find("sample 29 in the RAM tier has changed"), std::string::npos);
+  EXPECT_TRUE(keep(*cache, last_place(), 29));
+  EXPECT_TRUE(has(*cache, last_place(), 29));
+}
+
+TEST_F(CopiesTest, PlacesBeyondTheTierAreRefused) {
+  NodeCacheConfig c = config(0, 1);
+  c.tiers[0].capacity = 1500;
+  EXPECT_THROW(NodeCache::attach(c, sizes_, fixed(placement(600)), 2s), Error);
+  c = config(0, 1);
+  plan::Placement placed = placement(600);
+  placed.copy_tier = 1;
+  EXPECT_THROW(NodeCache::attach(c, sizes_, fixed(placed), 2s), Error);
+  const auto none = enter(0, 1, 0);
+  EXPECT_EQ(placement(0).copies.count(), 0u);
+}
+
+TEST_F(CopiesTest, RanksWithOtherPlacesAreRefused) {
+  const auto a = enter(0, 2, 600);
+  EXPECT_THROW(enter(1, 2, 500), Error);
+}
+
+// A rank dies in the middle of a copy, out of a place or into one: at memory that it may not touch.
+TEST_F(CopiesTest, ADeadRankHoldsNoPlace) {
+  int go[2];
+  ASSERT_EQ(::pipe(go), 0);
+  for (const bool reads : {true, false}) {
+    const pid_t child = ::fork();
+    if (child == 0) {
+      ::signal(SIGSEGV, SIG_DFL);
+      char word = 0;
+      if (::read(go[0], &word, 1) != 1) ::_exit(1);
+      auto* closed = static_cast<std::byte*>(
+          ::mmap(nullptr, 4096, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+      const auto dies = enter(1, 2);
+      if (reads) {
+        (void)dies->read_copy(at(last_place()), 29, {closed, sizes_[29]});
+      } else {
+        (void)dies->write_copy(at(last_place()), 28, {closed, sizes_[28]});
+      }
+      ::_exit(0);
+    }
+    const auto cache = enter(0, 2);
+    ASSERT_TRUE(keep(*cache, last_place(), 29));
+    ASSERT_EQ(::write(go[1], "", 1), 1);
+    int status = 0;
+    ASSERT_EQ(::waitpid(child, &status, 0), child);
+    ASSERT_TRUE(WIFSIGNALED(status));
+    EXPECT_EQ(has(*cache, last_place(), 29), reads);
+    EXPECT_TRUE(keep(*cache, last_place(), 27));
+    EXPECT_TRUE(has(*cache, last_place(), 27));
+  }
+  ::close(go[0]);
+  ::close(go[1]);
+}
+
+TEST_F(CopiesTest, ManyRanksPutAndTakeAtOnce) {
+  constexpr uint32_t kRanks = 3, kThreads = 2, kTurns = 4000;
+  std::vector<std::unique_ptr<NodeCache>> ranks;
+  for (uint32_t r = 0; r < kRanks; ++r) ranks.push_back(enter(r, kRanks));
+  const uint32_t places = placement(600).copies.count();
+  std::atomic<uint64_t> found = 0;
+  std::vector<std::jthread> threads;
+  for (uint32_t t = 0; t < kRanks * kThreads; ++t) {
+    threads.emplace_back([&, t, cache = ranks[t % kRanks].get()] {
+      for (uint64_t i = t; i < kTurns; ++i) {
+        const uint64_t sample = kSamples + i / (4 * places) % 2;  // which fit into any place
+        const auto place = static_cast<uint32_t>(i % places);
+        if (has(*cache, place, sample)) {
+          ++found;
+        } else {
+          keep(*cache, place, sample);
+        }
+      }
+    });
+  }
+  threads.clear();
+  EXPECT_GT(found, 0u);
+  uint64_t bytes = 0;
+  for (uint32_t p = 0; p < places; ++p) {
+    for (uint64_t s = kSamples; s < kAll; ++s) bytes += has(*ranks[0], p, s) ? sizes_[s] : 0;
+  }
+  EXPECT_EQ(ranks[0]->ram_bytes(), bytes);
+}
+
 TEST_F(NodeCacheTest, FillingStopsWhereAnyLimitKeepsItsReserve) {
   const fs::path proc = root_ / "proc";
   fs::create_directories(proc / "self");
@@ -312,7 +394,7 @@ TEST_F(NodeCacheTest, AModestTierTakesNoMoreThanItLeaves) {
   const std::vector<uint64_t> sizes(4, kMiB);
   const plan::Placement placement{
       {0, 0, 0, 0}, {0, kMiB, 2 * kMiB, 3 * kMiB}, {4 * kMiB}, {{0, 1, 2, 3}}};
-  const auto cache = NodeCache::attach(c, sizes, fixed(placement), 2s);
+  const auto cache = NodeCache::attach(c, sizes, fixed(placement));
   fs::create_directories(root_ / "proc" / "self");
   const auto gets_memory = [&](uint64_t sample, int used) {
     std::ofstream(root_ / "proc" / "meminfo")
@@ -363,7 +445,7 @@ class GivingBack : public NodeCacheTest {
     c.files = files;
     const plan::Placement placement{
         {0, 0, 0, 0}, {0, kMiB, 2 * kMiB, 3 * kMiB}, {4 * kMiB}, {{0, 1, 2, 3}}};
-    return NodeCache::attach(c, std::vector<uint64_t>(4, kMiB), fixed(placement), 2s);
+    return NodeCache::attach(c, std::vector<uint64_t>(4, kMiB), fixed(placement));
   }
   static bool fill(NodeCache& cache, uint64_t s) {
     const auto slot = cache.claim(s) ? cache.ram_slot(s) : std::span<std::byte>();
@@ -434,6 +516,71 @@ TEST_F(GivingBack, WhatOthersNeedOfAReserve) {
   const auto warnings = told();
   ASSERT_EQ(warnings.size(), 1u);
   EXPECT_NE(warnings[0].find("the RAM tier gives memory back"), std::string::npos) << warnings[0];
+}
+
+// What is marked already counts: more need costs one chunk more.
+TEST_F(GivingBack, TakesNoMoreForWhatIsStillRead) {
+  const std::shared_ptr<NodeCache> cache = enter(0);
+  for (const uint64_t s : {0, 1, 2, 3}) ASSERT_TRUE(fill(*cache, s));
+  const auto read = shared_view(cache, 3);
+  used(15);
+  ASSERT_TRUE(becomes(*cache, 3, State::failed));
+  used(16);
+  ASSERT_TRUE(becomes(*cache, 2, State::failed));
+  for (const uint64_t s : {0, 1}) EXPECT_EQ(cache->state(s), State::ready);
+}
+
+TEST_F(GivingBack, AllThatThereIsWhereMoreIsNeeded) {
+  const auto cache = enter(0);
+  ASSERT_TRUE(fill(*cache, 2));
+  used(16);
+  EXPECT_TRUE(becomes(*cache, 2, State::failed));
+  EXPECT_TRUE(comes([&] { return on_disk() == 0; }));
+}
+
+TEST_F(GivingBack, LooksAtWhatLiesInTheChunkAlone) {
+  NodeCacheConfig c = config(0, 1);
+  c.tiers[0].capacity = 4 * kMiB;
+  c.tiers.push_back({TierKind::file, 4096, (root_ / "disk").string(), false});
+  c.proc_directory = (root_ / "proc").string();
+  const plan::Placement placement{
+      {0, 0, 0, 1, plan::kNoTier}, {0, kMiB, 2 * kMiB, 0, 0}, {2 * kMiB, 124}, {{0, 1, 2}, {3}}};
+  const auto cache =
+      NodeCache::attach(c, std::vector<uint64_t>{kMiB, kMiB, 0, 100, 100}, fixed(placement));
+  for (const uint64_t s : {0, 1}) ASSERT_TRUE(fill(*cache, s));
+  put(*cache, 3);
+  used(15);
+  ASSERT_TRUE(becomes(*cache, 1, State::failed));
+  EXPECT_EQ(cache->state(0), State::ready);
+  EXPECT_EQ(cache->state(3), State::ready);
+  EXPECT_EQ(cache->state(4), State::empty);
+}
+
+TEST_F(GivingBack, CopiesThatComeAndGoToo) {
+  NodeCacheConfig c = config(0, 1);
+  c.tiers[0].capacity = 4 * kMiB;
+  c.proc_directory = (root_ / "proc").string();
+  const std::vector<uint64_t> sizes(8, kMiB);
+  plan::Placement placement;
+  placement.tier.assign(8, plan::kNoTier);
+  placement.offset.assign(8, 0);
+  placement.used = {0};
+  placement.copies = plan::CopyPlaces(
+      sizes, [](uint64_t) { return true; }, 4 * kMiB);
+  const auto cache = NodeCache::attach(c, sizes, fixed(placement), 2s);
+  const auto at = [](uint32_t place) { return plan::CopyUse{place, false, true, 0}; };
+  const std::vector<std::byte> bytes(kMiB, std::byte{1});
+  std::vector<std::byte> into(kMiB);
+  for (uint32_t p = 0; p < 4; ++p) EXPECT_TRUE(cache->write_copy(at(p), p, bytes));
+  used(16);
+  EXPECT_TRUE(comes([&] { return on_disk() <= 2 * kMiB; }));
+  EXPECT_TRUE(cache->read_copy(at(0), 0, into));
+  EXPECT_FALSE(cache->read_copy(at(3), 3, into));
+  EXPECT_FALSE(cache->write_copy(at(3), 5, bytes));
+  used(4);
+  cache->try_again();
+  EXPECT_TRUE(cache->write_copy(at(3), 5, bytes));
+  EXPECT_TRUE(cache->read_copy(at(3), 5, into));
 }
 
 // A rank dies that has views of three chunks and fills the other; its number stays free, or another
@@ -575,13 +722,12 @@ TEST_F(NodeCacheTest, EveryRankPlansWithWhatTheFirstOneFoundKept) {
   std::vector<std::unique_ptr<NodeCache>> ranks;
   for (const uint32_t rank : {0, 1}) {
     std::vector<uint64_t> samples;
-    ranks.push_back(NodeCache::attach(
-        kept("after", rank), std::vector<uint64_t>(kSamples, kSize),
-        [&](std::span<const std::vector<plan::Resident>> found) {
-          for (const plan::Resident& r : found[0]) samples.push_back(r.sample);
-          return in_the_first_tier(TierKind::file);
-        },
-        2s));
+    const Placer note = [&](std::span<const std::vector<plan::Resident>> found) {
+      for (const plan::Resident& r : found[0]) samples.push_back(r.sample);
+      return in_the_first_tier(TierKind::file);
+    };
+    ranks.push_back(
+        NodeCache::attach(kept("after", rank), std::vector<uint64_t>(kSamples, kSize), note));
     EXPECT_EQ(samples, (std::vector<uint64_t>{2, 7})) << rank;
     EXPECT_EQ(ranks[rank]->state(7), State::ready);
   }
@@ -806,6 +952,23 @@ TEST_F(NodeCacheTest, AFullDiskIsOneWarningAndNoError) {
   EXPECT_NE(warnings_[0].find("No space left"), std::string::npos);
 }
 
+TEST_F(NodeCacheTest, NothingIsMadeRightBelowTheRoot) {
+  for (const std::string below : {"", "/job", "/../../nostall-unmounted/job"}) {
+    for (const bool keep : {false, true}) {
+      warnings_.clear();
+      auto c = config(0, 1, TierKind::file);
+      c.tiers[0].path = "/nostall-unmounted" + below;
+      c.tiers[0].keep = keep;
+      const auto cache = attach(c);
+      EXPECT_FALSE(fs::exists("/nostall-unmounted"));
+      ASSERT_EQ(warnings_.size(), 1u);
+      EXPECT_NE(warnings_[0].find("/nostall-unmounted is not there"), std::string::npos)
+          << warnings_[0];
+      EXPECT_FALSE(cache->claim(0));
+    }
+  }
+}
+
 TEST_F(NodeCacheTest, NoMemoryIsOneWarningAndNoSignal) {
   FullDisk full;
   auto c = config(0, 1);
@@ -931,8 +1094,7 @@ TEST_F(NodeCacheTest, ADiskThatFailsAgainAndAgainIsLeftAlone) {
   for (uint64_t s = 0; s < kMany; ++s) placement.offset.push_back(s * (kSize + 24));
   placement.used = {kMany * (kSize + 24)};
   placement.fill.resize(1);
-  const auto cache =
-      NodeCache::attach(c, std::vector<uint64_t>(kMany, kSize), fixed(placement), 2s);
+  const auto cache = NodeCache::attach(c, std::vector<uint64_t>(kMany, kSize), fixed(placement));
   for (uint64_t s = 0; s < kMany; ++s) {
     if (cache->claim(s)) cache->file_write(s, bytes_of(s));
   }
@@ -1041,7 +1203,7 @@ TEST_F(NodeCacheTest, AKeptFileThatCannotBeCutOrRemovedIsTold) {
   none.offset.assign(kSamples, 0);
   none.used = {0};
   none.fill.resize(1);
-  const auto cache = NodeCache::attach(c, std::vector<uint64_t>(kSamples, kSize), fixed(none), 2s);
+  const auto cache = NodeCache::attach(c, std::vector<uint64_t>(kSamples, kSize), fixed(none));
   ASSERT_EQ(warnings_.size(), 2u);
   EXPECT_NE(warnings_[0].find("cannot remove the abandoned tier"), std::string::npos);
   EXPECT_NE(warnings_[1].find("cannot shorten"), std::string::npos);
@@ -1062,7 +1224,7 @@ TEST_F(NodeCacheTest, WhatCannotBeIsRefused) {
   const auto refused = [](const NodeCacheConfig& c, size_t samples = kSamples) {
     try {
       const std::vector<uint64_t> sizes(samples, kSize);
-      NodeCache::attach(c, sizes, fixed(in_the_first_tier(TierKind::ram)), 2s);
+      NodeCache::attach(c, sizes, fixed(in_the_first_tier(TierKind::ram)));
       return std::string();
     } catch (const Error& error) {
       return error.kind() == ErrorKind::usage ? std::string(error.what()) : "another kind";
@@ -1126,7 +1288,7 @@ TEST_F(NodeCacheTest, AJobThatStartsWhileAnotherOneLeavesAgreesOnWhatIsKept) {
       placement.fill.resize(1);
       return placement;
     };
-    return NodeCache::attach(kept("b", rank), std::vector<uint64_t>(kSamples, kSize), place, 2s);
+    return NodeCache::attach(kept("b", rank), std::vector<uint64_t>(kSamples, kSize), place);
   };
   a0.reset();
   put(*a1, 1);
@@ -1180,7 +1342,7 @@ TEST_F(NodeCacheTest, AKeptFileIsCutToTheCapacityOfTheNextJob) {
   placement.tier[0] = 0;
   placement.used = {kSize + 24};
   placement.fill.resize(1);
-  const auto cache = NodeCache::attach(c, sizes, fixed(placement), 2s);
+  const auto cache = NodeCache::attach(c, sizes, fixed(placement));
   EXPECT_EQ(cache->state(0), State::ready);
   EXPECT_LE(size(), 300u);
 }
@@ -1271,11 +1433,21 @@ TEST_F(NodeCacheTest, WhatIsNoManifestIsNeitherReadNorWaitedFor) {
 TEST_F(NodeCacheTest, ARankThatPlacesItsSamplesForLongStillWaitsForTheOthers) {
   const auto first = attach(config(0, 2));
   const std::vector<uint64_t> sizes(kSamples, kSize);
+  // A busy machine may take longer than this limit for the handover itself, now and then.
+  static constexpr auto kLimit = 300ms;
   const auto slow = [](auto) {
-    std::this_thread::sleep_for(2100ms);
+    std::this_thread::sleep_for(kLimit);
     return in_the_first_tier(TierKind::ram);
   };
-  const auto second = NodeCache::attach(config(1, 2), sizes, slow, 2s);
+  std::unique_ptr<NodeCache> second;
+  for (int attempt = 0; attempt < 50 && !second; ++attempt) {
+    try {
+      second = NodeCache::attach(config(1, 2), sizes, slow, kLimit);
+    } catch (const Error& e) {
+      ASSERT_EQ(e.kind(), ErrorKind::peer) << e.what();
+    }
+  }
+  ASSERT_TRUE(second);
   put(*first, 4);
   EXPECT_EQ(second->state(4), State::ready);
 }
@@ -1289,15 +1461,12 @@ TEST_F(NodeCacheTest, ARankThatIsPlacingItsSamplesIsFoundByTheNext) {
   auto first = attach(kept(0));
   std::unique_ptr<NodeCache> third;
   const std::vector<uint64_t> sizes(kSamples, kSize);
-  const auto second = NodeCache::attach(
-      kept(1), sizes,
-      [&](auto) {
-        // Meanwhile the one rank that had the cache leaves, and another one comes.
-        first.reset();
-        third = attach(kept(2));
-        return in_the_first_tier(TierKind::file);
-      },
-      2s);
+  const auto second = NodeCache::attach(kept(1), sizes, [&](auto) {
+    // Meanwhile the one rank that had the cache leaves, and another one comes.
+    first.reset();
+    third = attach(kept(2));
+    return in_the_first_tier(TierKind::file);
+  });
   put(*third, 4);
   EXPECT_EQ(second->state(4), State::ready);
   EXPECT_TRUE(warnings_.empty());

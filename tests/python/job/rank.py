@@ -13,6 +13,8 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
+
 import nostall
 
 
@@ -43,6 +45,19 @@ def wait_for_all(s: dict) -> None:
         time.sleep(0.005)
 
 
+def in_step(s: dict, batches: int) -> None:
+    """Until every rank has as many batches, where that is wanted: as if they reduced gradients."""
+    if not s.get("in_step"):
+        return
+    at = np.memmap(s["in_step"], dtype=np.uint64, mode="r+", shape=(s["world"],))
+    at[s["rank"]] = batches
+    deadline = time.monotonic() + 60
+    while int(at.min()) < batches:
+        if time.monotonic() > deadline:
+            raise SystemExit(f"other ranks do not come to batch {batches}")
+        time.sleep(0.0002)
+
+
 def main(s: dict) -> None:
     dataset = nostall.ImageFolder(s["root"], index=False)
     truth = [Path(s["truth"], p).read_bytes() for p in s["files"]]
@@ -59,6 +74,7 @@ def main(s: dict) -> None:
         job=f"{s['job']} {os.environ.get('NOSTALL_NODE', '')}",
         peers=s.get("peers", "on"),
         sharing=s.get("sharing", "push"),
+        copies=s.get("copies", "fixed"),
         assignment=s.get("assignment", "plan"),
         staging=s.get("staging", "256MiB"),
         output="numpy",
@@ -114,6 +130,7 @@ def main(s: dict) -> None:
                     Path(until).touch()
                 if Path(until).exists():
                     break
+            in_step(s, batches)
             time.sleep(s.get("compute", 0.0))
         if s.get("until") and Path(s["until"]).exists():
             break
