@@ -292,6 +292,14 @@ void bind_collective(nb::module_& m) {
                                                 "; make a new communicator"));
           },
           nb::arg("what") = "aborted it", no_gil, "`what` that rank did, for the others.")
+      .def(
+          "end_with_program",
+          [](Communicator& self, const std::string& what) {
+            self.end_with_program(Error(
+                ErrorKind::peer,
+                "rank " + std::to_string(self.rank()) + " " + what + "; make a new communicator"));
+          },
+          nb::arg("what"), no_gil, "As abort, but others may end the calls that it has completed.")
       .def("leave", &Communicator::leave, no_gil)
       .def("stats", &Communicator::stats, no_gil);
   bind_reductions(communicator);

@@ -144,14 +144,27 @@ class Link {
   }
 
   bool take_fresh() {
-    if (fresh_ >= slots_ || !shared_.allocate_window(step_, (fresh_ + 1) * slot_bytes_)) {
+    if (fresh_ >= slots_) return false;
+    if (!shared_.allocate_window(step_, (fresh_ + 1) * slot_bytes_)) {
       // Of a message that fits, readers do not say what they have copied, and no slot comes back.
       if (fresh_ == 0 || segments_ <= ahead_) throw_no_memory();
-      slots_ = fresh_;
+      shrink();
       return false;
     }
     next_slot_ = static_cast<int64_t>(fresh_++);
     return true;
+  }
+
+  // The slots that there are have to do. They may be fewer than ranks wait for in a batch, so all are
+  // woken, and wait for each segment from here on.
+  void shrink() {
+    slots_ = fresh_;
+    batch_ = 1;
+    shared_.header().shrunk[step_ % 2].value.store(step_, std::memory_order_seq_cst);
+    steps_.wake_all();
+  }
+  bool is_shrunk() const {
+    return shared_.header().shrunk[step_ % 2].value.load(std::memory_order_seq_cst) == step_;
   }
 
   [[noreturn]] void throw_no_memory() {
@@ -246,6 +259,8 @@ class Link {
   }
 
   void wait(uint64_t forwarded, uint64_t copied) {
+    if (batch_ > 1 && is_shrunk()) batch_ = 1;
+    const bool in_batches = batch_ > 1;
     Want input{0, ~uint64_t{0}}, output{0, ~uint64_t{0}};
     std::optional<uint32_t> slowest;
     if (forwarded < segments_ && place_ > 0) {
@@ -265,7 +280,7 @@ class Link {
         [&] {
           return (copied < wanted_.end && copied < results()) ||
                  (forwarded < segments_ && may_forward(forwarded)) ||
-                 (slowest && next_of(*slowest) > freed_);
+                 (slowest && next_of(*slowest) > freed_) || (in_batches && is_shrunk());
         },
         {input, output});
   }

@@ -109,7 +109,9 @@ struct Communicator::Impl {
       begun_ = steps_.stats().steps;
     }
     ~Turn() NOSTALL_RELEASE() {
-      if (std::uncaught_exceptions() > exceptions_ && steps_.stats().steps != begun_) {
+      if (std::uncaught_exceptions() == exceptions_) {
+        steps_.complete();
+      } else if (steps_.stats().steps != begun_) {
         steps_.end_by_own_error();
       }
     }
@@ -178,7 +180,7 @@ struct Communicator::Impl {
   Mutex mutex;        // of calls
   Mutex arena_mutex;  // memory can be freed during a call
   SharedMemory memory;
-  Steps steps;  // in calls, and from any thread: end_for_all(), check(), ended_here()
+  Steps steps;  // in calls, and from any thread: its ends, check(), ended_here()
   Arena arena NOSTALL_GUARDED_BY(arena_mutex);
   const Selection selection;
   Phase phase NOSTALL_GUARDED_BY(mutex);
@@ -455,7 +457,11 @@ void Communicator::on_late(std::chrono::nanoseconds after,
 
 // A forked child has none of the memory in which to say or see it.
 bool Communicator::end(const Error& why) noexcept {
-  return !impl_->memory.is_forked_child() && impl_->steps.end_for_all(why);
+  return !impl_->memory.is_forked_child() && impl_->steps.end_at_once(why);
+}
+
+bool Communicator::end_with_program(const Error& why) noexcept {
+  return !impl_->memory.is_forked_child() && impl_->steps.end_from_here(why);
 }
 
 void Communicator::leave() noexcept { impl_->memory.leave(); }

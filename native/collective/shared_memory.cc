@@ -29,10 +29,12 @@ namespace nostall::collective {
 namespace {
 
 constexpr uint64_t kMagic = 0x31434c4c4f43534e;  // "NSCOLLC1"
-constexpr uint32_t kVersion = 4;
+constexpr uint32_t kVersion = 5;
 // Of the lock protocol, beyond any byte that could be read or written.
 constexpr uint64_t kFirstRank = (uint64_t{1} << 61) + 16;
 constexpr uint64_t kPage = 4096;
+// In which a window gets memory.
+constexpr uint64_t kLeastPiece = 64 << 10, kMostPiece = 4 << 20;
 constexpr std::chrono::milliseconds kJoinSlice{20};
 
 // Counts the forks between this process and the one that was started: cheaper to ask than a pid.
@@ -179,6 +181,7 @@ Descriptor SharedMemory::create() {
   header->window_bytes = window_bytes_;
   header->arena_bytes = arena_bytes_;
   header->selection = config_.selection;
+  header->end_step.store(~uint64_t{0});
   header->magic = kMagic;
   return file;
 }
@@ -292,12 +295,13 @@ void SharedMemory::allocate(uint64_t offset, uint64_t bytes) {
 
 bool SharedMemory::allocate_window(uint64_t step, uint64_t bytes) noexcept {
   Word& have = header().allocated[step % 2].value;
-  if (have.load(std::memory_order_relaxed) >= bytes) return true;
-  constexpr uint64_t kPiece = 4 << 20;
-  const uint64_t wanted = std::min((bytes + kPiece - 1) / kPiece * kPiece, window_bytes_);
+  const uint64_t there = have.load(std::memory_order_relaxed);
+  if (there >= bytes) return true;
+  const uint64_t piece = std::clamp(window_bytes_ / 64 / kPage * kPage, kLeastPiece, kMostPiece);
+  const uint64_t wanted = std::min((bytes + piece - 1) / piece * piece, window_bytes_);
   const uint64_t begin = windows_ + (step % 2) * window_bytes_;
   try {
-    if (take_memory(mapping_->fd(), begin, wanted)) return false;
+    if (take_memory(mapping_->fd(), begin + there, wanted - there)) return false;
   } catch (const std::bad_alloc&) {
     return false;
   }

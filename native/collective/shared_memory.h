@@ -72,6 +72,7 @@ struct Header {
   std::atomic<uint32_t> joined;
   alignas(kLine) Atomic<uint32_t> sleepers;
   alignas(kLine) Atomic<uint32_t> broken;  // 0, 1 while the message is written, 2
+  Word end_step;                           // from this step on calls end, once it is broken
   // Why: written before broken is 2.
   ErrorKind end_kind;
   int32_t end_number;
@@ -83,6 +84,7 @@ struct Header {
   std::array<PaddedWord, 2> done;       // step << 24 | pieces finished
   std::array<PaddedWord, 2> result;     // the step whose result is there
   std::array<PaddedWord, 2> allocated;  // bytes of the window that have memory
+  std::array<PaddedWord, 2> shrunk;     // the step in which it got no more
 };
 
 struct SharedMemoryConfig {

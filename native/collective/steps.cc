@@ -19,6 +19,8 @@ constexpr int64_t kLookNs = 50'000'000;
 // Waits beyond this are so long that a spin before them costs nothing.
 constexpr int64_t kLongNs = 1'000'000;
 constexpr std::chrono::nanoseconds kSlice{kLookNs};
+// In which a rank that ends the communicator writes down why, on a busy machine too.
+constexpr int64_t kWordsNs = 5'000'000'000;
 
 uint32_t usable_cores() noexcept {
   cpu_set_t set;
@@ -55,6 +57,7 @@ void Steps::enter(const char* operation, uint64_t signature) {
 
 uint64_t Steps::begin_step() {
   const uint64_t step = ++step_;
+  open_.store(step, std::memory_order_release);
   ++stats_.steps;
   if (safe_ + 2 >= step) return step;
   const uint64_t before = step - 2;
@@ -169,8 +172,7 @@ void Steps::look_around() {
     progress_();
     nap_ = std::min(2 * nap_, kLongestNap);
   }
-  Header& h = shared_.header();
-  if (h.broken.load(std::memory_order_seq_cst) != 0) throw_broken();
+  check();
   if (is_scheduled()) return;
   const int64_t now = now_ns();
   if (now - looked_ < kLookNs / 2) return;
@@ -228,31 +230,40 @@ void Steps::check_signature(uint64_t step, uint32_t rank) {
 }
 
 void Steps::fail(const Error& error) {
-  end_for_all(error);
+  end_from_here(error);
   throw error;
 }
 
-bool Steps::end_for_all(const Error& error) noexcept {
-  if (!shared_.publish_error(error)) return false;
-  ended_here_.store(true, std::memory_order_release);
+bool Steps::end_for_all(const Error& error, uint64_t step) noexcept {
+  Word& end = shared_.header().end_step;
+  uint64_t seen = end.load(std::memory_order_seq_cst);
+  while (step < seen && !end.compare_exchange_weak(seen, step, std::memory_order_seq_cst)) {
+  }
+  const bool first = shared_.publish_error(error);
+  if (first) ended_here_.store(true, std::memory_order_release);
+  wake_all();
+  return first;
+}
+
+void Steps::wake_all() noexcept {
   for (uint32_t r = 0; r < ranks_; ++r) {
     uint32_t asleep = 1;
     if (shared_.line(r).asleep.compare_exchange_strong(asleep, 0)) {
       futex_wake_all(shared_.line(r).asleep);
     }
   }
-  return true;
 }
 
 void Steps::end_by_own_error() noexcept {
-  end_for_all(Error(ErrorKind::peer, "rank " + std::to_string(rank_) + " could not go on in " +
-                                         where() + "; its own error says why"));
+  end_from_here(Error(ErrorKind::peer, "rank " + std::to_string(rank_) + " could not go on in " +
+                                           where() + "; its own error says why"));
 }
 
 void Steps::throw_broken() const {
   const Header& h = shared_.header();
   const int64_t begin = now_ns();
-  while (h.broken.load(std::memory_order_acquire) != 2 && now_ns() - begin < kLookNs)
+  const int64_t patience = is_scheduled() ? 0 : kWordsNs;
+  while (h.broken.load(std::memory_order_acquire) != 2 && now_ns() - begin < patience)
     ::sched_yield();
   if (h.broken.load(std::memory_order_acquire) != 2) {
     throw Error(ErrorKind::peer, "this communicator is broken: a rank died while it said why");

@@ -61,10 +61,13 @@ class Steps {
 
   // What the next steps belong to, for the messages of errors: "allreduce" and the call's number.
   void enter(const char* operation, uint64_t signature);
-  // Throws if the communicator has ended.
+  // Throws if the communicator has ended for the step that this rank is in, or comes to next. From any
+  // thread.
   void check() const {
-    if (shared_.header().broken.load(std::memory_order_relaxed) != 0) throw_broken();
+    if (has_ended()) throw_broken();
   }
+  // This rank's call is complete: it has given all that others need of its steps.
+  void complete() noexcept { open_.store(step_ + 1, std::memory_order_release); }
   // The next step, when its memory is free.
   uint64_t begin_step();
   // Shows that this rank has arrived at `step`; what it wrote to its stage before is visible then.
@@ -90,6 +93,8 @@ class Steps {
       wake(shared_.key(word), value);
   }
   void wake(uint64_t key, uint64_t value) noexcept;
+  // Whatever they sleep for: they look whether they are still to wait.
+  void wake_all() noexcept;
 
   // Returns when ready() does; it is woken for any of `wants` (at most two).
   template <typename Ready>
@@ -100,16 +105,28 @@ class Steps {
     adapt_to_wait();
   }
 
-  // Ends the communicator for all its ranks, and throws.
+  // Ends the communicator for all its ranks, from the step on that this rank is in, and throws.
   [[noreturn]] void fail(const Error& error);
   // As fail, without throwing; from any thread. False if it had ended before.
-  bool end_for_all(const Error& error) noexcept;
+  bool end_from_here(const Error& error) noexcept {
+    return end_for_all(error, open_.load(std::memory_order_acquire));
+  }
+  // In whatever step the other ranks are.
+  bool end_at_once(const Error& error) noexcept { return end_for_all(error, 0); }
   bool ended_here() const noexcept { return ended_here_.load(std::memory_order_acquire); }
   // Ends the communicator because this rank left the call by an error of its own.
   void end_by_own_error() noexcept;
   void set_timeout(std::chrono::nanoseconds timeout) noexcept { timeout_ = timeout; }
 
  private:
+  // A rank that leaves a step by an error ends the communicator from that step on. So who is in an
+  // earlier one waits for ranks alone that have completed it, or are in it.
+  bool end_for_all(const Error& error, uint64_t step) noexcept;
+  bool has_ended() const noexcept {
+    const Header& h = shared_.header();
+    return h.broken.load(std::memory_order_seq_cst) != 0 &&
+           h.end_step.load(std::memory_order_seq_cst) <= open_.load(std::memory_order_relaxed);
+  }
   static void pause() noexcept {
 #if defined(__x86_64__) || defined(__i386__)
     __builtin_ia32_pause();
@@ -166,7 +183,7 @@ class Steps {
     me.asleep.store(1, std::memory_order_seq_cst);
     shared_.header().sleepers.fetch_add(1, std::memory_order_seq_cst);
     bool is_ready = ready();
-    if (!is_ready && shared_.header().broken.load(std::memory_order_seq_cst) == 0) {
+    if (!is_ready && !has_ended()) {
       doze();
       is_ready = ready();
     }
@@ -212,7 +229,8 @@ class Steps {
   uint64_t signature_ = 0;
   uint64_t calls_ = 0;
   uint64_t step_ = 0;
-  uint64_t safe_ = 0;  // all ranks have finished this step
+  std::atomic<uint64_t> open_{1};  // the first step that this rank has not completed
+  uint64_t safe_ = 0;              // all ranks have finished this step
   int64_t wait_began_ = 0;
   int64_t looked_ = 0;
   std::chrono::nanoseconds late_{0};

@@ -17,6 +17,7 @@ import ctypes
 import os
 import queue
 import threading
+import time
 import types
 import uuid
 import weakref
@@ -83,6 +84,8 @@ _PART_BYTES = 4 << 20
 _MOST_SHARED_BYTES = 1 << 46
 # Seconds after which a thread that does not end is left behind at the end of the program.
 _LAST_WAIT = 5.0
+# Seconds for a thread to leave torch's native code after its call has ended.
+_LAST_STEPS = 0.02
 Tensors = Sequence[torch.Tensor]
 
 
@@ -152,7 +155,8 @@ class _Work(dist.Work):  # type: ignore[misc]
         except RuntimeError as error:
             if self._native is not None:
                 aborts, doing = self._native
-                aborts.fail(error, doing)
+                with self._calls:
+                    aborts.fail(error, doing)
             raise
         return True
 
@@ -255,7 +259,8 @@ class _Delegated(dist.Work):  # type: ignore[misc]
             error = self._raised()
         try:
             if isinstance(error, RuntimeError):
-                self._aborts.fail(error, self._doing)
+                with self._calls:
+                    self._aborts.fail(error, self._doing)
         except RuntimeError as named:
             return named
         return error
@@ -294,7 +299,8 @@ class _Delegated(dist.Work):  # type: ignore[misc]
         try:
             return done.value()
         except RuntimeError as error:
-            self._aborts.fail(error, self._doing)
+            with self._calls:
+                self._aborts.fail(error, self._doing)
 
 
 # Groups that were not dropped. Python calls this before it ends threads at any point.
@@ -695,13 +701,19 @@ class Group(ProcessGroup):  # type: ignore[misc]
             is_busy = self._queued > 0
         if is_busy:
             with suppress(UsageError):  # it was closed
-                self._node.abort("ended its program while an operation was under way")
+                self._node._live().end_with_program(
+                    "ended its program while an operation was under way"
+                )
         if is_busy or is_called or self._aborts.is_waiting() or self._delegated.some():
             for gloo in self._gloos():
                 hang_up(gloo)
         if not self._calls.wait(_LAST_WAIT):
             _keep_for_ever(self)  # that thread is not woken any more
             return
+        if is_called:
+            # The threads of those calls return through native frames of torch, which end the process
+            # if Python finalises before they have the interpreter's lock again.
+            time.sleep(_LAST_STEPS)
         self._node.close()
         thread, self._thread = self._thread, None
         if thread is not None:
@@ -806,13 +818,13 @@ class Group(ProcessGroup):  # type: ignore[misc]
         self._refuse()
         device = tensors[0].device.type if len(tensors) > 0 else "cpu"
         doing = Doing(name, arguments[1] if name in ("send", "recv") else None)
-        try:
-            with self._calls:
+        with self._calls:
+            try:
                 inner = self._inner_for(device)
                 older = _OLDER_NAMES.get(name, name)
                 work = getattr(inner, name if hasattr(inner, name) else older)(*arguments)
-        except RuntimeError as error:
-            self._aborts.fail(error, doing)
+            except RuntimeError as error:
+                self._aborts.fail(error, doing)
         if device != "cpu":
             return work
         if name in _MESSAGES:

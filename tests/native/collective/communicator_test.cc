@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 
 #include <cerrno>
 #include <cstring>
@@ -50,8 +51,8 @@ TEST(Communicator, AMessageThatGetsMemoryForItsFirstSegmentOnlyEndsOnAllRanks) {
   const Reducer left([](const void*, void*, uint64_t, void*) {}, nullptr, kElement, true);
   std::atomic<int> told{0};
   run_threads(2, [&](Communicator& c) {
-    std::vector<int32_t> little = values_of(c.rank(), 20'000);
-    for (int i = 0; i < 4; ++i) {  // 4 MiB of the window of each of two steps
+    std::vector<int32_t> little = values_of(c.rank(), kElement / sizeof(int32_t));
+    for (int i = 0; i < 2; ++i) {  // 3 MiB of the window of each of two steps
       c.allreduce(little.data(), little.data(), little.size(), sum_of_ints(),
                   {.algorithm = Algorithm::arrival_chain});
     }
@@ -64,6 +65,27 @@ TEST(Communicator, AMessageThatGetsMemoryForItsFirstSegmentOnlyEndsOnAllRanks) {
     }
   });
   EXPECT_EQ(told, 2);
+}
+
+// The first calls get memory for two of the 64 segments, and later ones no more.
+TEST(Communicator, AMessageGoesThroughWhatMemoryTheWindowHas) {
+  run_threads(3, [](Communicator& c) {
+    std::vector<int32_t> small(2000, 1), data(1 << 20);
+    for (int i = 0; i < 2; ++i) c.allreduce(small.data(), small.data(), 2000, sum_of_ints());
+    ASSERT_NO_FATAL_FAILURE(refuse({SYS_fallocate}, ENOSPC));
+    for (const Order order : {Order::any, Order::fixed}) {
+      std::fill(data.begin(), data.end(), static_cast<int32_t>(c.rank() + 1));
+      c.allreduce(data.data(), data.data(), data.size(), sum_of_ints(), {.order = order});
+      EXPECT_EQ(data, std::vector<int32_t>(data.size(), 6));
+    }
+    // One that fits the window is never sent on, and needs all of its memory.
+    try {
+      c.allreduce(data.data(), data.data(), 1 << 18, sum_of_ints());
+      ADD_FAILURE() << "had memory";
+    } catch (const Error& error) {
+      EXPECT_THAT(error.what(), ::testing::HasSubstr("no shared memory for a message of 1048576"));
+    }
+  });
 }
 
 class Sizes : public ::testing::TestWithParam<uint32_t> {};

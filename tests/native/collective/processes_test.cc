@@ -3,12 +3,14 @@
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
 
+#include "../temporary.h"
 #include "base/clock.h"
 #include "base/error.h"
 #include "collective/communicator.h"
@@ -190,12 +192,12 @@ TEST(Processes, LeaveAReduceScatterEarlyThatGivesThemNothing) {
 
 TEST(Processes, AreToldWhoIsMissingInAReduceScatter) {
   const Directory directory;
-  CommunicatorConfig config = directory.config();
-  config.timeout = std::chrono::seconds(4);  // in which all have joined on a busy machine too
   for (const bool dies : {true, false}) {
-    const auto results = run_processes(3, config, [dies](Communicator& c) {
+    const auto results = run_processes(3, directory.config(), [dies](Communicator& c) {
       std::vector<float> data(3 << 20), block(1 << 20);
       c.reduce_scatter(data.data(), block.data(), block.size(), sum());
+      // One rank gives up, and tells the other one why.
+      if (c.rank() == 0 && !dies) c.set_timeout(std::chrono::milliseconds(500));
       if (c.rank() == 1 && dies) ::raise(SIGKILL);
       if (c.rank() == 1) {
         // Until the others have waited in vain.
@@ -262,6 +264,51 @@ TEST(Processes, AreToldWhoLeft) {
   EXPECT_EQ(results, (std::vector<int>{7, 0}));
 }
 
+// Rank 0 leaves a reduce and a broadcast early, comes to the next call, and its program ends there.
+// Only then rank 2 begins, for which rank 1 waits in the reduce.
+TEST(Processes, FinishWhatARankCompletedBeforeItsProgramEnded) {
+  const Directory directory;
+  CommunicatorConfig config = directory.config();
+  const TemporaryFolder folder;
+  const std::string ended = folder.path() + "/ended";
+  std::atomic<bool> waits{false};  // of rank 0, in its third call
+  std::atomic<int> calls{0};
+  config.progress = [&] { waits = calls == 2; };
+  const auto results = run_processes(3, config, [&](Communicator& c) {
+    const auto told = [&] {
+      try {
+        c.barrier();
+      } catch (const Error& error) {
+        return std::string(error.what()).find("rank 0 ends its program") != std::string::npos;
+      }
+      return false;
+    };
+    if (c.rank() == 2) {
+      while (!std::filesystem::exists(ended)) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+    }
+    float value = 1, word = c.rank() == 0 ? 7 : 0;
+    c.reduce(&value, &value, 1, sum(), 1);
+    c.broadcast(&word, sizeof word, 0);
+    if (c.rank() == 0) {
+      calls = 2;
+      bool was_told = false;
+      std::thread third([&] { was_told = told(); });
+      while (!waits) std::this_thread::yield();
+      c.end_with_program(Error(ErrorKind::peer, "rank 0 ends its program"));
+      third.join();
+      c.leave();
+      std::ofstream(ended).put('x');
+      return was_told ? 0 : 1;
+    }
+    if (word != 7 || (c.rank() == 1 && value != 3)) return 2;
+    return told() ? 0 : 3;
+  });
+  EXPECT_EQ(results, (std::vector<int>{0, 0, 0}));
+  EXPECT_TRUE(directory.empty());
+}
+
 TEST(Processes, WaitNoLongerThanTheTimeout) {
   const Directory directory;
   CommunicatorConfig config = directory.config();
@@ -300,31 +347,6 @@ TEST(Processes, WaitInVainForARankThatNeverJoins) {
   EXPECT_TRUE(directory.empty());
 }
 
-// Rank 0 gives up waiting for rank 2 and lives on: rank 1 is told that, not that rank 0 died.
-TEST(Processes, AreToldWhyAnotherStoppedWaitingForTheRest) {
-  const Directory directory;
-  CommunicatorConfig config = directory.config();
-  config.ranks = 3;
-  std::string told[2];
-  std::vector<std::thread> ranks;
-  for (uint32_t r = 0; r < 2; ++r) {
-    ranks.emplace_back([&told, config, r]() mutable {
-      config.rank = r;
-      if (r == 0) config.timeout = std::chrono::seconds(4);
-      try {
-        const Communicator communicator(config);
-      } catch (const Error& error) {
-        told[r] = error.what();
-      }
-    });
-  }
-  for (std::thread& rank : ranks) rank.join();
-  EXPECT_THAT(told[0], HasSubstr("rank 0 of"));
-  EXPECT_THAT(told[0], HasSubstr("in vain for rank 2 to join"));
-  EXPECT_EQ(told[1], told[0]);
-  EXPECT_TRUE(directory.empty());
-}
-
 // Where this process has mapped files of the directory: one piece of addresses.
 std::pair<char*, size_t> mapped_from(const std::string& directory) {
   std::ifstream maps("/proc/self/maps");
@@ -337,6 +359,32 @@ std::pair<char*, size_t> mapped_from(const std::string& directory) {
     end = to;
   }
   return {reinterpret_cast<char*>(begin), end - begin};
+}
+
+// Rank 0 gives up waiting for rank 2 and lives on: rank 1 is told that, not that rank 0 died.
+TEST(Processes, AreToldWhyAnotherStoppedWaitingForTheRest) {
+  const Directory directory;
+  CommunicatorConfig config = directory.config();
+  config.ranks = 3;
+  std::string told[2];
+  const auto join = [&told, config](uint32_t rank, std::chrono::seconds timeout) mutable {
+    config.rank = rank;
+    config.timeout = timeout;
+    try {
+      const Communicator communicator(config);
+    } catch (const Error& error) {
+      told[rank] = error.what();
+    }
+  };
+  // Rank 1 has come before the limit of rank 0 begins.
+  std::thread other(join, 1, std::chrono::seconds(60));
+  while (mapped_from(config.directory).second < config.window_bytes) std::this_thread::yield();
+  std::thread(join, 0, std::chrono::seconds(1)).join();
+  other.join();
+  EXPECT_THAT(told[0], HasSubstr("rank 0 of"));
+  EXPECT_THAT(told[0], HasSubstr("in vain for rank 2 to join"));
+  EXPECT_EQ(told[1], told[0]);
+  EXPECT_TRUE(directory.empty());
 }
 
 TEST(Processes, AForkedChildKeepsItsOwnMemoryWhereTheSegmentWas) {

@@ -4,11 +4,14 @@
 //   NOSTALL_MODEL_PREEMPTIONS=3 NOSTALL_MODEL_SCHEDULES=10000000 test_collective_model
 //   NOSTALL_STRESS_CALLS=10000000 test_collective_model --gtest_filter='Stress.*'
 #include <gtest/gtest.h>
+#include <sys/syscall.h>
 
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <numeric>
 
+#include "../refuse.h"
 #include "base/futex.h"
 #include "collective/communicator.h"
 #include "ranks.h"
@@ -58,26 +61,38 @@ struct Scenario {
   Calls calls;
   uint64_t arena_bytes = kArena;
   uint64_t window_bytes = 8 << 20;
+  Calls before{};        // all ranks at once, by no scheduler, before the first schedule
+  bool is_last = false;  // a communicator of its own for each schedule
 };
 void PrintTo(const Scenario& scenario, std::ostream* out) { *out << scenario.name; }
 
 model::Findings explore(uint32_t ranks, const Scenario& scenario, const model::Limits& limits) {
-  const auto communicators = join(ranks, scenario.arena_bytes, scenario.window_bytes);
+  std::vector<std::unique_ptr<Communicator>> communicators;
+  model::Limits all = limits;
+  all.before = [&] {
+    if (!communicators.empty() && !scenario.is_last) return;
+    communicators.clear();
+    communicators = join(ranks, scenario.arena_bytes, scenario.window_bytes);
+    std::vector<std::jthread> threads;
+    for (const auto& each : communicators) {
+      if (scenario.before) threads.emplace_back([&] { EXPECT_TRUE(scenario.before(*each)); });
+    }
+  };
   const Calls& calls = scenario.calls;
   std::atomic<bool> right{true};
   std::string error;
   std::vector<model::Body> bodies;
-  for (const auto& communicator : communicators) {
-    bodies.emplace_back([&calls, &right, c = communicator.get()] {
+  for (uint32_t r = 0; r < ranks; ++r) {
+    bodies.emplace_back([&calls, &right, &communicators, r] {
       try {
-        if (!calls(*c)) right = false;
+        if (!calls(*communicators[r])) right = false;
       } catch (const std::exception& thrown) {
-        std::fprintf(stderr, "rank %u: %s\n", c->rank(), thrown.what());
+        std::fprintf(stderr, "rank %u: %s\n", r, thrown.what());
         right = false;
       }
     });
   }
-  const model::Findings found = model::explore(bodies, limits);
+  const model::Findings found = model::explore(bodies, all);
   EXPECT_EQ(found.deadlocks, 0U) << "nobody could run after " << found.first;
   EXPECT_TRUE(right) << "a wrong result in one of " << found.schedules << " schedules";
   std::printf("%llu schedules%s\n", static_cast<unsigned long long>(found.schedules),
@@ -211,6 +226,47 @@ const Scenario kScenarios[]{
               allreduce_is_right(c, Algorithm::cooperative, 7000, 2);
      },
      kArena, 16 << 10},
+    // One slot of the window has memory, and no rank gets more: three ranks waited for two segments at a
+    // time, and would wait for ever.
+    {"no_memory",
+     [](Communicator& c) {
+       static thread_local bool refused = false;
+       if (!std::exchange(refused, true)) refuse({SYS_fallocate}, ENOSPC);
+       return allreduce_is_right(c, Algorithm::cooperative, 256 << 10, 1) &&
+              allreduce_is_right(c, Algorithm::cooperative, 256 << 10, 2);
+     },
+     kArena, 12 * (64 << 10),
+     [](Communicator& c) {
+       const uint64_t count = c.ranks() == 2 ? 64 << 10 : 2000;
+       return allreduce_is_right(c, Algorithm::cooperative, count, 1) &&
+              allreduce_is_right(c, Algorithm::cooperative, count, 2);
+     }},
+    // The last rank leaves both calls early and ends its program: they end well on the others, and the
+    // next one by its error.
+    {"end_of_program",
+     [](Communicator& c) {
+       const uint32_t last = c.ranks() - 1;
+       int32_t sum_of = static_cast<int32_t>(c.rank()) + 1, word = c.rank() == last ? 77 : 0;
+       c.reduce(&sum_of, &sum_of, 1, sum(), 0);
+       c.broadcast(&word, sizeof word, last);
+       if (c.rank() == last) {
+         c.end_with_program(Error(ErrorKind::peer, "the last rank ends"));
+         c.leave();
+         return true;
+       }
+       const auto ranks = static_cast<int32_t>(c.ranks());
+       if (word != 77 || (c.rank() == 0 && sum_of != ranks * (ranks + 1) / 2)) return false;
+       try {
+         c.barrier();
+       } catch (const Error& error) {
+         return error.kind() == ErrorKind::peer;
+       }
+       return false;
+     },
+     4096,
+     16 << 10,
+     {},
+     true},
     // A window of two slots for six segments or more; then one step for all.
     {"scatter",
      [](Communicator& c) {

@@ -37,6 +37,7 @@ class Scheduler {
       threads.emplace_back([this, i, &bodies] { serve(static_cast<uint32_t>(i), bodies[i]); });
     }
     do {
+      if (limits_.before) limits_.before();
       run_once();
       ++found.schedules;
       if (deadlock_) {

@@ -71,7 +71,8 @@ using Body = std::function<void()>;
 struct Limits {
   uint32_t preemptions = 2;  // switches away from a rank that could go on, in one schedule
   uint64_t schedules = 10'000;
-  uint64_t seed = 0;  // not 0: random schedules instead of all
+  uint64_t seed = 0;               // not 0: random schedules instead of all
+  std::function<void()> before{};  // each schedule
 };
 
 struct Findings {

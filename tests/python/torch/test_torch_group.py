@@ -199,6 +199,16 @@ def test_a_program_ends_while_its_daemon_threads_wait(nodes: int) -> None:
     assert ended.statuses == [8, 8], ended.stderr
 
 
+def test_a_program_ends_while_a_daemon_thread_asks_why_its_call_failed() -> None:
+    ended = run("end", 2, ENDING="daemon asks", SEED="1")
+    assert ended.statuses == [8, 8], ended.stderr
+
+
+def test_a_rank_that_ends_in_a_call_leaves_the_calls_before_it_whole() -> None:
+    ended = run("end", 2, ENDING="early", SEED="1")
+    assert ended.statuses == [8, 8], ended.stderr
+
+
 @pytest.mark.parametrize("memory", ["torch.ones(1000)", "nostall.torch.empty_shared(1000)"])
 def test_a_group_that_nobody_destroyed_ends_without_warnings_of_leaks(
     memory: str, tmp_path: Path

@@ -983,17 +983,16 @@ class Failed(Exception):
     """What a program that ends by an exception raises."""
 
 
+def learn_slowly(aborts: Aborts, learn: Callable[[Aborts], None] = Aborts.learn) -> None:
+    """Asks the store as one that is slow to answer does, in native code."""
+    for _ in range(5):
+        with suppress(RuntimeError):
+            dist.HashStore().wait(["never"], timedelta(seconds=0.1))
+    learn(aborts)
+
+
 def daemons_wait(draw: random.Random) -> None:
     """Threads wait, when the main thread ends, for what does not come, and ask a slow store why."""
-    store = dist.distributed_c10d._get_default_store().clone()
-    learn = Aborts.learn
-
-    def learn_slowly(aborts: Aborts) -> None:
-        for _ in range(5):  # each in native code
-            with suppress(RuntimeError):
-                store.wait(["never"], timedelta(seconds=0.1))
-        learn(aborts)
-
     Aborts.learn = learn_slowly
     other = dist.new_group()
     parts = [torch.empty(1) for _ in range(size)]
@@ -1005,6 +1004,51 @@ def daemons_wait(draw: random.Random) -> None:
     for wait in waits:
         threading.Thread(target=wait, daemon=True).start()
     time.sleep(draw.choice([0.0, 0.001, 0.05]))  # however far they come
+
+
+def wait_for_end(store: Any) -> None:
+    """Of the process of rank 0."""
+    process = Path("/proc") / store.get("pid").decode() / "stat"
+    with suppress(FileNotFoundError):
+        while process.read_text().rpartition(")")[2].split()[0] not in "ZX":
+            time.sleep(0.001)
+
+
+def daemon_asks(store: Any) -> None:
+    """A thread of rank 1 asks a slow store, when its main thread ends, why a receive has failed."""
+    asks = threading.Event()
+
+    def learn(aborts: Aborts) -> None:
+        asks.set()
+        learn_slowly(aborts)
+
+    Aborts.learn = learn
+    dist.barrier()
+    if rank == 0:
+        store.set("pid", str(os.getpid()))
+        return
+    wait_for_end(store)
+    threading.Thread(target=dist.recv, args=(torch.empty(1), 0), daemon=True).start()
+    asks.wait()
+
+
+def ends_early(store: Any) -> int:
+    """Rank 0 ends in the call after a broadcast to which rank 1 comes when that process is gone."""
+    tensor = torch.full((1000,), 7.0 if rank == 0 else 0.0)
+    if rank == 1:
+        wait_for_end(store)
+    dist.broadcast(tensor, 0)
+    last = dist.all_reduce(tensor, async_op=True)
+    if rank == 0:
+        store.set("pid", str(os.getpid()))
+        return 8
+    if (tensor != 7).any():
+        return 2
+    try:
+        last.wait()
+    except RuntimeError as error:
+        return 8 if "rank 0 ended its program" in str(error) else 3
+    return 4
 
 
 def end(where: dict[str, Any]) -> int:
@@ -1020,6 +1064,11 @@ def end(where: dict[str, Any]) -> int:
     if ending == "daemons wait":
         daemons_wait(draw)
         return 8
+    if ending == "daemon asks":
+        daemon_asks(where["store"])
+        return 8
+    if ending == "early":
+        return ends_early(where["store"])
     model = DistributedDataParallel(torch.nn.Linear(4, 4)) if draw.random() < 0.5 else None
     for _ in range(draw.randrange(3)):
         delegate()
@@ -1033,7 +1082,7 @@ def end(where: dict[str, Any]) -> int:
             for work in pending:
                 work.wait()
     if ending in ("term", "_exit") or "pending" in ending or ending.startswith("peer killed"):
-        # Who ends so, or in an operation, may take the one that others are still in with it.
+        # Who ends so, or in an operation, may take those of Gloo that others are still in with it.
         where["store"].add("here", 1)
         while where["store"].add("here", 0) < size:
             time.sleep(0.001)
