@@ -12,13 +12,15 @@ a core reads a message and writes a result of that size, from its caches where t
 of many turns in the same run. Ranks work only while they are in the call, so the mean time in it is no
 less; after the last arrival its message is to be read and all results are to be written, by the cores
 together. MPICH comes from an environment of its own (--mpich, made by ``python -m venv V && V/bin/pip
-install mpich mpi4py numpy``): one environment holds one MPI.
+install mpich mpi4py numpy``): one environment holds one MPI. "deepspeed" is the operator over shared
+memory behind ``deepspeed.comm.inference_all_reduce`` on CPUs, called without DeepSpeed's Python.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import importlib.util
 import json
 import math
@@ -33,6 +35,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +64,11 @@ ENGINES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "openmpi yield": ("mpi", {}, ["--mca", "mpi_yield_when_idle", "1"]),
     "openmpi sm": ("mpi", {}, ["--mca", "coll_sm_priority", "100"]),  # else "tuned" is chosen
     "mpich": ("mpi", {}, []),
+    "deepspeed": ("deepspeed", {}, []),
 }
-PEERS = ("gloo", "openmpi", "openmpi yield", "openmpi sm", "mpich")
+PEERS = ("gloo", "openmpi", "openmpi yield", "openmpi sm", "mpich", "deepspeed")
+# What engines of a kind import; the other kinds need what nostall-bench brings.
+_IMPORTS = {"gloo": ("torch",), "mpi": ("mpi4py",), "deepspeed": ("torch", "deepspeed", "ninja")}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -106,7 +112,10 @@ class Row:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints one table per number of ranks and imbalance."""
-    engines = arguments.engines or [e for e in ENGINES if e in _installed(arguments)]
+    engines = arguments.engines or _usual(arguments)
+    lacking = [f"{e} ({lacks})" for e in engines if (lacks := missing(e, arguments))]
+    if lacking:
+        raise UsageError(f"not installed: {', '.join(lacking)}")
     sizes = [parse_size(s) for s in arguments.sizes]
     if any(s < 4 or s % 4 for s in sizes):
         raise UsageError("sizes are multiples of 4 bytes")
@@ -116,6 +125,8 @@ def run(arguments: argparse.Namespace) -> int:
     chosen = [e for e in engines if ENGINES[e][1].keys() & refused]
     if chosen:
         raise UsageError(f"{arguments.operation} has one algorithm: leave out {chosen}")
+    if "deepspeed" in engines and arguments.operation != "allreduce":
+        raise UsageError(f"deepspeed has no {arguments.operation} of its own: leave it out")
     rows: list[Row] = []
     least = {size: least_times(size) for size in sizes}
     for ranks in arguments.ranks:
@@ -182,21 +193,31 @@ def bounds(
     }
 
 
-def _installed(arguments: argparse.Namespace) -> list[str]:
-    found = ["nostall", "nostall shared"]
-    if importlib.util.find_spec("torch"):
-        found.append("gloo")
-    if importlib.util.find_spec("mpi4py") and _mpiexec("openmpi", arguments).exists():
-        found += ["openmpi", "openmpi yield", "openmpi sm"]
-    if arguments.mpich:
-        found.append("mpich")
-    return found
+def missing(engine: str, arguments: argparse.Namespace) -> str | None:
+    """What the engine needs and this environment lacks, or None."""
+    kind = ENGINES[engine][0]
+    if engine == "mpich":
+        return None if arguments.mpich else "--mpich, an environment with mpich, mpi4py and numpy"
+    lacks = [name for name in _IMPORTS.get(kind, ()) if not importlib.util.find_spec(name)]
+    if kind == "mpi" and not _mpiexec(engine, arguments).exists():
+        lacks.append("mpiexec")
+    if kind == "deepspeed" and not shutil.which(os.environ.get("CXX", "c++")):
+        lacks.append("a C++ compiler")
+    return ", ".join(lacks) or None
+
+
+def _usual(arguments: argparse.Namespace) -> list[str]:
+    """Ours, and the peers that are installed; says which are not."""
+    peers = [e for e in PEERS if e != "deepspeed" or arguments.operation == "allreduce"]
+    lacking = {e: lacks for e in peers if (lacks := missing(e, arguments))}
+    if lacking:
+        absent = ", ".join(f"{engine} ({lacks})" for engine, lacks in lacking.items())
+        harness.console().print(f"not installed: {absent}", highlight=False)
+    return ["nostall", "nostall shared", *(e for e in peers if e not in lacking)]
 
 
 def _mpiexec(engine: str, arguments: argparse.Namespace) -> Path:
     if engine == "mpich":
-        if not arguments.mpich:
-            raise UsageError("mpich needs --mpich, an environment with mpich, mpi4py and numpy")
         return Path(arguments.mpich) / "bin" / "mpiexec"
     return Path(shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or "mpiexec")
 
@@ -265,6 +286,8 @@ def _run_engine(
     engine: str, arguments: argparse.Namespace, sizes: list[int], ranks: int
 ) -> list[Any]:
     kind, options, extra = ENGINES[engine]
+    if kind == "deepspeed":
+        options = {"library": _deepspeed_library()}
     with tempfile.TemporaryDirectory(prefix="nostall-allreduce-") as out:
         settings = {
             "kind": kind,
@@ -295,7 +318,7 @@ def _run_engine(
         environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         processes = [subprocess.Popen(c, env=environment) for c in commands]
         try:
-            if any(p.wait() for p in processes):
+            if not all_end_well(processes):
                 raise PeerError(f"{engine} failed on {ranks} ranks; its output is above")
         finally:
             for process in processes:
@@ -305,6 +328,40 @@ def _run_engine(
             with np.load(Path(out) / f"{rank}.npz") as file:
                 results.append(dict(file))
         return results
+
+
+def all_end_well(processes: list[subprocess.Popen[bytes]]) -> bool:
+    """Waits for all, or for the first that fails: others may wait for it without end."""
+    left = {os.pidfd_open(process.pid): process for process in processes}
+    try:
+        while left:
+            for ended in connection.wait(list(left)):
+                assert isinstance(ended, int)
+                os.close(ended)
+                if left.pop(ended).wait():
+                    return False
+        return True
+    finally:
+        for pidfd in left:
+            os.close(pidfd)
+
+
+@functools.cache
+def _deepspeed_library() -> str:
+    """DeepSpeed's operator, compiled by the first that needs it, which takes minutes."""
+    module = "nostall_bench.deepspeed_operator"
+    name = "compiling DeepSpeed's deepspeed_shm_comm"
+    # torch looks for the environment's ninja.
+    path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
+    try:
+        child = harness.child(module, {}, name=name, timeout=900, DS_ACCELERATOR="cpu", PATH=path)
+        return str(child)
+    except UsageError as error:
+        # torch takes a file for the sign of another process that compiles.
+        where = os.environ.get("TORCH_EXTENSIONS_DIR", "~/.cache/torch_extensions")
+        raise UsageError(
+            f"{error}; if it waited, remove the file lock in {where}, which a killed one leaves"
+        ) from None
 
 
 @contextmanager

@@ -5,6 +5,7 @@ Needs NumPy and the engine that it measures, so that other environments' MPI can
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import resource
@@ -132,6 +133,35 @@ class Gloo:
         self._distributed.destroy_process_group()
 
 
+class DeepSpeed(Gloo):
+    """The operator alone; Gloo is there for what the operator cannot do."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        super().__init__(settings)
+        # It makes shared memory of this name, which it never removes.
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "nostall", str(settings["job"])
+        os.environ["LOCAL_SIZE"] = str(settings["ranks"])
+        path = settings["options"]["library"]
+        spec = importlib.util.spec_from_file_location("deepspeed_shm_comm", path)
+        assert spec is not None and spec.loader is not None
+        operator: Any = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(operator)
+        if operator.vector_kernel_level() < 1:
+            raise RuntimeError("DeepSpeed's sums of float32 need AVX2, which this processor lacks")
+        operator.initialize(settings["ranks"], self.rank)
+        # Nothing may be reduced before all have the memory of all.
+        self._distributed.barrier()
+        name = f"deepspeed_allreduce_buffer_{os.getuid()}_nostall_{settings['job']}_{self.rank}"
+        Path("/dev/shm", name).unlink()
+        self._operate = self._torch.ops.deepspeed.inference_all_reduce_
+        # Gloo lets ranks leave a barrier hundreds of microseconds apart.
+        nothing = self._torch.zeros(1)
+        self.barrier = lambda: self._operate(nothing)
+
+    def collective(self, prepared: Any) -> None:
+        self._operate(prepared)
+
+
 class Mpi:
     def __init__(self, settings: dict[str, Any]) -> None:
         from mpi4py import MPI
@@ -237,7 +267,8 @@ def _measure(
 
 def main(settings: dict[str, Any]) -> None:
     """Measures all sizes and imbalances, writes OUT/RANK.npz."""
-    kinds: dict[str, Any] = {"nostall": Nostall, "gloo": Gloo, "mpi": Mpi}
+    kinds: dict[str, Any]
+    kinds = {"nostall": Nostall, "gloo": Gloo, "mpi": Mpi, "deepspeed": DeepSpeed}
     engine: Collectives = kinds[settings["kind"]](settings)
     results: dict[str, Any] = {}
     for size in settings["sizes"]:

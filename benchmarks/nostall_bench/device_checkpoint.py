@@ -194,9 +194,10 @@ def _nostall(training: _Training, place: Path) -> _Way:
     for stream in made._device_streams.values():
         training.crosses(stream)
     state = {name: weight.detach() for name, weight in training.state.items()}
+    steps = itertools.count(1)
 
     def save() -> None:
-        made.save(state, len(made.history), window=True)
+        made.save(state, next(steps), window=True)
 
     def stored() -> float:
         made.wait()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -62,6 +64,59 @@ def test_waiting_for_a_late_rank_is_counted(tmp_path: Path) -> None:
     assert row["in_call"] > 5000
     assert 0 < row["late_cpu_share"] < 0.5
     assert row["busy"] > 0
+
+
+def test_an_engine_that_is_not_installed_is_named_with_what_it_lacks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = importlib.util.find_spec
+
+    def without(*lacking: str) -> None:
+        monkeypatch.setattr(
+            "importlib.util.find_spec", lambda name: None if name in lacking else found(name)
+        )
+
+    out = tmp_path / "rows.json"
+    words = ["bench", "allreduce", "--ranks", "2", "--repeats", "1", "--sizes", "64", "--mif", "0"]
+    words += ["--seconds", "0.01", "--most", "5", "--json", str(out)]
+    without("deepspeed", "ninja")
+    assert main([*words, "--engines", "nostall", "deepspeed"]) == 2
+    assert "not installed: deepspeed (deepspeed, ninja)" in capsys.readouterr().err
+    # Without --engines all others are measured.
+    monkeypatch.delenv("NOSTALL_MPICH", raising=False)
+    without("deepspeed", "mpi4py", "torch")
+    assert main(words) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "gloo (torch), openmpi (mpi4py), openmpi yield (mpi4py)" in said
+    assert "mpich (--mpich, an environment with mpich, mpi4py and numpy)" in said
+    assert "deepspeed (torch, deepspeed)" in said
+    engines = {row["engine"] for row in json.loads(out.read_text())["rows"]}
+    assert engines == {"nostall", "nostall shared"}
+
+
+def test_deepspeed_needs_a_compiler_and_reduces_to_all(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # All packages seem to be there, as they are to an environment that DeepSpeed is installed in.
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setenv("CXX", "/no/compiler")
+    words = ["bench", "allreduce", "--engines", "deepspeed"]
+    assert main(words) == 2
+    assert "deepspeed (a C++ compiler)" in capsys.readouterr().err
+    monkeypatch.setenv("CXX", "sh")
+    assert main([*words, "--operation", "reduce"]) == 2
+    assert "deepspeed has no reduce" in capsys.readouterr().err
+
+
+def test_ranks_that_wait_for_one_that_failed_are_not_awaited() -> None:
+    waits = subprocess.Popen(["sleep", "1000"])
+    try:
+        assert not allreduce.all_end_well([waits, subprocess.Popen(["false"])])
+        assert waits.poll() is None
+    finally:
+        waits.kill()
+        waits.wait()
+    assert allreduce.all_end_well([subprocess.Popen(["true"]), subprocess.Popen(["true"])])
 
 
 def test_the_bound_is_work_that_somebody_has_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,8 @@
-"""The example for DeepSpeed, with the real package: `make trainers-test`."""
+"""The example for DeepSpeed and its allreduce, with the real package: `make trainers-test`."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -25,3 +26,23 @@ def test_a_checkpoint_goes_on_with_the_same_batches(tmp_path: Path) -> None:
         )
         assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     assert done.stdout.count("the same batches") == 2
+
+
+@pytest.mark.multi
+@pytest.mark.timeout(900)
+def test_its_allreduce_is_measured_beside_ours_and_leaves_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    words = ["-m", "nostall", "bench", "allreduce", "--engines", "nostall", "deepspeed"]
+    words += ["--ranks", "2", "--sizes", "64", "64KiB", "2MiB", "--mif", "0", "5", "--repeats", "1"]
+    words += ["--seconds", "0.02", "--json", str(out)]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    rows = json.loads(out.read_text())["rows"]
+    assert {(r["engine"], r["size"], r["mif"]) for r in rows} == {
+        (e, size, mif)
+        for e in ("nostall", "deepspeed")
+        for size in (64, 64 << 10, 2 << 20)
+        for mif in (0.0, 5.0)
+    }
+    assert all(row["in_call"] > 0 for row in rows)
+    assert not list(Path("/dev/shm").glob("deepspeed_allreduce_buffer_*_nostall_*"))
