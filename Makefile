@@ -24,7 +24,7 @@ help:
 	@echo "               installs system packages and 6 GB into .venv, most of it torch, and compiles for 3 minutes"
 	@echo "make test      native and Python tests; the first time as for make demo, and it fetches MPICH and Slurm"
 	@echo "make docs      the documentation as a site, with a search"
-	@echo "make wheel     wheels for any Linux of glibc 2.28 or later, into dist/ (ARCH=aarch64 is untried)"
+	@echo "make wheel     wheels for any Linux of glibc 2.28 or later, into dist/ (also with ARCH=aarch64)"
 	@echo "make bench     nostall bench loader, with every peer that installs"
 	@echo "make campaign  campaigns of faults at a small size (SCALE=1 ONLY=name for the published size)"
 	@echo "make trainers-test | dlio-test  on Ray and DeepSpeed (310 MB), with DLIO and TensorFlow (1.6 GB)"

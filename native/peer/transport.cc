@@ -2,20 +2,28 @@
 #include "peer/transport.h"
 
 #include <dlfcn.h>
+#include <unistd.h>
 
 #include "base/error.h"
 
 namespace nostall::peer {
 
 std::unique_ptr<Transport> load_ucx(const std::string& library, const TransportOptions& options) {
+  if (::access(library.c_str(), F_OK) != 0) {
+    throw Error(ErrorKind::usage,
+                "samples cannot travel between nodes, for nostall was built without UCX (" +
+                    library +
+                    " is not there): install UCX (Debian: libucx-dev) and build nostall again, or "
+                    "pass peers=\"off\"");
+  }
   // Never unloaded: UCX leaves hooks behind.
   void* handle = ::dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (!handle) {
     throw Error(ErrorKind::usage,
                 std::string("samples cannot travel between nodes, for UCX cannot be loaded (") +
                     ::dlerror() +
-                    "): install UCX (Debian: libucx-dev) and build nostall again, or "
-                    "pass peers=\"off\"");
+                    "): pip install 'nostall[cluster]' (Debian: apt-get install libucx0), or pass "
+                    "peers=\"off\"");
   }
   using Make = Transport* (*)(const TransportOptions&, std::string&);
   const auto make = reinterpret_cast<Make>(::dlsym(handle, "nostall_make_ucx_transport"));

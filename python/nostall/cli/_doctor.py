@@ -57,8 +57,7 @@ def _ucx_problem() -> str:
         _native.PeerTransport(*cluster.ucx())
         return ""
     except Error as error:
-        remedy = "" if "nostall[cluster]" in str(error) else ": pip install 'nostall[cluster]'"
-        return f"{error} (samples between nodes){remedy}"
+        return f"{error} (samples between nodes)"
 
 
 def _mpi_library() -> str:
@@ -156,8 +155,11 @@ def fixes() -> Iterator[tuple[str, str]]:
             extras.setdefault(extra[1], []).append(use)
         else:
             yield remedy.replace(" in a checkout", ""), use
-    if _ucx_problem():
+    problem = _ucx_problem()
+    if "nostall[cluster]" in problem:
         extras["cluster"] = ["samples between nodes"]
+    elif problem:
+        yield "sudo apt-get install libucx-dev", "samples between nodes: build nostall again"
     if extras:
         uses = dict.fromkeys(use for of_extra in extras.values() for use in of_extra)
         yield f"pip install 'nostall[{','.join(extras)}]'", ", ".join(uses)

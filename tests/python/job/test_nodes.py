@@ -231,7 +231,7 @@ def test_peers_on_fails_where_samples_cannot_travel(data: Path) -> None:
     for process in job.start():
         _, err = process.communicate(timeout=100)
         assert process.returncode != 0
-        assert "samples cannot travel between nodes: rank 0: " in err and "UCX cannot" in err
+        assert "samples cannot travel between nodes, for nostall was built without UCX" in err
 
 
 @pytest.mark.alone
