@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nostall import _native
+from nostall.base._words import counted
 from nostall.errors import StoppedError, UsageError
 from nostall.loader._usual_steps import Decode, Normalize, ToTensor
 
@@ -393,9 +394,9 @@ class Ahead:
         if self.limit > ahead:
             self.limit = ahead
             _log.warning(
-                "the device has no memory for more than %d batches ahead of the consumer (%s): "
-                "fewer are sent ahead",
-                count,
+                "the device has no memory for more than %s ahead of the consumer (%s): fewer are sent "
+                "ahead",
+                counted(count, "batch"),
                 str(error).partition("\n")[0],
             )
         self._wait_until(lambda: len(self._ready) < count or self._stop)

@@ -707,7 +707,8 @@ def case_no_memory_while_ahead() -> None:
                     while not said and not found:
                         threading.Event().wait(0.001)
                     found.append([images.cpu(), labels.cpu()])
-    assert len(said) == 1 and "fewer are sent ahead" in said[0], said
+    # Two ahead leave no room once the consumer has used one batch while it waits for the next.
+    assert 1 <= len(said) <= 2 and all("fewer are sent ahead" in each for each in said), said
     for mine, theirs in zip(expected, found, strict=True):
         assert all(a.equal(b) for a, b in zip(mine, theirs, strict=True))
 
