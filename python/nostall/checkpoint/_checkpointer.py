@@ -49,6 +49,8 @@ from nostall.observe import trace
 _log = logging.getLogger("nostall")
 # Checkpointers are numbered within the process; ranks make them in the same order.
 _made = itertools.count()
+# In the history of a checkpointer; of saves that are safe nowhere more stay, to tell since when.
+_KEPT_SAVES, _KEPT_UNSAFE = 100, 1000
 
 
 class Checkpointer:
@@ -145,7 +147,7 @@ class Checkpointer:
             self._background.add_snapshot(snapshot)
         self._saves = itertools.count()
         self._pid = os.getpid()
-        self._history: deque[Saved] = deque(maxlen=1000)
+        self._history: deque[Saved] = deque(maxlen=_KEPT_UNSAFE)
         self._window: SaveWindow | DeviceWindow | None = None
         self._device_streams: dict[Any, Any] = {}  # of copies, by device
         self._device_paces: dict[Any, Pace] = {}
@@ -305,7 +307,7 @@ class Checkpointer:
             snapshot = self._snapshot(state() if callable(state) else state, job, window, now)
             leaves = job.leaves  # the job drops them once it fails
         self._background.submit(job, awaited=wanted)
-        self._history.append(saved)
+        self._remember(saved)
         if wanted != "memory":
             if snapshot is not None:
                 snapshot.finish()
@@ -314,6 +316,13 @@ class Checkpointer:
         saved.seconds = time.perf_counter() - began
         self._failures.check(self._history, self._is_complete)
         return saved
+
+    def _remember(self, saved: Saved) -> None:
+        self._history.append(saved)
+        while len(self._history) > _KEPT_SAVES and any(
+            later.level != "memory" for later in reversed(self._history)
+        ):
+            self._history.popleft()
 
     def _is_complete(self, saved: Saved) -> bool:
         """Whether a save that has not succeeded on this rank is complete all the same."""
@@ -534,7 +543,7 @@ class Checkpointer:
 
     @property
     def history(self) -> list[Saved]:
-        """The last thousand saves of this process, oldest first."""
+        """The last hundred saves of this process, oldest first; up to a thousand while none is safe."""
         return list(self._history)
 
     def wait(self, timeout: float | None = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import json
 import os
 import signal
@@ -25,6 +26,7 @@ import nostall.checkpoint._store
 from nostall import Keep, _native
 from nostall.checkpoint._format import Manifest, Part
 from nostall.checkpoint._retention import decide
+from nostall.checkpoint._saved import Saved
 from nostall.checkpoint._store import Store, part_name
 from nostall.checkpoint._window import choose_copying
 from nostall.errors import CorruptionError, IoError, PeerError, UsageError
@@ -432,6 +434,23 @@ def test_a_drain_goes_on_at_the_next_start(tmp_path: Path) -> None:
     with nostall.Checkpointer(fast, durable) as ckpt:
         ckpt.wait(60)
     assert steps_in(durable) == [3]
+
+
+def test_the_history_is_bounded_and_forgets_no_save_that_is_safe_nowhere(tmp_path: Path) -> None:
+    with nostall.Checkpointer(durable=tmp_path, keep=1) as ckpt:
+        for step in range(1, 131):
+            ckpt._remember(Saved(step, "", 0))
+        assert [saved.step for saved in ckpt.history] == list(range(1, 131))
+        ckpt._history.clear()
+        made = []
+        for step in range(1, 131):
+            saved = ckpt.save({"step": step}, step, level="durable")
+            assert saved is not None
+            made.append(weakref.ref(saved))
+            del saved
+        assert [saved.step for saved in ckpt.history] == list(range(31, 131))
+        gc.collect()
+        assert [ref() for ref in made[:29]] == [None] * 29
 
 
 def test_a_slow_drain_never_delays_saves_and_skips_what_is_superseded(tmp_path: Path) -> None:
