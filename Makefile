@@ -12,8 +12,9 @@ WORKERS ?= $(shell expr $(JOBS) + 1)
 # Python's compiled modules are kept, whatever the environment says: the tests import thousands.
 export PYTHONDONTWRITEBYTECODE :=
 FUZZ_SECONDS ?= 15
-CLANG := $(firstword $(foreach v,clang++-14 clang++-19 clang++-18 clang++-17 clang++-16 clang++-15 clang++,$(if $(shell command -v $(v) 2>/dev/null),$(v))))
-CLANG_FORMAT := $(firstword $(foreach v,clang-format-14 clang-format-19 clang-format-18 clang-format,$(if $(shell command -v $(v) 2>/dev/null),$(v))))
+# Looked for when they are used: the same run may have installed them.
+CLANG = $(firstword $(foreach v,clang++-14 clang++-19 clang++-18 clang++-17 clang++-16 clang++-15 clang++,$(if $(shell command -v $(v) 2>/dev/null),$(v))))
+CLANG_FORMAT = $(firstword $(foreach v,clang-format-14 clang-format-19 clang-format-18 clang-format,$(if $(shell command -v $(v) 2>/dev/null),$(v))))
 SOURCES := $(shell git ls-files native bindings mpi tools cmake python CMakeLists.txt pyproject.toml 2>/dev/null)
 BENCHMARKS := $(shell git ls-files benchmarks/native benchmarks/nostall_bench benchmarks/CMakeLists.txt benchmarks/pyproject.toml 2>/dev/null)
 
