@@ -407,11 +407,9 @@ TEST_F(RefusalTest, ATransferThatNeverEndsDoesNotKeepItsRankFromLeaving) {
   Header reply = reply_to(asked, bytes_of(0));
   wire_->say(session.seal(reply), bytes_of(0));
   wire_->wait_for_held(1);
-  std::thread waits([&, exchange = exchange_.get()] { exchange->finish(*group, {}); });
   wire_->ending = true;
   wire_ = nullptr;
   exchange_.reset();
-  waits.join();
   EXPECT_EQ(group->requests[0].outcome, Outcome::failed);
 }
 
