@@ -1009,7 +1009,7 @@ def daemons_wait(draw: random.Random) -> None:
 def wait_for_end(store: Any) -> None:
     """Of the process of rank 0."""
     process = Path("/proc") / store.get("pid").decode() / "stat"
-    with suppress(FileNotFoundError):
+    with suppress(FileNotFoundError, ProcessLookupError):
         while process.read_text().rpartition(")")[2].split()[0] not in "ZX":
             time.sleep(0.001)
 
