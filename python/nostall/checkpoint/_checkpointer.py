@@ -320,7 +320,7 @@ class Checkpointer:
     def _remember(self, saved: Saved) -> None:
         self._history.append(saved)
         while len(self._history) > _KEPT_SAVES and any(
-            later.level != "memory" for later in reversed(self._history)
+            later.level != "memory" for later in itertools.islice(self._history, 1, None)
         ):
             self._history.popleft()
 

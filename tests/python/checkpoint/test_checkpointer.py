@@ -442,6 +442,12 @@ def test_the_history_is_bounded_and_forgets_no_save_that_is_safe_nowhere(tmp_pat
             ckpt._remember(Saved(step, "", 0))
         assert [saved.step for saved in ckpt.history] == list(range(1, 131))
         ckpt._history.clear()
+        safe = Saved(0, "", 0)
+        safe._reach("fast")
+        for saved in (safe, *(Saved(step, "", 0) for step in range(1, 131))):
+            ckpt._remember(saved)
+        assert ckpt.history[0] is safe  # the newest that is safe
+        ckpt._history.clear()
         made = []
         for step in range(1, 131):
             saved = ckpt.save({"step": step}, step, level="durable")
