@@ -467,7 +467,7 @@ bool Communicator::end_with_program(const Error& why) noexcept {
 void Communicator::leave() noexcept { impl_->memory.leave(); }
 
 void Communicator::check() const {
-  if (!impl_->memory.is_forked_child()) impl_->steps.check();
+  if (!impl_->memory.is_forked_child()) impl_->steps.check_all();
 }
 
 bool Communicator::ended_here() const noexcept { return impl_->steps.ended_here(); }

@@ -137,7 +137,8 @@ class Communicator {
   // Leaves as the destructor does, while memory of allocate() may keep this alive: ranks that still
   // wait for this one get an error that says so. No call of this rank may follow.
   void leave() noexcept;
-  // Throws what calls would if the communicator has ended. From any thread.
+  // Throws if the communicator has ended, also where that is in a call after the one that this rank is
+  // in: who waits for something else meanwhile, such as other nodes, is told at once. From any thread.
   void check() const;
   // Whether it was this rank that ended it, by end() or by an error in a call of its own.
   bool ended_here() const noexcept;

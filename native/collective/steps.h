@@ -66,6 +66,10 @@ class Steps {
   void check() const {
     if (has_ended()) throw_broken();
   }
+  // As check, also if it has ended for later steps alone.
+  void check_all() const {
+    if (shared_.header().broken.load(std::memory_order_seq_cst) != 0) throw_broken();
+  }
   // This rank's call is complete: it has given all that others need of its steps.
   void complete() noexcept { open_.store(step_ + 1, std::memory_order_release); }
   // The next step, when its memory is free.

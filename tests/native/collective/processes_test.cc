@@ -190,6 +190,35 @@ TEST(Processes, LeaveAReduceScatterEarlyThatGivesThemNothing) {
   EXPECT_EQ(results, (std::vector<int>(3, 0)));
 }
 
+TEST(Processes, AreToldOfAnEndInALaterCallWhileTheyWaitForSomethingElse) {
+  const Directory directory;
+  const auto results = run_processes(3, directory.config(), [](Communicator& c) {
+    float value = 1;
+    c.broadcast(&value, sizeof value, 1);
+    if (c.rank() == 2) ::raise(SIGKILL);
+    if (c.rank() == 1) {
+      try {
+        c.broadcast(&value, sizeof value, 1);  // its root leaves before the others come
+        c.barrier();
+      } catch (const Error&) {
+        return 7;
+      }
+      return 1;
+    }
+    // This rank does not come to the second broadcast.
+    for (const int64_t end = now_ns() + 60'000'000'000; now_ns() < end;) {
+      try {
+        c.check();
+      } catch (const Error&) {
+        return 7;
+      }
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    return 3;
+  });
+  EXPECT_EQ(results, (std::vector<int>{7, 7, -SIGKILL}));
+}
+
 TEST(Processes, AreToldWhoIsMissingInAReduceScatter) {
   const Directory directory;
   for (const bool dies : {true, false}) {
