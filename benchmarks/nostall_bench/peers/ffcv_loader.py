@@ -68,6 +68,7 @@ def epochs(job: Job) -> Iterator[Iterator[int]]:
         order=OrderOption.RANDOM,
         os_cache=True,
         seed=job.seed,
+        drop_last=False,
         pipelines={
             "image": [
                 RandomResizedCropRGBImageDecoder((SIDE, SIDE)),
