@@ -70,6 +70,7 @@ LOADERS = {
     "Grain": Loader("grain_loader", "", _IMAGES),
     "WebDataset, workers": Loader("webdataset_loader", "", ("read", "transform", *FIELDS)),
     "MosaicML Streaming, workers": Loader("streaming_loader", "", ("read", "transform")),
+    "litdata, workers": Loader("litdata_loader", "", ("read", "transform")),
     "FFCV": Loader("ffcv_loader", "", ("transform",)),
     "SPDL, threads": Loader("spdl_loader", "", _IMAGES),
     "TensorSocket, workers": Loader("tensorsocket_loader", "", ("transform", "cold")),
