@@ -104,14 +104,18 @@ class Aborts:
                         self._end_waiting()
         self.refuse()
 
-    def fail(self, error: RuntimeError, doing: Doing) -> NoReturn:
+    def fail(self, error: RuntimeError, doing: Doing, *, asks: bool = True) -> NoReturn:
         """Raises PeerError if a rank aborted, or if the connection to one failed while `doing`, with
-        the rank; else the error."""
-        self.learn()
+        the rank; else the error. Without `asks` the store, which may know that rank, is left alone."""
+        if asks:
+            self.learn()
+        else:
+            self.refuse()
         told = ends.transport_error(error)
         if told is None:
             raise error
-        store, here, what = self._store, self._name(self._rank), self._words(doing)
+        store = self._store if asks else None
+        here, what = self._name(self._rank), self._words(doing)
         other = None if store is None else ends.rank_at(told, store, self._size)
         if other is None:
             raise PeerError(f"rank {here} failed in {what}: {told}") from error

@@ -17,7 +17,6 @@ import ctypes
 import os
 import queue
 import threading
-import time
 import types
 import uuid
 import weakref
@@ -25,7 +24,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -41,7 +40,7 @@ from nostall.job._cluster import node_identity
 from nostall.torch import _ends as ends
 from nostall.torch._aborts import Aborts, Doing
 from nostall.torch._between import LeaderTensor
-from nostall.torch._calls import Calls
+from nostall.torch._calls import Calls, ended_with_program
 from nostall.torch._launch import fill_environment
 from nostall.torch._meeting import nodes_of_ranks
 from nostall.torch._mesh import Registered, connect, hang_up, registered
@@ -84,8 +83,6 @@ _PART_BYTES = 4 << 20
 _MOST_SHARED_BYTES = 1 << 46
 # Seconds after which a thread that does not end is left behind at the end of the program.
 _LAST_WAIT = 5.0
-# Seconds for a thread to leave torch's native code after its call has ended.
-_LAST_STEPS = 0.02
 Tensors = Sequence[torch.Tensor]
 
 
@@ -118,22 +115,12 @@ class Options:
 
 
 class _Work(dist.Work):  # type: ignore[misc]
-    """An operation under way; wait() raises what it raised.
+    """An operation under way; wait() raises what it raised. Waits count in `calls`."""
 
-    Waits count in `calls`. `native` marks an operation whose future is native; native futures turn all
-    errors into RuntimeError.
-    """
-
-    def __init__(
-        self,
-        future: Future[list[torch.Tensor]],
-        calls: Calls,
-        native: tuple[Aborts, Doing] | None = None,
-    ) -> None:
+    def __init__(self, future: Future[list[torch.Tensor]], calls: Calls) -> None:
         super().__init__()
         self._future = future
         self._calls = calls
-        self._native = native
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Raises PeerError if a timeout is given and passes; the operation continues."""
@@ -146,18 +133,11 @@ class _Work(dist.Work):  # type: ignore[misc]
                     f"the operation waited for was not done after {timeout.total_seconds():g} s; "
                     "it goes on: wait again, or raise the timeout of this wait"
                 )
-        try:
-            if self._future.done():
-                self._future.wait()  # raises the operation's error, if any
-            else:
-                with self._calls:
-                    self._future.wait()
-        except RuntimeError as error:
-            if self._native is not None:
-                aborts, doing = self._native
-                with self._calls:
-                    aborts.fail(error, doing)
-            raise
+        if self._future.done():
+            self._future.wait()  # raises the operation's error, if any
+        else:
+            with self._calls.waiting():
+                self._future.wait()
         return True
 
     def is_success(self) -> bool:
@@ -212,8 +192,14 @@ class _Delegated(dist.Work):  # type: ignore[misc]
 
     A message has no future and is complete once it was waited for, for at most `limit`, because Gloo
     applies to messages the timeout of making connections. Other operations have a timeout of their
-    own, and are in `unfinished`.
+    own, and are in `unfinished`. `last` is called once, when the operation has ended well, and gives
+    its result.
+
+    Torch destroys an operation of Gloo without the interpreter's lock, and takes it again in a native
+    frame: the process aborts (SIGABRT) if Python shuts down meanwhile. So that counts in `calls` too.
     """
+
+    _work: Any = None
 
     def __init__(
         self,
@@ -224,6 +210,7 @@ class _Delegated(dist.Work):  # type: ignore[misc]
         unfinished: _Unfinished | None = None,
         *,
         limit: timedelta | None = None,
+        last: Callable[[], list[torch.Tensor]] | None = None,
     ) -> None:
         super().__init__()
         self._aborts = aborts
@@ -232,35 +219,53 @@ class _Delegated(dist.Work):  # type: ignore[misc]
         self._doing = doing
         self._unfinished = unfinished
         self._limit = limit
+        self._last = last
+        self._result: list[torch.Tensor] | None = None
+        self._lock = threading.Lock()
         self._is_watched = limit is not None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         limit = timeout if _is_set(timeout) else self._limit
-        with self._calls, self._aborts.watching(self._doing):
-            done = bool(self._work.wait() if limit is None else self._work.wait(limit))
-        if self._unfinished is not None:
-            self._unfinished.discard(self._work)
+        with self._calls.waiting():
+            try:
+                with self._aborts.watching(self._doing):
+                    done = bool(self._work.wait() if limit is None else self._work.wait(limit))
+                if self._unfinished is not None:
+                    self._unfinished.discard(self._work)
+            finally:
+                if self._calls.is_over:
+                    self._work = None
+        self._finish()
         return done
 
+    def __del__(self) -> None:
+        if self._work is None:
+            return
+        with self._calls.if_open() as is_open:
+            if not is_open:
+                _keep_for_ever(self._work)
+            self._work = None
+
     def is_completed(self) -> bool:
-        if self._work.is_completed():
+        if self._work is None or self._work.is_completed():
+            if self.is_success():
+                self._finish()
             return True
         self._watch()  # the caller may be waiting like this
         return False
 
     def is_success(self) -> bool:
-        return bool(self._work.is_success())
+        return self._work is not None and bool(self._work.is_success())
 
     def exception(self) -> BaseException | None:
         error: BaseException | None
         try:
-            error = self._work.exception()
+            error = ended_with_program() if self._work is None else self._work.exception()
         except TypeError:  # releases of torch that cannot convert it
             error = self._raised()
         try:
             if isinstance(error, RuntimeError):
-                with self._calls:
-                    self._aborts.fail(error, self._doing)
+                self._fail(error)
         except RuntimeError as named:
             return named
         return error
@@ -280,7 +285,8 @@ class _Delegated(dist.Work):  # type: ignore[misc]
         return self._work.get_future().then(self._value)
 
     def result(self) -> list[torch.Tensor]:
-        return list(self._work.result())
+        self._finish()
+        return list(self._work.result()) if self._result is None else self._result
 
     def synchronize(self) -> None:
         self._work.synchronize()
@@ -297,10 +303,21 @@ class _Delegated(dist.Work):  # type: ignore[misc]
 
     def _value(self, done: Future[Any]) -> Any:
         try:
-            return done.value()
+            value = done.value()
         except RuntimeError as error:
-            with self._calls:
-                self._aborts.fail(error, self._doing)
+            self._fail(error)
+        self._finish()
+        return value if self._result is None else self._result
+
+    def _finish(self) -> None:
+        with self._lock:
+            if self._last is not None:
+                self._result, self._last = self._last(), None
+
+    def _fail(self, error: RuntimeError) -> NoReturn:
+        """Explains the error, by the store unless the group ends with the program."""
+        with self._calls.if_open() as is_open:
+            self._aborts.fail(error, self._doing, asks=is_open)
 
 
 # Groups that were not dropped. Python calls this before it ends threads at any point.
@@ -313,8 +330,8 @@ def _end_with_program() -> None:
         group.end_with_program()
 
 
-def _keep_for_ever(group: Group) -> None:
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+def _keep_for_ever(one: object) -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
 
 
 def _keep_all() -> None:
@@ -621,18 +638,15 @@ class Group(ProcessGroup):  # type: ignore[misc]
         source = torch.cat([t.detach().reshape(-1) for t in inputs])
         counts = [t.numel() for t in outputs]
         target = source.new_empty(sum(counts))
-        work = self._delegate(
-            "alltoall_base", [source], target, source, counts, [t.numel() for t in inputs], opts
-        )
 
-        def distribute(done: Future[Any]) -> list[torch.Tensor]:
-            done.value()
+        def distribute() -> list[torch.Tensor]:
             for output, part in zip(outputs, target.split(counts), strict=True):
                 output.detach().copy_(part.view(output.shape))
             return list(outputs)
 
-        return _Work(
-            work.get_future().then(distribute), self._calls, (self._aborts, Doing("alltoall"))
+        sizes = counts, [t.numel() for t in inputs]
+        return self._delegate(
+            "alltoall_base", [source], target, source, *sizes, opts, last=distribute
         )
 
     def all_to_all_single(self, output: torch.Tensor, source: torch.Tensor, *rest: Any) -> Any:
@@ -710,10 +724,6 @@ class Group(ProcessGroup):  # type: ignore[misc]
         if not self._calls.wait(_LAST_WAIT):
             _keep_for_ever(self)  # that thread is not woken any more
             return
-        if is_called:
-            # The threads of those calls return through native frames of torch, which end the process
-            # if Python finalises before they have the interpreter's lock again.
-            time.sleep(_LAST_STEPS)
         self._node.close()
         thread, self._thread = self._thread, None
         if thread is not None:
@@ -814,7 +824,13 @@ class Group(ProcessGroup):  # type: ignore[misc]
             )
         self._node._live().allgather(source.data_ptr(), output.data_ptr(), source.nbytes)
 
-    def _delegate(self, name: str, tensors: Tensors, *arguments: Any) -> Any:
+    def _delegate(
+        self,
+        name: str,
+        tensors: Tensors,
+        *arguments: Any,
+        last: Callable[[], list[torch.Tensor]] | None = None,
+    ) -> Any:
         self._refuse()
         device = tensors[0].device.type if len(tensors) > 0 else "cpu"
         doing = Doing(name, arguments[1] if name in ("send", "recv") else None)
@@ -825,12 +841,12 @@ class Group(ProcessGroup):  # type: ignore[misc]
                 work = getattr(inner, name if hasattr(inner, name) else older)(*arguments)
             except RuntimeError as error:
                 self._aborts.fail(error, doing)
-        if device != "cpu":
-            return work
-        if name in _MESSAGES:
-            return _Delegated(self._aborts, self._calls, work, doing, limit=self._timeout)
-        self._delegated.add(work)
-        return _Delegated(self._aborts, self._calls, work, doing, self._delegated)
+            if device != "cpu":
+                return work
+            if name in _MESSAGES:
+                return _Delegated(self._aborts, self._calls, work, doing, limit=self._timeout)
+            self._delegated.add(work)
+        return _Delegated(self._aborts, self._calls, work, doing, self._delegated, last=last)
 
     def _global_rank(self, rank: int) -> int:
         """The number in the job of a rank of this group."""

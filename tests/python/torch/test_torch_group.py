@@ -204,6 +204,16 @@ def test_a_program_ends_while_a_daemon_thread_asks_why_its_call_failed() -> None
     assert ended.statuses == [8, 8], ended.stderr
 
 
+def test_a_program_ends_while_a_daemon_thread_drops_what_it_waited_for() -> None:
+    ended = run("end", 2, ENDING="daemon drops", SEED="1")
+    assert ended.statuses == [8, 8], ended.stderr
+
+
+def test_a_program_ends_while_a_thread_swaps_tensors() -> None:
+    ended = run("end", 2, ENDING="swapping", SEED="1")
+    assert ended.statuses == [8, 8], ended.stdout + ended.stderr
+
+
 def test_a_rank_that_ends_in_a_call_leaves_the_calls_before_it_whole() -> None:
     ended = run("end", 2, ENDING="early", SEED="1")
     assert ended.statuses == [8, 8], ended.stderr

@@ -5,6 +5,7 @@ Started by torch_job.py, or as a program under a launcher, with the function's n
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import random
@@ -20,6 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -1032,6 +1034,64 @@ def daemon_asks(store: Any) -> None:
     asks.wait()
 
 
+class Slow(ctypes.c_float * 1):
+    """Memory that takes long to be given back."""
+
+    def __del__(self) -> None:
+        time.sleep(1)
+
+
+def daemon_drops(store: Any) -> None:
+    """A thread of rank 0 drops, when its main thread ends, what it received to, in native code."""
+
+    def receive() -> None:
+        work = dist.irecv(torch.from_numpy(np.frombuffer(Slow(), np.float32)), 1)
+        with suppress(RuntimeError):
+            work.wait()
+
+    dist.barrier()
+    if rank == 1:
+        wait_for_end(store)
+        return
+    threading.Thread(target=receive, daemon=True).start()
+    while not dist.group.WORLD._calls._inside:
+        time.sleep(0.001)
+    store.set("pid", str(os.getpid()))
+
+
+def ends_while_swapping(store: Any) -> int:
+    """Rank 0 ends while a thread waits for an all-to-all to which rank 1 does not come."""
+    if rank == 1:
+        wait_for_end(store)
+        return 8
+    group, told = dist.group.WORLD, []
+    work = dist.all_to_all([torch.empty(1)] * size, [torch.ones(1)] * size, async_op=True)
+    future = work.get_future()
+
+    def wait() -> None:
+        try:
+            work.wait()
+        except Exception as error:
+            told.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while not group._calls._inside:
+        time.sleep(0.001)
+    store.set("pid", str(os.getpid()))
+    group.end_with_program()
+    thread.join()
+    for later in (work.wait, future.wait):
+        try:
+            later()
+        except Exception as error:
+            told.append(error)
+    print(told, flush=True)
+    waited, again, watched = told
+    named = isinstance(waited, PeerError) and isinstance(again, PeerError)
+    return 8 if named and "PeerError" in str(watched) else 3
+
+
 def ends_early(store: Any) -> int:
     """Rank 0 ends in the call after a broadcast to which rank 1 comes when that process is gone."""
     tensor = torch.full((1000,), 7.0 if rank == 0 else 0.0)
@@ -1067,8 +1127,13 @@ def end(where: dict[str, Any]) -> int:
     if ending == "daemon asks":
         daemon_asks(where["store"])
         return 8
+    if ending == "daemon drops":
+        daemon_drops(where["store"])
+        return 8
     if ending == "early":
         return ends_early(where["store"])
+    if ending == "swapping":
+        return ends_while_swapping(where["store"])
     model = DistributedDataParallel(torch.nn.Linear(4, 4)) if draw.random() < 0.5 else None
     for _ in range(draw.randrange(3)):
         delegate()
