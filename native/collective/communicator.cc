@@ -104,8 +104,10 @@ struct Communicator::Impl {
    public:
     Turn(Impl& impl, Call call, uint32_t root, uint16_t code, uint64_t count, uint64_t bytes)
         NOSTALL_ACQUIRE(impl.mutex)
+        : Turn(impl, call, signature_of(call, root, code, count), bytes) {}
+    Turn(Impl& impl, Call call, uint64_t signature, uint64_t bytes) NOSTALL_ACQUIRE(impl.mutex)
         : lock_(impl.checked_mutex()), steps_(impl.steps), exceptions_(std::uncaught_exceptions()) {
-      impl.enter(call, root, code, count, bytes);
+      impl.enter(call, signature, bytes);
       begun_ = steps_.stats().steps;
     }
     ~Turn() NOSTALL_RELEASE() {
@@ -133,11 +135,10 @@ struct Communicator::Impl {
     }
     return mutex;
   }
-  void enter(Call call, uint32_t root, uint16_t code, uint64_t count, uint64_t bytes)
-      NOSTALL_REQUIRES(mutex) {
+  void enter(Call call, uint64_t signature, uint64_t bytes) NOSTALL_REQUIRES(mutex) {
     ++stats.calls;
     stats.bytes += bytes;
-    steps.enter(name_of(call), signature_of(call, root, code, count));
+    steps.enter(name_of(call), signature);
   }
   void check_root(Call call, uint32_t root) const {
     if (root < steps.ranks()) return;
@@ -413,7 +414,6 @@ void Communicator::allgatherv(const void* in, std::span<const Gathered> parts) {
                                       std::to_string(parts.size()) + " parts; give one for each");
   }
   const uint64_t mine = parts[rank()].bytes;
-  uint64_t all = 0;
   Fnv sizes;
   check_buffer("allgatherv", in, mine, 1);
   for (const Gathered& part : parts) {
@@ -421,11 +421,9 @@ void Communicator::allgatherv(const void* in, std::span<const Gathered> parts) {
     if (mine > 0) {
       refuse_overlap("allgatherv", in, mine, part.to, part.bytes, parts[rank()].to);
     }
-    all += part.bytes;
     sizes.number(part.bytes);
   }
-  const Impl::Turn turn(*impl_, Call::allgatherv, 0, static_cast<uint16_t>(sizes.value()), all,
-                        mine);
+  const Impl::Turn turn(*impl_, Call::allgatherv, signature_of_sizes(sizes.value()), mine);
   impl_->gather(in, parts);
 }
 

@@ -31,10 +31,13 @@ std::string describe_signature(uint64_t signature) {
   const auto call = static_cast<Call>(signature >> 60);
   std::string text = name_of(call);
   if (call == Call::barrier) return text;
+  if (call == Call::allgatherv) {
+    return text + " in parts whose sizes have the hash " +
+           std::to_string(signature & ~uint64_t{0} >> 4);
+  }
   const uint64_t count = signature & ((uint64_t{1} << kCountBits) - 1);
   const uint64_t type = (signature >> 42) & 0xffu, op = (signature >> 34) & 0xffu;
-  const bool reduces =
-      call != Call::broadcast && call != Call::allgather && call != Call::allgatherv;
+  const bool reduces = call != Call::broadcast && call != Call::allgather;
   const bool known = reduces && type < kDataTypes && op < kOps;
   text += " of ";
   if (call != Call::reduce_scatterv) text += std::to_string(count) + " ";
@@ -44,9 +47,6 @@ std::string describe_signature(uint64_t signature) {
                     : std::string("bytes");
   if (call == Call::reduce_scatterv) {
     text += ", in blocks whose sizes have the hash " + std::to_string(count);
-  }
-  if (call == Call::allgatherv) {
-    text += ", in parts whose sizes have the hash " + std::to_string((signature >> 34) & 0xffffu);
   }
   if (call == Call::reduce || call == Call::broadcast) {
     text += (call == Call::reduce ? ", to rank " : ", from rank ") +
