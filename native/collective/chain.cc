@@ -148,23 +148,13 @@ class Link {
     if (!shared_.allocate_window(step_, (fresh_ + 1) * slot_bytes_)) {
       // Of a message that fits, readers do not say what they have copied, and no slot comes back.
       if (fresh_ == 0 || segments_ <= ahead_) throw_no_memory();
-      shrink();
+      slots_ = fresh_;  // these have to do
+      batch_ = 1;
+      steps_.shrink(step_);
       return false;
     }
     next_slot_ = static_cast<int64_t>(fresh_++);
     return true;
-  }
-
-  // The slots that there are have to do. They may be fewer than ranks wait for in a batch, so all are
-  // woken, and wait for each segment from here on.
-  void shrink() {
-    slots_ = fresh_;
-    batch_ = 1;
-    shared_.header().shrunk[step_ % 2].value.store(step_, std::memory_order_seq_cst);
-    steps_.wake_all();
-  }
-  bool is_shrunk() const {
-    return shared_.header().shrunk[step_ % 2].value.load(std::memory_order_seq_cst) == step_;
   }
 
   [[noreturn]] void throw_no_memory() {
@@ -259,7 +249,7 @@ class Link {
   }
 
   void wait(uint64_t forwarded, uint64_t copied) {
-    if (batch_ > 1 && is_shrunk()) batch_ = 1;
+    if (batch_ > 1 && steps_.is_shrunk(step_)) batch_ = 1;
     const bool in_batches = batch_ > 1;
     Want input{0, ~uint64_t{0}}, output{0, ~uint64_t{0}};
     std::optional<uint32_t> slowest;
@@ -280,7 +270,7 @@ class Link {
         [&] {
           return (copied < wanted_.end && copied < results()) ||
                  (forwarded < segments_ && may_forward(forwarded)) ||
-                 (slowest && next_of(*slowest) > freed_) || (in_batches && is_shrunk());
+                 (slowest && next_of(*slowest) > freed_) || (in_batches && steps_.is_shrunk(step_));
         },
         {input, output});
   }

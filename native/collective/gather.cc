@@ -132,13 +132,16 @@ class Gather {
   }
 
   bool take_fresh() {
-    if (fresh_ >= slots_ || !shared_.allocate_window(step_, (fresh_ + 1) * ranks_ * slot_bytes_)) {
+    if (fresh_ >= slots_) return false;
+    if (!shared_.allocate_window(step_, (fresh_ + 1) * ranks_ * slot_bytes_)) {
       if (fresh_ == 0) {
         steps_.fail(Error(ErrorKind::io, "no shared memory for an allgather of " +
                                              std::to_string(parts_[rank_].bytes) +
                                              " bytes: free some of /dev/shm"));
       }
-      slots_ = fresh_;
+      slots_ = fresh_;  // these have to do
+      batch_ = 1;
+      steps_.shrink(step_);
       return false;
     }
     next_slot_ = static_cast<int64_t>(fresh_++);
@@ -218,6 +221,8 @@ class Gather {
   }
 
   void wait() {
+    if (batch_ > 1 && steps_.is_shrunk(step_)) batch_ = 1;
+    const bool in_batches = batch_ > 1;
     Want input{0, ~uint64_t{0}}, output{0, ~uint64_t{0}};
     const Word* slowest = nullptr;
     uint64_t least = ~uint64_t{0};
@@ -238,6 +243,7 @@ class Gather {
         [&] {
           return readable().has_value() || (forwarded_ < segments(rank_) && may_forward()) ||
                  (slowest != nullptr && count_in(*slowest) > freed_) ||
+                 (in_batches && steps_.is_shrunk(step_)) ||
                  std::any_of(absent_.begin(), absent_.end(),
                              [this](uint32_t r) { return steps_.has_posted(step_, r); });
         },

@@ -254,6 +254,11 @@ void Steps::wake_all() noexcept {
   }
 }
 
+void Steps::shrink(uint64_t step) noexcept {
+  shared_.header().shrunk[step % 2].value.store(step, std::memory_order_seq_cst);
+  wake_all();
+}
+
 void Steps::end_by_own_error() noexcept {
   end_from_here(Error(ErrorKind::peer, "rank " + std::to_string(rank_) + " could not go on in " +
                                            where() + "; its own error says why"));

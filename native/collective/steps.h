@@ -99,6 +99,12 @@ class Steps {
   void wake(uint64_t key, uint64_t value) noexcept;
   // Whatever they sleep for: they look whether they are still to wait.
   void wake_all() noexcept;
+  // The window of `step` gets no more memory. It may hold less than ranks wait for in a batch, so all
+  // are woken, and wait for each part from here on.
+  void shrink(uint64_t step) noexcept;
+  bool is_shrunk(uint64_t step) const noexcept {
+    return shared_.header().shrunk[step % 2].value.load(std::memory_order_seq_cst) == step;
+  }
 
   // Returns when ready() does; it is woken for any of `wants` (at most two).
   template <typename Ready>

@@ -241,6 +241,26 @@ const Scenario kScenarios[]{
        return allreduce_is_right(c, Algorithm::cooperative, count, 1) &&
               allreduce_is_right(c, Algorithm::cooperative, count, 2);
      }},
+    // A rank has one slot with memory, and no one gets more; ranks waited for two segments at a time.
+    {"gather_without_memory",
+     [](Communicator& c) {
+       static thread_local bool refused = false;
+       if (!std::exchange(refused, true)) refuse({SYS_fallocate}, ENOSPC);
+       std::vector<uint8_t> mine(c.ranks() == 2 ? 2 << 20 : 72 << 10,
+                                 static_cast<uint8_t>(c.rank() + 1));
+       std::vector<uint8_t> all(mine.size() * c.ranks());
+       c.allgather(mine.data(), all.data(), mine.size());
+       for (uint32_t r = 0; r < c.ranks(); ++r) {
+         if (all[r * mine.size()] != r + 1 || all[(r + 1) * mine.size() - 1] != r + 1) return false;
+       }
+       return true;
+     },
+     kArena, 2 << 20,
+     [](Communicator& c) {
+       const uint64_t count = c.ranks() == 2 ? 150'000 : 2000;
+       return allreduce_is_right(c, Algorithm::cooperative, count, 1) &&
+              allreduce_is_right(c, Algorithm::cooperative, count, 2);
+     }},
     // The last rank leaves both calls early and ends its program: they end well on the others, and the
     // next one by its error.
     {"end_of_program",
