@@ -91,7 +91,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
       seen = shared.at_offset(offset)[length - 1];
       if (shared.arena_offset(shared.at_offset(offset), length) != offset) std::abort();
     }
-    shared.publish_error(Error(ErrorKind::usage, "the end"));
+    shared.publish_error(Error(ErrorKind::usage, "the end"), 0);
     const Error end = shared.end("");
     if (std::strlen(end.what()) > shared.header().message.size()) std::abort();
     if (end.kind() < ErrorKind::usage || end.kind() > ErrorKind::bug) std::abort();

@@ -29,7 +29,7 @@ namespace nostall::collective {
 namespace {
 
 constexpr uint64_t kMagic = 0x31434c4c4f43534e;  // "NSCOLLC1"
-constexpr uint32_t kVersion = 5;
+constexpr uint32_t kVersion = 6;
 // Of the lock protocol, beyond any byte that could be read or written.
 constexpr uint64_t kFirstRank = (uint64_t{1} << 61) + 16;
 constexpr uint64_t kPage = 4096;
@@ -207,7 +207,7 @@ void SharedMemory::wait_for_all(std::chrono::steady_clock::time_point deadline,
   for (;;) {
     const uint32_t seen = joined.load();
     if (seen == ranks_) return;
-    if (header().broken.load() == 2) {
+    if (header().broken.load() == kExplained) {
       line(config_.rank).left.store(1);
       throw end("");
     }
@@ -238,15 +238,18 @@ void SharedMemory::wait_for_all(std::chrono::steady_clock::time_point deadline,
 // The destructor of what is not constructed does not run: the goodbye is said here, and before the
 // lock goes, so that no rank takes this one for dead.
 void SharedMemory::stop_joining(const Error& error) {
-  publish_error(error);
+  publish_error(error, 0);
   line(config_.rank).left.store(1);
   throw error;
 }
 
-bool SharedMemory::publish_error(const Error& error) noexcept {
+bool SharedMemory::publish_error(const Error& error, uint64_t step) noexcept {
   Header& h = header();
+  uint64_t seen = h.end_step.load(std::memory_order_seq_cst);
+  while (step < seen && !h.end_step.compare_exchange_weak(seen, step, std::memory_order_seq_cst)) {
+  }
   uint32_t none = 0;
-  if (!h.broken.compare_exchange_strong(none, 1)) return false;
+  if (!h.broken.compare_exchange_strong(none, kWriter + config_.rank)) return false;
   // To the others, what went wrong on this rank is a peer's failure, and its errno nothing of
   // theirs.
   const bool same = error.kind() == ErrorKind::usage || error.kind() == ErrorKind::stopped;
@@ -256,7 +259,7 @@ bool SharedMemory::publish_error(const Error& error) noexcept {
   const size_t n = std::min(text.size(), h.message.size() - 1);
   std::memcpy(h.message.data(), text.data(), n);
   h.message[n] = '\0';
-  h.broken.store(2, std::memory_order_seq_cst);
+  h.broken.store(kExplained, std::memory_order_seq_cst);
   return true;
 }
 

@@ -62,6 +62,9 @@ struct alignas(kLine) Post {
 };
 static_assert(sizeof(Post) == kLine);
 
+// Values of Header::broken.
+inline constexpr uint32_t kExplained = 1, kWriter = 2;
+
 struct Header {
   uint64_t magic;
   uint32_t version;
@@ -71,9 +74,9 @@ struct Header {
   uint64_t selection;  // hash of the table of algorithms
   std::atomic<uint32_t> joined;
   alignas(kLine) Atomic<uint32_t> sleepers;
-  alignas(kLine) Atomic<uint32_t> broken;  // 0, 1 while the message is written, 2
+  alignas(kLine) Atomic<uint32_t> broken;  // 0; kWriter + the rank that writes why; kExplained
   Word end_step;                           // from this step on calls end, once it is broken
-  // Why: written before broken is 2.
+  // Why: written before broken is kExplained.
   ErrorKind end_kind;
   int32_t end_number;
   std::array<char, 500> message;
@@ -168,11 +171,14 @@ class SharedMemory {
   uint64_t key(const Word& word) const noexcept {
     return static_cast<uint64_t>(reinterpret_cast<const std::byte*>(&word) - base_);
   }
-  // Publishes why the communicator ends for all its ranks; false if another error was first.
-  bool publish_error(const Error& error) noexcept;
+  // Publishes why the communicator ends for all its ranks, from `step` on; false if another error was
+  // first.
+  bool publish_error(const Error& error, uint64_t step) noexcept;
+  // This rank does not wait for the others to join any more: publishes the error to them, and throws.
+  [[noreturn]] void stop_joining(const Error& error);
   // This rank takes no further part.
   void leave() noexcept;
-  // The error given to publish_error, with words before it; once header().broken is 2.
+  // The error given to publish_error, with words before it; once header().broken is kExplained.
   Error end(const std::string& before) const;
   // Died without leaving. A system call.
   bool is_dead(uint32_t rank) const noexcept;
@@ -192,8 +198,6 @@ class SharedMemory {
   void check() const;
   void wait_for_all(std::chrono::steady_clock::time_point deadline,
                     std::chrono::nanoseconds timeout);
-  // Publishes the error to the ranks that join with this one, and throws.
-  [[noreturn]] void stop_joining(const Error& error);
   void allocate(uint64_t offset, uint64_t bytes);
   // Makes so many bytes of the file exist; why it cannot. Memory in no directory has no size of a
   // file system that would refuse it before a limit of memory ends the program.

@@ -184,6 +184,7 @@ void Steps::look_around() {
                       shared_.finished(r).load() < step_ &&
                       shared_.post(r, step_).flag.load() != step_;
     if (dead || gone) {
+      check();  // it may have said why before it left
       fail(Error(ErrorKind::peer, "rank " + std::to_string(r) + " (process " +
                                       std::to_string(shared_.line(r).pid.load()) + ") " +
                                       (dead ? "died" : "left") + " before it finished " + where() +
@@ -235,11 +236,7 @@ void Steps::fail(const Error& error) {
 }
 
 bool Steps::end_for_all(const Error& error, uint64_t step) noexcept {
-  Word& end = shared_.header().end_step;
-  uint64_t seen = end.load(std::memory_order_seq_cst);
-  while (step < seen && !end.compare_exchange_weak(seen, step, std::memory_order_seq_cst)) {
-  }
-  const bool first = shared_.publish_error(error);
+  const bool first = shared_.publish_error(error, step);
   if (first) ended_here_.store(true, std::memory_order_release);
   wake_all();
   return first;
@@ -268,12 +265,20 @@ void Steps::throw_broken() const {
   const Header& h = shared_.header();
   const int64_t begin = now_ns();
   const int64_t patience = is_scheduled() ? 0 : kWordsNs;
-  while (h.broken.load(std::memory_order_acquire) != 2 && now_ns() - begin < patience)
+  for (;;) {
+    const uint32_t broken = h.broken.load(std::memory_order_acquire);
+    if (broken == kExplained) throw shared_.end("this communicator is broken: ");
+    const uint32_t writer = broken - kWriter;
+    // Looked at in this order: what it wrote before it died is there.
+    const bool dead = writer < ranks_ && writer != rank_ && shared_.is_dead(writer) &&
+                      h.broken.load(std::memory_order_acquire) != kExplained;
+    if (dead || now_ns() - begin >= patience) {
+      throw Error(ErrorKind::peer, "this communicator is broken: rank " + std::to_string(writer) +
+                                       (dead ? " died while it said why" : " has not said why") +
+                                       "; restart the job, or make a new communicator without it");
+    }
     ::sched_yield();
-  if (h.broken.load(std::memory_order_acquire) != 2) {
-    throw Error(ErrorKind::peer, "this communicator is broken: a rank died while it said why");
   }
-  throw shared_.end("this communicator is broken: ");
 }
 
 }  // namespace nostall::collective

@@ -14,6 +14,8 @@
 #include "base/clock.h"
 #include "base/error.h"
 #include "collective/communicator.h"
+#include "collective/selection.h"
+#include "collective/shared_memory.h"
 #include "ranks.h"
 
 namespace nostall::collective {
@@ -279,6 +281,38 @@ TEST(Processes, AreToldWhoWasKilledInsideACall) {
   EXPECT_TRUE(directory.empty());
 }
 
+// An error whose text cannot be copied to the end: the rank dies after the first word of its end, and
+// before the last one.
+class Deadly : public Error {
+ public:
+  Deadly() : Error(ErrorKind::peer, "") {}
+  const char* what() const noexcept override {
+    ::raise(SIGKILL);
+    return "";
+  }
+};
+
+TEST(Processes, AreToldWhoDiedWhileItSaidWhyItEnds) {
+  const Directory directory;
+  const auto results = run_processes(3, directory.config(), [](Communicator& c) {
+    c.barrier();
+    if (c.rank() == 1) c.end_with_program(Deadly());
+    for (int call = 0; call < 2; ++call) {
+      try {
+        c.barrier();
+        return 1;
+      } catch (const Error& error) {
+        if (std::string(error.what()).find("rank 1 died while it said why") == std::string::npos) {
+          std::fprintf(stderr, "rank %u: %s\n", c.rank(), error.what());
+          return 2;
+        }
+      }
+    }
+    return 7;
+  });
+  EXPECT_EQ(results, (std::vector<int>{7, -SIGKILL, 7}));
+}
+
 TEST(Processes, AreToldWhoLeft) {
   const Directory directory;
   const auto results = run_processes(2, directory.config(), [](Communicator& c) {
@@ -414,6 +448,25 @@ TEST(Processes, AreToldWhyAnotherStoppedWaitingForTheRest) {
   EXPECT_THAT(told[0], HasSubstr("in vain for rank 2 to join"));
   EXPECT_EQ(told[1], told[0]);
   EXPECT_TRUE(directory.empty());
+}
+
+// The limit of rank 1 passes in the moment in which the last rank joins, so that the others have joined.
+TEST(Processes, AreToldWhyARankStoppedWaitingWhenAllHadJoined) {
+  CommunicatorConfig config = config_of(fresh_job(), 0, 2);
+  std::thread other([&config] {
+    SharedMemory memory({config.job, 1, 2, config.window_bytes, config.arena_bytes,
+                         config.directory, Selection(config.selection, 2).hash()},
+                        config.timeout);
+    EXPECT_THROW(memory.stop_joining(Error(ErrorKind::peer, "rank 1 waited in vain")), Error);
+  });
+  Communicator first(config);
+  try {
+    first.barrier();
+    ADD_FAILURE() << "the barrier ended without rank 1";
+  } catch (const Error& error) {
+    EXPECT_THAT(error.what(), HasSubstr("rank 1 waited in vain"));
+  }
+  other.join();
 }
 
 TEST(Processes, AForkedChildKeepsItsOwnMemoryWhereTheSegmentWas) {
