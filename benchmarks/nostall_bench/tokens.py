@@ -28,7 +28,7 @@ from nostall_bench.worker import cpu_seconds, pss_bytes
 if TYPE_CHECKING:
     from rich.table import Table
 
-LIMIT = "C++ loop (the limit)"
+LOOP = "C++ loop"
 _COUNTED = 50  # batches whose waste is counted before the time begins
 
 
@@ -95,7 +95,7 @@ def _plain(arguments: argparse.Namespace) -> dict[str, Any]:
 def _warm(
     mode: str, folder: Path, names: list[str], arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    rows: dict[str, Any] = {name: {"runs": []} for name in (LIMIT, *names)}
+    rows: dict[str, Any] = {name: {"runs": []} for name in (LOOP, *names)}
     for name in harness.turns(rows, arguments.repeats):
         _one(rows[name], name, mode, folder, arguments)
     return rows
@@ -120,8 +120,8 @@ def _one(
     """Adds one measurement to the row of a loader, or what stands against it."""
     try:
         row["runs"].append(
-            _limit(mode, folder, arguments)
-            if name == LIMIT
+            _loop(mode, folder, arguments)
+            if name == LOOP
             else harness.child(
                 "nostall_bench.tokens",
                 _settings(name, mode, folder, arguments),
@@ -133,7 +133,7 @@ def _one(
         row["error"] = str(error)
 
 
-def _limit(mode: str, folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
+def _loop(mode: str, folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
     program = find_native("nostall-limit-tokens")
     if program is None:
         raise UsageError("nostall-limit-tokens is not built")
@@ -151,13 +151,14 @@ def _limit(mode: str, folder: Path, arguments: argparse.Namespace) -> dict[str, 
 
 
 def table(mode: str, rows: dict[str, Any], arguments: argparse.Namespace) -> Table:
-    """Speeds, and their share of the limit of this run: the program's, or the storage's."""
-    limit = arguments.bandwidth * 1e6 / 2 / 1e6  # ids of 16 bits
+    """Speeds, and their share of that of the C++ loop in this run, or of the storage's."""
+    of, whole = "of the storage", arguments.bandwidth * 1e6 / 2 / 1e6  # ids of 16 bits
     if mode != "cold":
-        limit = _millions(rows[LIMIT]["runs"]) if rows[LIMIT]["runs"] else 0.0
+        of = "of the C++ loop"
+        whole = _millions(rows[LOOP]["runs"]) if rows[LOOP]["runs"] else 0.0
     out = harness.table(
         f"tokens, {mode}: sequences of {arguments.length}, batches of {arguments.batch_size}",
-        *("loader", "M tokens/s", "of the limit", "wasted", "CPU ns a token", "memory MB"),
+        *("loader", "M tokens/s", of, "wasted", "CPU ns a token", "memory MB"),
     )
     for name, row in rows.items():
         runs = row["runs"]
@@ -165,11 +166,11 @@ def table(mode: str, rows: dict[str, Any], arguments: argparse.Namespace) -> Tab
             out.add_row(name, row["error"])
             continue
         speeds = [r["tokens_per_s"] / 1e6 for r in runs]
-        measured = name != LIMIT
+        measured = name != LOOP
         out.add_row(
             name,
             harness.spread(speeds, "{:.1f}"),
-            f"{_millions(runs) / limit:.3f}" if limit else "",
+            f"{_millions(runs) / whole:.3f}" if whole else "",
             harness.spread((r["waste"] for r in runs), "{:.3%}")
             if mode == "packed" and measured
             else "",

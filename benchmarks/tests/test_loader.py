@@ -33,16 +33,26 @@ def test_quick_measures_nostall_and_torch(tmp_path: Path) -> None:
     for mode, rows in result["modes"].items():
         torch = "torch, workers, " + ("NumPy" if mode in ("array", "wav") else "PIL")
         assert {"nostall", torch} <= set(rows)
-        assert (loader.LIMIT in rows) == (mode in loader.LIMITS)
+        assert (loader.LOOP in rows) == (mode in loader.LOOPS)
         assert ("nostall, tar shards" in rows) == (loader.IN_MEMORY in rows) == (mode in FIELDS)
         for name, row in rows.items():
             assert "error" not in row, row
             (only,) = row["runs"]
             assert only["samples_per_s"] > 0
-            if name not in (loader.LIMIT, loader.IN_MEMORY):
+            if name not in (loader.LOOP, loader.IN_MEMORY):
                 assert only["samples"] == 128
                 assert only["pss_bytes"] > 0
     assert result["machine"]["cores"] >= 1
+
+
+def test_a_loader_that_is_ahead_of_the_loop_is_named() -> None:
+    rows = {
+        name: {"runs": [{"samples_per_s": rate}], "samples_per_s": {"median": rate}}
+        for name, rate in {loader.LOOP: 100.0, loader.IN_MEMORY: 300.0, "nostall": 125.0}.items()
+    }
+    rows |= {"DALI, CPU": {"missing": "not installed"}}
+    assert loader.passed(rows) == {"nostall": 1.25}
+    assert loader.passed({"nostall": rows["nostall"]}) == {}
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
