@@ -116,8 +116,6 @@ def _no_source(dataset: object) -> str:
     way = way_from(dataset)
     if isinstance(dataset, Tokens):
         way = "divide the tokens into samples, for example by nostall.Windows(tokens, length)"
-    elif isinstance(dataset, (DataLoader, Epoch)):
-        way = "give it what this loader has as its dataset"
     return f"the first argument is {type(dataset).__name__}, not a dataset of nostall: {way}"
 
 

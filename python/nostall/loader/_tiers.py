@@ -14,7 +14,7 @@ from nostall.base._sizes import TierSpec, native_tiers, parse_tiers, warn_of_tie
 from nostall.base._tier import Tier
 from nostall.errors import UsageError
 from nostall.job._world import find_world
-from nostall.source._source import Source
+from nostall.source._source import Source, expect_source
 from nostall.source._views import View
 
 if TYPE_CHECKING:
@@ -88,6 +88,7 @@ class Tiers:
     def __init__(
         self, source: Source, tiers: TierList | None = None, *, job: str | None = None
     ) -> None:
+        expect_source("Tiers", source)
         self._whole, _ = _part_of(source)
         world = find_world(job=job)
         self.specs = planned(

@@ -20,7 +20,7 @@ from nostall.source._custom import SampleReader, native_source
 from nostall.source._item_record import FORMAT, left_out, modules_of
 from nostall.source._items import admit, decode
 from nostall.source._makers import MakeError, Makers
-from nostall.source._source import ItemMaker, Source, arguments_of
+from nostall.source._source import ItemMaker, Source, arguments_of, way_to_sources
 
 _log = logging.getLogger("nostall")
 
@@ -101,6 +101,8 @@ class Cached(Source):
         start_method: str | None = None,
     ) -> None:
         self._arguments = arguments_of(locals())
+        if way := way_to_sources(dataset):
+            raise UsageError(f"Cached takes a Dataset, not {type(dataset).__name__}: {way}")
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             raise UsageError(
                 f"{type(dataset).__name__} has no __len__ and __getitem__, so no order can be planned "

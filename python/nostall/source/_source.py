@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("nostall")
 
+_LOADERS = {("nostall.loader._loader", name) for name in ("DataLoader", "Epoch")}
+
 #: torchvision's IMG_EXTENSIONS, so that both see the same files.
 IMAGE_EXTENSIONS = (
     ".jpg",
@@ -233,7 +235,9 @@ class Source:
 
 def way_from(dataset: object) -> str:
     """What to do with something that is given where a `Source` is wanted."""
-    known = {(kind.__module__, kind.__name__) for kind in type(dataset).__mro__}
+    if way := way_to_sources(dataset):
+        return way
+    known = _kinds(dataset)
     if ("torchvision.datasets.folder", "ImageFolder") in known:
         root = str(getattr(dataset, "root", "..."))
         return (
@@ -243,6 +247,33 @@ def way_from(dataset: object) -> str:
     if hasattr(dataset, "__getitem__") and not isinstance(dataset, (str, bytes)):
         return "nostall.Cached(dataset) takes a Dataset of your own"
     return 'open one, for example nostall.ImageFolder("/data/train")'
+
+
+def expect_source(what: str, given: object) -> None:
+    """Raises UsageError, with the way, if `what` is given something else."""
+    if not isinstance(given, Source):
+        raise UsageError(
+            f"{what} takes data sets of nostall, not {type(given).__name__}: {way_from(given)}"
+        )
+
+
+def way_to_sources(given: object) -> str:
+    """How to come to the data sets of a loader or a list; "" for anything else."""
+    known = _kinds(given)
+    if not known.isdisjoint(_LOADERS):
+        return "pass the data set that the loader reads, loader.dataset; loaders are made last"
+    if ("torch.utils.data.dataloader", "DataLoader") in known:
+        return "nostall.Cached(loader.dataset) takes the Dataset that a loader of torch reads"
+    if isinstance(given, (list, tuple)) and given and all(isinstance(g, Source) for g in given):
+        return (
+            f"it holds {counted(len(given), 'data set')}, as those of nostall.Split: give each a "
+            "loader of its own, or put them together by nostall.Concat"
+        )
+    return ""
+
+
+def _kinds(given: object) -> set[tuple[str, str]]:
+    return {(kind.__module__, kind.__name__) for kind in type(given).__mro__}
 
 
 class ImageFolder(Source):

@@ -11,7 +11,7 @@ from nostall import _native
 from nostall.base._words import counted
 from nostall.errors import IoError, UsageError
 from nostall.fields import Schema
-from nostall.source._source import ItemMaker, Source, way_from
+from nostall.source._source import ItemMaker, Source, expect_source
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -319,10 +319,7 @@ def _stratified(
 
 
 def _check(source: Any, what: str) -> None:
-    if not isinstance(source, Source):
-        raise UsageError(
-            f"{what} takes data sets of nostall, not {type(source).__name__}: {way_from(source)}"
-        )
+    expect_source(what, source)
     if source.mixing is not None:
         raise UsageError(
             f"{what} does not go with a Mixture, which has an order of its own: choose samples of its "

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch.utils.data
 from PIL import Image
 
 import nostall
@@ -544,5 +545,40 @@ def test_what_is_subscripted_names_what_gives_samples(image_folder: Path) -> Non
         for given in (loader, next(loader.epochs())):
             with pytest.raises(UsageError, match=r"for batch in epoch"):
                 given[0]
-            with pytest.raises(UsageError, match="what this loader has as its dataset"):
-                nostall.DataLoader(given, 4)
+
+
+def test_what_holds_data_sets_names_the_way_to_them(image_folder: Path) -> None:
+    folder = nostall.ImageFolder(image_folder)
+    takes: list[Callable[[Any], Any]] = [
+        lambda data: nostall.DataLoader(data, 4),
+        lambda data: nostall.Split(data, 0.9),
+        lambda data: nostall.Subset(data, [1]),
+        lambda data: nostall.Filter(data, labels=[1]),
+        lambda data: nostall.Concat([data, data]),
+        lambda data: nostall.Mixture({data: 1.0}),
+        nostall.Cached,
+        nostall.Tiers,
+        nostall.torch.Dataset,
+    ]
+    with nostall.DataLoader(folder, 4, epochs=1, tiers=[]) as loader:
+        ways: list[tuple[Any, str]] = [
+            (
+                loader,
+                "pass the data set that the loader reads, loader.dataset; loaders are made last",
+            ),
+            (next(loader.epochs()), "pass the data set that the loader reads, loader.dataset"),
+            (
+                nostall.Split(folder, 0.9),
+                "it holds 2 data sets, as those of nostall.Split: give each",
+            ),
+            (
+                torch.utils.data.DataLoader([1]),
+                r"nostall.Cached\(loader.dataset\) takes the Dataset",
+            ),
+        ]
+        for given, way in ways:
+            for take in takes:
+                with pytest.raises(UsageError, match=way):
+                    take(given)
+    parts = nostall.Split(loader.dataset, 0.9)
+    assert [len(nostall.DataLoader(part, 61, epochs=1, tiers=[])) for part in parts] == [1, 1]
