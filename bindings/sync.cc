@@ -201,6 +201,7 @@ class PythonCollectives : public sync::Collectives {
   }
   bool test() override { return true; }
   void end(const Error&) noexcept override { python_.end(); }
+  void hang_up() noexcept override { python_.end(); }
   int64_t own_cpu_ns() const override { return 0; }
 
  private:

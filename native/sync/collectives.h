@@ -45,6 +45,9 @@ class Collectives {
   // Ends what ranks of this node wait for in these calls, and all later ones, with this error; and
   // what a rank of another node waits for from this one.
   virtual void end(const Error& why) noexcept = 0;
+  // Ends this rank's connections to other nodes: it has failed and comes to no more calls, which those
+  // that wait for it there would not learn before it closes them.
+  virtual void hang_up() noexcept {}
   // Processor time of threads that these collectives started, nanoseconds.
   virtual int64_t own_cpu_ns() const = 0;
   // Nanoseconds in which calls so far waited for other ranks; 0 where that is not known.

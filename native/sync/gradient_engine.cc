@@ -280,6 +280,7 @@ void GradientEngine::run() noexcept {
       reduce(turn);
     }
   } catch (...) {
+    step_->collectives->hang_up();
     const MutexLock lock(step_->mutex);
     step_->error = std::current_exception();
   }

@@ -26,7 +26,7 @@
 // with several ranks: what else the process does in the background waits for the forward pass.
 //
 // Errors: a rank that dies or exceeds the timeout ends the engine: every call throws Error(peer)
-// then. Tensors that do not arrive are named in a warning after `warn`, with the ranks that lack
+// then, on all nodes at once. Tensors that do not arrive are named in a warning after `warn`, with the ranks that lack
 // them, and end the engine after `timeout`. Planned, the rank that lacks a tensor of a group names
 // it, and the others name that rank. Ranks with other tensors or plans are refused with the first
 // difference.

@@ -78,6 +78,7 @@ class TwoLevelCollectives : public Collectives {
     node_.end(why);
     network_->end();
   }
+  void hang_up() noexcept override { network_->end(); }
   int64_t own_cpu_ns() const override { return 0; }
   int64_t waited_ns() const override { return node_.stats().wait_ns; }
   void on_late(std::chrono::nanoseconds after,

@@ -136,6 +136,37 @@ except Error as error:
 
 
 @pytest.mark.multi
+def test_a_death_on_one_node_ends_the_others_though_its_leader_lives_on(tmp_path: Path) -> None:
+    code = f"""
+import os, signal
+os.environ.update(NOSTALL_NODE=f"node {{rank // 2}}", LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2")
+import numpy as np
+import torch.distributed as dist
+import nostall.torch
+from nostall.errors import PeerError
+from nostall.sync import GradientReducer, SyncOptions
+dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=rank, world_size=4)
+store = dist.distributed_c10d._get_default_store()
+engine = GradientReducer({{"x": np.zeros(2)}}, SyncOptions(timeout=3600))._engine
+gradient = np.ones(2)
+if rank == 3:
+    os.kill(os.getpid(), signal.SIGKILL)
+engine.submit(0, gradient.ctypes.data, True)
+try:
+    engine.wait()
+except PeerError as error:
+    result = str(error)
+if store.add("told", 1) == 3:
+    store.set("all told", "")
+store.wait(["all told"])
+"""
+    results = run_ranks(4, code, timeout=100, check=False)
+    assert results[3] == ""
+    assert "rank 1 (process" in results[2] and "died" in results[2], results
+    assert all("connection between nodes failed" in text for text in results[:2]), results
+
+
+@pytest.mark.multi
 def test_ranks_that_differ_are_told_where() -> None:
     code = """
 import numpy as np
