@@ -9,7 +9,8 @@
 namespace nostall::peer {
 
 std::unique_ptr<Transport> load_ucx(const std::string& library, const TransportOptions& options) {
-  if (::access(library.c_str(), F_OK) != 0) {
+  // A name without a folder is looked for where the system keeps libraries.
+  if (library.find('/') != std::string::npos && ::access(library.c_str(), F_OK) != 0) {
     throw Error(ErrorKind::usage,
                 "samples cannot travel between nodes, for nostall was built without UCX (" +
                     library +
@@ -27,7 +28,17 @@ std::unique_ptr<Transport> load_ucx(const std::string& library, const TransportO
   }
   using Make = Transport* (*)(const TransportOptions&, std::string&);
   const auto make = reinterpret_cast<Make>(::dlsym(handle, "nostall_make_ucx_transport"));
-  if (!make) throw Error(ErrorKind::usage, library + " is not nostall's UCX transport");
+  if (!make) {
+    const bool is_ucx = ::dlsym(handle, "ucp_init_version") != nullptr;
+    throw Error(
+        ErrorKind::usage,
+        "samples cannot travel between nodes, for " + library +
+            (is_ucx ? " is UCX itself, not what nostall speaks to it with: leave "
+                      "NOSTALL_UCX_LIBRARY empty, and put the folder of this UCX into "
+                      "LD_LIBRARY_PATH to use it"
+                    : " is not nostall's UCX transport: leave NOSTALL_UCX_LIBRARY empty for "
+                      "that of the package"));
+  }
   std::string error;
   std::unique_ptr<Transport> transport(make(options, error));
   if (!transport) throw Error(ErrorKind::peer, error);

@@ -707,7 +707,7 @@ _JOB = (
         "NOSTALL_UCX_LIBRARY",
         _TEXT,
         "",
-        "the library that speaks to UCX",
+        "the library of nostall that speaks to UCX, by its path or name",
         "nostall_ucx.so of the package",
         file=False,
     ),

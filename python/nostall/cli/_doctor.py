@@ -41,6 +41,7 @@ _PARTS = {
     "tokenizers": ("nostall.tokenize", "pip install 'nostall[text]'"),
     "nostall-bench": ("nostall bench and demo", "pip install ./benchmarks in a checkout"),
 }
+_UCX_VARIABLES = ("NOSTALL_UCX_LIBRARY", "NOSTALL_UCX_TLS", "NOSTALL_UCX_DEVICES")
 _MEET_SECONDS = 60.0
 _FUSE, _URING_SWITCH = Path("/dev/fuse"), Path("/proc/sys/kernel/io_uring_disabled")
 
@@ -54,7 +55,7 @@ def _io_uring() -> str:
 
 def _ucx_problem() -> str:
     try:
-        _native.PeerTransport(*cluster.ucx())
+        cluster.transport()
         return ""
     except Error as error:
         return f"{error} (samples between nodes)"
@@ -158,8 +159,11 @@ def fixes() -> Iterator[tuple[str, str]]:
     problem = _ucx_problem()
     if "nostall[cluster]" in problem:
         extras["cluster"] = ["samples between nodes"]
-    elif problem:
+    elif "built without UCX" in problem:
         yield "sudo apt-get install libucx-dev", "samples between nodes: build nostall again"
+    elif problem:
+        set_here = [v for v in _UCX_VARIABLES if os.environ.get(v)]
+        yield f"unset {' '.join(set_here)}" if set_here else "", f"samples between nodes: {problem}"
     if extras:
         uses = dict.fromkeys(use for of_extra in extras.values() for use in of_extra)
         yield f"pip install 'nostall[{','.join(extras)}]'", ", ".join(uses)
@@ -233,7 +237,7 @@ def run(arguments: argparse.Namespace) -> int:
         found = list(fixes())
         width = max((len(command) for command, _ in found), default=0)
         for command, what in found:
-            print(f"{command:{width}}  # {what}")
+            print(f"{command:{width}}  # {what}" if command else f"# {what}")
         if not found:
             print("# nothing is missing")
         return 0

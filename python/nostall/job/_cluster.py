@@ -92,6 +92,21 @@ def ucx() -> tuple[str, str, str]:
     return library, options.value("job.ucx_tls"), options.value("job.ucx_devices")
 
 
+def transport() -> _native.PeerTransport:
+    """The way to other nodes; starts nothing.
+
+    Raises:
+        UsageError, PeerError: UCX cannot be used, with the reason and the remedy.
+    """
+    named = options.value("job.ucx_library")
+    if "/" in named and not os.path.exists(named):
+        raise UsageError(
+            f"samples cannot travel between nodes, for NOSTALL_UCX_LIBRARY={named} is not there: name "
+            "another file, or leave it empty for nostall_ucx.so of the package"
+        )
+    return _native.PeerTransport(*ucx())
+
+
 def spans_nodes(world: World) -> bool:
     """Whether other nodes take part, as far as the launcher says."""
     if world.world_size == 1:
@@ -172,20 +187,20 @@ def join(
         PeerError: ranks are missing.
         UsageError: the ranks do not agree.
     """
-    transport: _native.PeerTransport | None = None
+    way: _native.PeerTransport | None = None
     problem = ""
     if not alone:
         # A peer that disconnects is not an error here, and has a message of its own.
         os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
         try:
-            transport = _native.PeerTransport(*ucx())
+            way = transport()
         except Error as error:
             problem = str(error)
     mine: dict[str, Any] = {
         "rank": world.rank,
         "node": node_identity(),
         "tiers": [(t.kind, t.capacity) for t in tiers],
-        "address": base64.b64encode(transport.address if transport else b"").decode(),
+        "address": base64.b64encode(way.address if way else b"").decode(),
         "problem": problem,
         "alone": alone,
         "settings": settings or {},
@@ -220,6 +235,6 @@ def join(
         tiers=kept,
         addresses=[base64.b64decode(p["address"]) for p in parts],
         secret=secret.settle(world.rank, [p["secret"] for p in parts], readers),
-        transport=transport if many and not problems else None,
+        transport=way if many and not problems else None,
         problem=reason,
     )

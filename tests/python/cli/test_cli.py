@@ -195,6 +195,31 @@ def test_doctor_says_once_what_brings_ucx(
     assert line[1].count("nostall[cluster]") == 1
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("NOSTALL_UCX_TLS", "nonsense", r"UCX: cannot start on the chosen transports"),
+        ("NOSTALL_UCX_LIBRARY", "/absent/nostall_ucx.so", r"=/absent/nostall_ucx.so is not there"),
+        ("NOSTALL_UCX_LIBRARY", "libc.so.6", r"libc.so.6 is not nostall's UCX transport: leave"),
+        ("NOSTALL_UCX_LIBRARY", "libucp.so.0", r"libucp.so.0 is UCX itself, .*LD_LIBRARY_PATH"),
+    ],
+)
+def test_doctor_says_what_keeps_ucx_from_being_used(variable: str, value: str, said: str) -> None:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("NOSTALL_UCX")}
+    spec = importlib.util.find_spec("libucx")
+    assert spec is not None and spec.origin is not None
+    environment |= {variable: value, "LD_LIBRARY_PATH": str(Path(spec.origin).parent / "lib")}
+    # A process of its own: libraries stay loaded.
+    done = subprocess.run(
+        [sys.executable, "-m", "nostall", "doctor", "--fix-hints"],
+        env=environment, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    out = done.stdout
+    assert re.search(rf"^unset {variable} +# samples between nodes: .*{said}", out, re.M), out
+    assert "build nostall again" not in out
+
+
 def test_vector_code_is_chosen_where_the_processor_has_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

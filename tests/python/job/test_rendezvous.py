@@ -359,7 +359,7 @@ def test_without_ucx_samples_stay_where_they_are(
     library = tmp_path / "nostall_ucx.so"
     if built:
         library.write_bytes(b"no library")
-    monkeypatch.setenv("NOSTALL_UCX_LIBRARY", str(library))
+    monkeypatch.setattr(cluster, "LIBRARY", library)
     world = World(rank=0, world_size=2, local_rank=0, local_world_size=1, job="x")
 
     def both(mine: bytes) -> list[bytes]:
