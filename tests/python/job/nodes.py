@@ -132,8 +132,11 @@ class Job:
 def reading_at_most(share: float, job: Job, storage: SlowFS) -> list[dict[str, Any]]:
     """What the ranks say that read, and were served, at most this share of the least.
 
-    Once of five times: a rank may find that the source is quicker than a node that does not get to
-    run, and is right, though the storage is so slow that a busy machine is fast beside it.
+    Once of five times, because no run can be made to: where a rank reads is chosen by measured time. A
+    node that does not get to run for eight times as long as a read of this storage takes, or for two
+    seconds, is left for the source, and should be. What a run reads beyond that is another matter, and
+    so is the same in all five. The choice itself has no clock, and is tested in
+    tests/native/stage/origin_test.cc.
     """
     found: list[tuple[float, float]] = []
     while len(found) < 5:
