@@ -43,9 +43,12 @@ def test_tables_as_published(number: int) -> None:
             assert outcome.ratio == pytest.approx(expected / bound, rel=0.01), outcome.title
         else:
             assert outcome.seconds == pytest.approx(expected, rel=0.003), outcome.title
+        if expected is not None:
             seconds.append((expected, outcome.seconds))
+    assert len(seconds) >= 8
+    # Those that are apart by more than the last digit of table 5.1 are in its order.
     for (slow, found_slow), (fast, found_fast) in itertools.permutations(seconds, 2):
-        assert found_slow > found_fast or slow < 1.001 * fast
+        assert found_slow > found_fast or slow < max(1.001 * fast, fast + 0.011)
 
 
 @pytest.fixture(scope="module")
