@@ -24,13 +24,18 @@ NodeAccess cluster_access(const Ownership& ownership, uint32_t node, NodeAccess 
 Placement place_cluster(std::span<const uint64_t> sizes, const Ownership& ownership, uint32_t node,
                         const NodeAccess& own, std::vector<TierShape> tiers, CopyRule copies,
                         size_t ram, std::span<const std::vector<Resident>> resident) {
-  const bool come_and_go = copies == CopyRule::next_use && ram < tiers.size();
+  bool come_and_go = copies == CopyRule::next_use && ram < tiers.size();
   uint64_t room = 0;
   if (come_and_go) {
     const Placement owned =
         place(sizes, cluster_access(ownership, node, own, CopyRule::none), tiers, resident);
     room = tiers[ram].capacity - owned.used[ram];
-    tiers[ram].capacity = owned.used[ram];
+    uint64_t again = 0;
+    for (SampleId s = 0; s < sizes.size(); ++s) {
+      if (own.frequency[s] > 1 && is_copied(ownership, node, owned, s)) again += sizes[s];
+    }
+    come_and_go = !own.whole || again > room;
+    if (come_and_go) tiers[ram].capacity = owned.used[ram];
   }
   const CopyRule rule = copies == CopyRule::none ? copies : CopyRule::fixed;
   Placement placed = place(sizes, cluster_access(ownership, node, own, rule), tiers, resident);

@@ -27,7 +27,8 @@ NodeAccess cluster_access(const Ownership& ownership, uint32_t node, NodeAccess 
 
 // Where that puts what a node of several keeps. With CopyRule::next_use nothing but owned samples lies
 // in tier number `ram` for the whole job, and behind them are places for copies of others' samples that
-// lie in no tier of the node. Pure, O(F log F).
+// lie in no tier of the node; but where all copies that the node reads again have room they stay, as with
+// CopyRule::fixed. Pure, O(F log F).
 Placement place_cluster(std::span<const uint64_t> sizes, const Ownership& ownership, uint32_t node,
                         const NodeAccess& own, std::vector<TierShape> tiers, CopyRule copies,
                         size_t ram = 0, std::span<const std::vector<Resident>> resident = {});

@@ -61,7 +61,8 @@ class CopyPlaces {
 struct CopyUse {
   uint32_t place = kNoPlace;
   bool held = false, keep = false;
-  uint32_t filled = 0;  // with a CopySchedule: the epoch in which it came there, or comes now
+  // With a CopySchedule: the global batch of the job in which it came there, or comes now, modulo 2^32.
+  uint32_t filled = 0;
 };
 
 // The accesses are told ahead of their turn, for the future of a job may be too long to hold: what is

@@ -15,7 +15,7 @@ constexpr uint64_t kMostKnown = uint64_t{1} << 25;
 
 uint32_t epochs_ahead(const JobSpec& spec, uint32_t ranks) {
   const uint64_t wanted = kUsesAhead * ((spec.world + ranks - 1) / ranks);
-  const uint64_t most = kMostKnown / std::max<uint64_t>(1, spec.samples);
+  const uint64_t most = kMostKnown / std::max<uint64_t>(1, epoch_length(spec));
   return static_cast<uint32_t>(std::clamp<uint64_t>(most, 2, std::max<uint64_t>(2, wanted)));
 }
 
@@ -33,15 +33,20 @@ CopySchedule::CopySchedule(const JobSpec& spec, uint32_t first_rank, uint32_t ra
       filled_(places.count()),
       copies_(sizes, std::move(places)),
       epoch_(first_epoch),
-      known_(first_epoch) {}
+      known_(first_epoch) {
+  for (uint32_t r = first_rank; r < first_rank + ranks; ++r) {
+    of_batch_ += batch_positions(spec, r, spec.global_batch).size();
+  }
+}
 
-void CopySchedule::look_at(uint32_t epoch) {
+void CopySchedule::look_at(uint32_t epoch, const std::stop_token& stop) {
   epoch_order_into(spec_, epoch, order_);
   std::vector<uint8_t> accesses;
   std::vector<uint32_t> copied;
   std::vector<std::pair<uint64_t, uint8_t>> places;  // in a batch: those of each rank in turn
   uint64_t of_size = 0;
-  for (uint64_t begin = 0; begin < order_.size(); begin += spec_.global_batch) {
+  for (uint64_t begin = 0; begin < order_.size() && !stop.stop_requested();
+       begin += spec_.global_batch) {
     const uint64_t size = std::min<uint64_t>(spec_.global_batch, order_.size() - begin);
     if (size != std::exchange(of_size, size)) {
       places.clear();
@@ -61,18 +66,23 @@ void CopySchedule::look_at(uint32_t epoch) {
   waiting_.push_back(std::move(accesses));
 }
 
-std::vector<CopyUse> CopySchedule::next_epoch() {
-  for (; known_ < spec_.epochs && known_ <= epoch_ + ahead_; ++known_) look_at(known_);
+std::vector<CopyUse> CopySchedule::next_epoch(std::stop_token stop) {
+  for (; known_ < spec_.epochs && known_ <= epoch_ + ahead_ && !stop.stop_requested(); ++known_) {
+    look_at(known_, stop);
+  }
   std::vector<CopyUse> uses;
   if (waiting_.empty()) return uses;
+  const uint64_t first_batch = epoch_ * batches_per_epoch(spec_);
+  uint64_t at = 0;
   for (const uint8_t access : waiting_.front()) {
     CopyUse use;
     if (access & kCopied) use = copies_.next();
     if (use.place != kNoPlace) {
-      if (!use.held) filled_[use.place] = epoch_;
+      if (!use.held) filled_[use.place] = static_cast<uint32_t>(first_batch + at / of_batch_);
       use.filled = filled_[use.place];
     }
     if (access & kMine) uses.push_back(use);
+    ++at;
   }
   waiting_.pop_front();
   ++epoch_;

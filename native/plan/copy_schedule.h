@@ -9,6 +9,7 @@
 #include <deque>
 #include <functional>
 #include <span>
+#include <stop_token>
 #include <vector>
 
 #include "plan/copies_by_use.h"
@@ -26,18 +27,20 @@ class CopySchedule {
 
   // The uses of the rank's samples of the next epoch, in its order. O(samples of the epoch), and
   // O(log places) for each that is copied; the first call looks at all epochs that are known ahead.
-  std::vector<CopyUse> next_epoch();
+  // After a stop it returns what means nothing, and so do later calls.
+  std::vector<CopyUse> next_epoch(std::stop_token stop = {});
 
  private:
   // Of an access: whether it is this rank's, and whether its sample is copied.
   static constexpr uint8_t kMine = 1, kCopied = 2;
-  void look_at(uint32_t epoch);
+  void look_at(uint32_t epoch, const std::stop_token& stop);
 
   const JobSpec spec_;
   const uint32_t first_rank_, ranks_, rank_;
   const uint32_t ahead_;  // epochs that are known beyond the one that is decided
   const std::function<bool(SampleId)> copied_;
-  std::vector<uint32_t> filled_;  // [place]: the epoch in which what it holds came there
+  uint64_t of_batch_ = 0;         // accesses of the node in a whole global batch
+  std::vector<uint32_t> filled_;  // [place]: the batch in which what it holds came there
   CopiesByUse copies_;
   uint32_t epoch_, known_;                    // the next to decide, and to look at
   std::deque<std::vector<uint8_t>> waiting_;  // of the epochs between, for each access of the node

@@ -20,6 +20,7 @@ namespace nostall::plan {
 struct NodeAccess {
   std::vector<uint32_t> frequency;     // accesses of each sample by this node
   std::vector<uint64_t> first_access;  // time of the first access, kNever if there is none
+  bool whole = true;                   // false: the job goes on behind the epochs that are counted
 };
 inline constexpr uint64_t kNever = ~uint64_t{0};
 
@@ -43,6 +44,9 @@ struct Placement {
   // Behind what is placed in tier number `copy_tier`: of copies that come and go (plan/cluster.h).
   CopyPlaces copies{};
   size_t copy_tier = 0;
+  // What ranks of a node may be apart, in units of CopyUse::filled: a copy that came later, by no more than
+  // that, is of a rank that is ahead.
+  uint32_t copy_lead = 2;
 };
 
 // A sample that a tier holds already, from an earlier job, and where.

@@ -504,6 +504,7 @@ std::vector<Loader::Run::Fetch*> Loader::Run::read_copies(std::span<Fetch* const
                                                           Fetcher& fetcher) {
   std::vector<Fetch*> again;
   std::vector<Work> finished;
+  const int64_t looked = now_ns();
   for (Fetch* f : fetches) {
     Task::Item& item = f->work.task->items[f->work.index];
     const int64_t begin = now_ns();
@@ -519,6 +520,9 @@ std::vector<Loader::Run::Fetch*> Loader::Run::read_copies(std::span<Fetch* const
       item.raw.reset();
       again.push_back(f);
     }
+  }
+  if (!finished.empty()) {
+    trace::record(kReadTiers, looked, now_ns(), {static_cast<int64_t>(finished.size())});
   }
   finish(finished, &fetcher);
   return again;

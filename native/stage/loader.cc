@@ -108,6 +108,7 @@ Loader::~Loader() {
   if (::getpid() != owner_pid_) {
     // In a forked child the threads do not exist: joining them would wait for ever.
     [[maybe_unused]] Run* lost = run_.release();
+    [[maybe_unused]] CopyPlan* deciding = copy_plan_.release();
     [[maybe_unused]] auto* kept =
         std::make_unique<std::shared_ptr<peer::Exchange>>(config_.peers).release();
   }
@@ -121,8 +122,9 @@ std::unique_ptr<Batch> Loader::next(std::chrono::nanoseconds timeout) {
   if (closed_) throw Error(ErrorKind::stopped, "the loader is closed");
   if (batches_per_epoch() == 0) throw Error(ErrorKind::usage, "an epoch has no batches");
   if (!run_) {
-    run_ = std::make_unique<Run>(config_, batch_pool_, raw_pool_, speeds_, copies_, decoding_,
-                                 position_);
+    if (!copy_plan_ && config_.peers && config_.places.count() > 0) plan_copies();
+    run_ = std::make_unique<Run>(config_, batch_pool_, raw_pool_, speeds_, copies_,
+                                 copy_plan_.get(), decoding_, position_);
   }
   std::unique_ptr<Batch> batch = run_->next(timeout);
   if (batch) {
@@ -133,6 +135,20 @@ std::unique_ptr<Batch> Loader::next(std::chrono::nanoseconds timeout) {
     }
   }
   return batch;
+}
+
+void Loader::plan_copies() {
+  const auto copied = [this](plan::SampleId sample) {
+    const uint32_t owner = config_.peers->ownership().owner[sample];
+    return config_.cache->tier_of(sample) == plan::kNoTier && owner != plan::kNoOwner &&
+           owner != config_.peers->node_of_rank()[config_.rank];
+  };
+  const uint32_t first = config_.rank - config_.local_rank;
+  copy_plan_ = std::make_unique<CopyPlan>([this, copied, first](uint32_t epoch) {
+    return std::make_unique<plan::CopySchedule>(
+        config_.job, first, std::min(config_.local_world, config_.job.world - first), config_.rank,
+        epoch, config_.source->sizes(), config_.places, copied);
+  });
 }
 
 void Loader::seek(Position position) {
@@ -152,6 +168,7 @@ Position Loader::position() const noexcept { return position_; }
 void Loader::close() {
   if (::getpid() != owner_pid_) return;
   run_.reset();
+  copy_plan_.reset();  // asks the peers for owners
   config_.peers.reset();
   // What the node learned is kept with the index.
   if (config_.cache) config_.source->sums().learn(config_.cache->sums());

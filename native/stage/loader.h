@@ -166,6 +166,8 @@ std::unique_ptr<Batch> unpack_one(const source::Source& source, const fields::Pr
                                   std::span<const std::byte> record, const image::SampleKey& key,
                                   fields::Scratch& scratch);
 
+class CopyPlan;
+
 class Loader {
  public:
   // Throws Error(usage) if the configuration cannot work. Starts threads at the first next().
@@ -192,6 +194,8 @@ class Loader {
 
  private:
   class Run;
+  void plan_copies();
+
   LoaderConfig config_;
   std::shared_ptr<BufferPool> batch_pool_, raw_pool_;
   Speeds speeds_;
@@ -200,6 +204,8 @@ class Loader {
   Position position_;
   int owner_pid_;
   bool closed_ = false;
+  std::unique_ptr<CopyPlan>
+      copy_plan_;  // of copies that come and go; null: there are none, or not yet
   std::unique_ptr<Run> run_;
 };
 

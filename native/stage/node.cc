@@ -32,6 +32,13 @@ plan::JobSpec placed_job(const plan::JobSpec& job, uint32_t first_epoch) {
   return near;
 }
 
+// Batches that ranks of a node may be apart and still leave each other's copies: those of two epochs. What
+// is later by more is of before the job went back.
+uint32_t copy_lead(const plan::JobSpec& job) {
+  return static_cast<uint32_t>(
+      std::clamp<uint64_t>(2 * plan::batches_per_epoch(job), 1, uint64_t{1} << 31));
+}
+
 const char* name_of(plan::OrderKind order) {
   switch (order) {
     case plan::OrderKind::torch:
@@ -240,6 +247,7 @@ NodeTiers attach_node_cache(const plan::JobSpec& job, uint32_t rank, const sourc
   const uint32_t ranks = std::min(node.local_world, job.world - first_rank);
   const plan::JobSpec near = placed_job(job, first_epoch);
   plan::NodeAccess access = plan::node_access(near, first_rank, ranks, first_epoch);
+  access.whole = near.epochs == job.epochs;
   NodeTiers attached;
   tier::Halves halves;
   plan::Nodes nodes = node.nodes;
@@ -299,6 +307,7 @@ NodeTiers attach_node_cache(const plan::JobSpec& job, uint32_t rank, const sourc
           placement =
               plan::place_cluster(source.sizes(), attached.ownership, node.node, access, shapes,
                                   copies, static_cast<size_t>(ram - node.tiers.begin()), kept);
+          placement.copy_lead = copy_lead(job);
           attached.places = placement.copies;
         }
         if (sharing == Sharing::hdmlp) attached.fill = placement.fill;

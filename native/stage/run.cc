@@ -51,12 +51,13 @@ bool is_plain(const TakeMemory& memory) {
 
 Loader::Run::Run(const LoaderConfig& config, std::shared_ptr<BufferPool> batch_pool,
                  std::shared_ptr<BufferPool> raw_pool, Speeds& speeds, CopyCounts& copies,
-                 image::HeldBytes& decoding, Position start)
+                 CopyPlan* copy_plan, image::HeldBytes& decoding, Position start)
     : config_(config),
       batch_pool_(std::move(batch_pool)),
       raw_pool_(std::move(raw_pool)),
       speeds_(speeds),
       copies_(copies),
+      copy_plan_(copy_plan),
       decoding_(decoding),
       sums_(config.cache ? config.cache->sums() : config.source->sums()),
       sizes_(config.source->sizes()),
@@ -83,20 +84,7 @@ Loader::Run::Run(const LoaderConfig& config, std::shared_ptr<BufferPool> batch_p
     set_most_staged();
   }
   exhausted_ = cursor_.epoch >= config.job.epochs;
-  if (config_.peers && config_.places.count() > 0) {
-    const auto copied = [this](plan::SampleId sample) {
-      const uint32_t owner = config_.peers->ownership().owner[sample];
-      return config_.cache->tier_of(sample) == plan::kNoTier && owner != plan::kNoOwner &&
-             owner != config_.peers->node_of_rank()[config_.rank];
-    };
-    const uint32_t first = config_.rank - config_.local_rank;
-    schedule_ = std::make_unique<plan::CopySchedule>(
-        config_.job, first, std::min(config_.local_world, config_.job.world - first), config_.rank,
-        first_epoch_, sizes_, config_.places, copied);
-    const MutexLock lock(mutex_);
-    uses_epoch_ = first_epoch_;
-    decide_copies();
-  }
+  if (copy_plan_ != nullptr && !exhausted_) copy_plan_->prepare(first_epoch_);
   if (!exhausted_) plan_ahead(part_of(cursor_));
   {
     const MutexLock lock(mutex_);
@@ -377,21 +365,6 @@ Loader::Run::KeptChunk Loader::Run::kept_chunk(uint64_t chunk) {
   return chunks_.at(chunk);
 }
 
-void Loader::Run::decide_copies() {
-  next_uses_ = std::async(std::launch::async | std::launch::deferred, [this] {
-    return std::make_shared<const std::vector<plan::CopyUse>>(schedule_->next_epoch());
-  });
-}
-
-Loader::Run::CopyUses Loader::Run::copy_uses(uint32_t epoch) {
-  while (!uses_ || uses_epoch_ < epoch) {
-    if (uses_) ++uses_epoch_;
-    uses_ = next_uses_.get();
-    decide_copies();
-  }
-  return uses_;
-}
-
 // Under the mutex: makes the task of the batch under the cursor and moves the cursor past it.
 Task* Loader::Run::open_task() {
   if (exhausted_) return nullptr;
@@ -426,7 +399,7 @@ Task* Loader::Run::open_task() {
   if (!part->occurrences.empty()) of_batch(part->occurrences, batch.occurrences);
   batch.labels.reserve(batch.samples.size());
   const auto labels = config_.source->labels();
-  const CopyUses uses = schedule_ ? copy_uses(cursor_.epoch) : nullptr;
+  const CopyPlan::Uses uses = copy_plan_ != nullptr ? copy_plan_->of(cursor_.epoch) : nullptr;
   const uint64_t first_use =
       uses ? cursor_.batch *
                  plan::batch_positions(config_.job, config_.rank, config_.job.global_batch).size()

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "base/mutex.h"
-#include "plan/copy_schedule.h"
+#include "stage/copy_plan.h"
 #include "stage/loader.h"
 
 namespace nostall::stage {
@@ -70,7 +70,7 @@ struct Task {
 class Loader::Run {
  public:
   Run(const LoaderConfig& config, std::shared_ptr<BufferPool> batch_pool,
-      std::shared_ptr<BufferPool> raw_pool, Speeds& speeds, CopyCounts& copies,
+      std::shared_ptr<BufferPool> raw_pool, Speeds& speeds, CopyCounts& copies, CopyPlan* copy_plan,
       image::HeldBytes& decoding, Position start);
   ~Run();
 
@@ -206,12 +206,6 @@ class Loader::Run {
     return config_.peers && config_.locality && epoch > config_.first_epoch;
   }
 
-  // Of copies that come and go: what the rank does with those of its samples of an epoch, in their
-  // order. Epochs are asked for one after the other.
-  using CopyUses = std::shared_ptr<const std::vector<plan::CopyUse>>;
-  CopyUses copy_uses(uint32_t epoch) NOSTALL_REQUIRES(mutex_);
-  void decide_copies() NOSTALL_REQUIRES(mutex_);
-
   void fetch(std::vector<Fetch>& chunk, Fetcher& fetcher, std::stop_token stop);
   void fetch_light(std::span<const Fetch> chunk, Fetcher& fetcher, std::stop_token stop);
   // Reads and unpacks samples of a chunk; they are not settled yet.
@@ -302,6 +296,7 @@ class Loader::Run {
   const std::shared_ptr<BufferPool> batch_pool_, raw_pool_;
   Speeds& speeds_;
   CopyCounts& copies_;
+  CopyPlan* const copy_plan_;  // null where no copies come and go; used under the mutex
   image::HeldBytes& decoding_;
   std::atomic<double> best_source_{0.0};   // seconds per byte, the least so far
   std::atomic<uint64_t> own_bytes_{0};     // read for the tiers alone, not yet in any batch's count
@@ -343,11 +338,6 @@ class Loader::Run {
   StopCondition next_chunk_;
   std::map<uint64_t, std::shared_future<std::shared_ptr<const plan::KeptChunk>>> chunks_
       NOSTALL_GUARDED_BY(mutex_);
-  // Which is decided an epoch ahead; null where no copies come and go.
-  std::unique_ptr<plan::CopySchedule> schedule_;
-  std::future<CopyUses> next_uses_ NOSTALL_GUARDED_BY(mutex_);
-  CopyUses uses_ NOSTALL_GUARDED_BY(mutex_);
-  uint32_t uses_epoch_ NOSTALL_GUARDED_BY(mutex_) = 0;  // of uses_
   std::atomic<bool> lapsed_{false};  // other ranks were waited for long enough, until they move
   // Made beforehand: a copy needs no memory.
   const Error no_memory_{ErrorKind::io,

@@ -70,7 +70,7 @@ struct CatalogHeader {
 };
 
 inline constexpr uint64_t kCatalogMagic = 0x315441434c54534e;  // "NSTLCAT1"
-inline constexpr uint32_t kCatalogVersion = 10;
+inline constexpr uint32_t kCatalogVersion = 11;
 
 // Memory is taken from the system in pieces of this size, just before it is first touched: a 64th
 // of the arena, in whole MiB up to 32, so that ranks which look at a limit at the same time pass it
@@ -83,11 +83,12 @@ constexpr uint64_t chunk_bytes(uint64_t arena_bytes) {
 // Of a rank's counts of places that it reads.
 constexpr uint64_t pin_words(uint64_t places) { return std::min<uint64_t>(places, 4096); }
 
-// What is in a place of copies: the epoch in which the plan has it come, and below it the sample and one
-// more. 0: nothing.
-constexpr uint64_t held_of(uint32_t epoch, uint64_t sample) {
-  return uint64_t{epoch} << 32 | (sample + 1);
+// What is in a place of copies: the batch in which the plan has it come (CopyUse::filled), and below it the
+// sample and one more. 0: nothing.
+constexpr uint64_t held_of(uint32_t filled, uint64_t sample) {
+  return uint64_t{filled} << 32 | (sample + 1);
 }
+constexpr uint32_t filled_of(uint64_t held) { return static_cast<uint32_t>(held >> 32); }
 constexpr uint64_t sample_of(uint64_t held) { return (held & 0xffffffffu) - 1; }
 
 // Words of a row, in whole cache lines: what a rank counts is in no other rank's line.

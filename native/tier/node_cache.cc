@@ -72,8 +72,6 @@ constexpr std::chrono::milliseconds kEaseInterval{250};
 constexpr uint32_t kPatientLooks = 20;
 // A tier takes no more bytes after this many failed writes.
 constexpr uint32_t kMaxFailedWrites = 16;
-// Epochs that ranks of a node may be apart: a copy of a place that came later is left there.
-constexpr uint64_t kMostAhead = 2;
 
 // The directory right below the root of the file system that is missing, as where no disk is mounted;
 // empty if none is.
@@ -461,6 +459,7 @@ class NodeCacheImpl final : public NodeCache {
   uint64_t halves_base_ = 0;  // of the first half in the arena
   uint64_t copies_base_ = 0;  // of the first place of copies
   plan::CopyPlaces copies_;
+  uint32_t copy_lead_ = 0;
   uint64_t arena_bytes_ = 0, chunk_bytes_ = 0;
   uint64_t plan_ = 0;  // of plan and placement
 
@@ -678,6 +677,7 @@ void NodeCacheImpl::take_places(plan::Placement& placement) {
                                       " bytes, do not fit into tier " + std::to_string(t));
   }
   copies_ = std::move(placement.copies);
+  copy_lead_ = placement.copy_lead;
   plan_ = Fnv(plan_).number(t).number(bytes).number(copies_.count()).value();
   copies_base_ = arena_bytes_;
   arena_bytes_ += bytes;
@@ -1325,8 +1325,8 @@ bool NodeCacheImpl::write_copy(const plan::CopyUse& use, uint64_t sample,
     const uint64_t held = held_[place].load();
     if (sample_of(held) == sample) return true;
     // A rank that is ahead has put a later copy there. What is still later is of before a step back.
-    const uint64_t ahead = (held >> 32) - use.filled;
-    if (ahead > 0 && ahead <= kMostAhead) return false;
+    const uint32_t ahead = filled_of(held) - use.filled;
+    if (ahead > 0 && ahead <= copy_lead_) return false;
   }
   // Of a rank that died: there is no other that could be filling it.
   const bool theirs = state == State::filling;

@@ -233,8 +233,8 @@ class NodeCache {
 
   // The bytes of a sample out of a place of the placement's copies; false if they are not there.
   virtual bool read_copy(const plan::CopyUse& use, uint64_t sample, std::span<std::byte> into);
-  // Puts them there, instead of what is there; false if that is of a later epoch or being used, or if
-  // there is no memory.
+  // Puts them there, instead of what is there; false if that came later (plan::Placement::copy_lead) or is
+  // being used, or if there is no memory.
   virtual bool write_copy(const plan::CopyUse& use, uint64_t sample,
                           std::span<const std::byte> bytes);
 

@@ -28,7 +28,7 @@ uint64_t walk(const JobSpec& spec, uint32_t first_epoch) {
   for (const uint32_t rank : {2u, 3u}) {
     ranks.emplace_back(spec, 2, 2, rank, first_epoch, sizes, places, copied);
   }
-  std::map<uint32_t, std::pair<SampleId, uint32_t>> in;  // and the epoch in which it came
+  std::map<uint32_t, std::pair<SampleId, uint32_t>> in;  // and the batch in which it came
   uint64_t hits = 0;
   for (uint32_t epoch = first_epoch; epoch < spec.epochs; ++epoch) {
     std::vector<std::vector<CopyUse>> uses;
@@ -50,8 +50,8 @@ uint64_t walk(const JobSpec& spec, uint32_t first_epoch) {
           if (use.held) {
             EXPECT_EQ(in[use.place], std::pair(sample, use.filled));
           } else if (use.keep) {
-            EXPECT_EQ(use.filled, epoch);
-            in[use.place] = {sample, epoch};
+            EXPECT_EQ(use.filled, epoch * batches_per_epoch(spec) + h);
+            in[use.place] = {sample, use.filled};
           }
           hits += use.held ? 1 : 0;
         }
@@ -69,6 +69,37 @@ TEST(CopySchedule, IsTheSameForAllRanksOfANode) {
   const uint64_t later = walk(job(20), 10);
   EXPECT_GT(later, 0u);
   EXPECT_LT(later, all);
+}
+
+TEST(CopySchedule, LooksAheadByTheLengthOfAnEpochNotByTheSamples) {
+  JobSpec spec;
+  spec.samples = 10;
+  spec.order = OrderKind::user;
+  for (uint64_t i = 0; i < (uint64_t{1} << 20); ++i) spec.user_order.push_back(i % 10);
+  spec.global_batch = 1 << 12;
+  spec.world = 64;
+  spec.epochs = 1000;
+  const std::vector<uint64_t> sizes(spec.samples, 100);
+  uint64_t looked = 0;
+  const auto counted = [&](SampleId s) { return ++looked, s % 2 == 1; };
+  CopySchedule schedule(spec, 0, 1, 0, 0, sizes, CopyPlaces(sizes, copied, 200), counted);
+  const uint64_t of_epoch = schedule.next_epoch().size();
+  EXPECT_EQ(of_epoch, (uint64_t{1} << 20) / 64);
+  EXPECT_LE(looked, 33 * of_epoch);  // 2^25 of all ranks
+}
+
+TEST(CopySchedule, EndsWhereItIsStopped) {
+  const JobSpec spec = job(20);
+  const std::vector<uint64_t> sizes(spec.samples, 100);
+  uint64_t looked = 0;
+  std::stop_source stop;
+  const auto counted = [&](SampleId s) {
+    if (++looked == 5) stop.request_stop();
+    return copied(s);
+  };
+  CopySchedule schedule(spec, 2, 2, 2, 0, sizes, CopyPlaces(sizes, copied, 2500), counted);
+  (void)schedule.next_epoch(stop.get_token());
+  EXPECT_EQ(looked, 6u);  // one batch of two ranks
 }
 
 }  // namespace

@@ -74,6 +74,29 @@ TEST(ClusterAccess, OwnedSamplesComeFirstAndCopiesNeedASecondRead) {
   }
 }
 
+TEST(PlaceCluster, CopiesComeAndGoOnlyWhereNotAllThatIsReadAgainHasRoom) {
+  JobSpec spec = job(64, 8, 4);
+  spec.epochs = 6;
+  const std::vector<uint64_t> sizes(64, 10);
+  const Ownership ownership = owners(spec, sizes, equal_nodes(spec, {400, 400}, 2));
+  NodeAccess own = node_access(spec, 2, 2);
+  const auto placed = [&](uint64_t capacity) {
+    return place_cluster(sizes, ownership, 1, own, {{capacity, 0}}, CopyRule::next_use);
+  };
+  uint64_t needed = 0;
+  for (SampleId s = 0; s < 64; ++s) {
+    if (ownership.owner[s] == 1 || own.frequency[s] > 1) needed += 10;
+  }
+  const Placement all = placed(needed);
+  EXPECT_EQ(all.copies.count(), 0u);
+  EXPECT_EQ(all.tier, place_cluster(sizes, ownership, 1, own, {{needed, 0}}, CopyRule::fixed).tier);
+  const Placement most = placed(needed - 1);
+  EXPECT_GT(most.copies.count(), 0u);
+  EXPECT_LE(most.used[0] + most.copies.bytes(), needed - 1);
+  own.whole = false;  // what is read once in these epochs may be read again behind them
+  EXPECT_GT(placed(needed).copies.count(), 0u);
+}
+
 TEST(ClusterAccess, OwnedSamplesComeBeforeThoseThatAnOrderRepeats) {
   JobSpec spec = job(8, 4, 4);
   spec.order = OrderKind::user;

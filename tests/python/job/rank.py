@@ -94,6 +94,7 @@ def main(s: dict) -> None:
     back: int | None = None  # fetched until then
     for epoch in loader.epochs():
         ids = iter(plan.rank_epoch(epoch.index, s["rank"])[0])
+        begun = batches
         for images, _ in epoch:
             for i in range(len(images)):
                 # After a resume on another world the plan's own tests check the order.
@@ -131,6 +132,8 @@ def main(s: dict) -> None:
                 if Path(until).exists():
                     break
             in_step(s, batches)
+            if s.get("leave_at") == batches - begun:
+                break
             time.sleep(s.get("compute", 0.0))
         if s.get("until") and Path(s["until"]).exists():
             break

@@ -84,7 +84,7 @@ def test_more_samples_come_from_the_node_itself(data: Path, nodes: int, ranks: i
 
 @pytest.mark.multi
 def test_samples_of_many_sizes_are_found_where_the_plan_says(many: Path) -> None:
-    results = run(many, 2, 1.6, "next-use", ranks=2, epochs=4, global_batch=40)
+    results = run(many, 2, 1.6, "next-use", ranks=2, global_batch=40)
     planned, found = planned_and_found(results)
     assert planned > 500
     assert found >= 0.9 * planned
@@ -107,7 +107,7 @@ def test_the_source_is_read_once(data: Path, slow: SlowFS) -> None:
         2,
         ranks=2,
         tiers=tiers(data, 2, 1.6),
-        epochs=4,
+        epochs=EPOCHS,
         global_batch=12,
         roots=slow.mounts,
         extra={"copies": "next-use", "staging": "64KiB"},
@@ -125,6 +125,13 @@ def test_without_room_beside_owned_samples_nothing_is_copied(data: Path) -> None
 
 
 @pytest.mark.multi
+def test_copies_stay_where_all_that_is_read_again_has_room(data: Path) -> None:
+    fixed, by_use = (run(data, 2, 2.0, c) for c in ("fixed", "next-use"))
+    assert planned_and_found(by_use) == (0, 0)
+    assert total(by_use, "ram") == total(fixed, "ram")
+
+
+@pytest.mark.multi
 def test_a_node_without_tiers_copies_nothing(data: Path) -> None:
     results = run(data, 2, 1.6, "next-use", epochs=4, per_rank={1: {"tiers": []}})
     assert {r["batches"] for r in results} == {4 * BATCHES}
@@ -134,15 +141,24 @@ def test_a_node_without_tiers_copies_nothing(data: Path) -> None:
 @pytest.mark.multi
 def test_a_job_goes_on_in_the_midst_of_an_epoch(data: Path) -> None:
     at = BATCHES * 5 // 2
-    stopped = run(data, 2, 1.6, "next-use", epochs=6, extra={"stop_at": at})
+    stopped = run(data, 2, 1.6, "next-use", epochs=10, extra={"stop_at": at})
     state = {"state": stopped[0]["state"]}
-    fixed, by_use = (run(data, 2, 1.6, c, epochs=6, extra=state) for c in ("fixed", "next-use"))
+    fixed, by_use = (run(data, 2, 1.6, c, epochs=10, extra=state) for c in ("fixed", "next-use"))
     assert [r["stream"] for r in by_use] == [r["stream"] for r in fixed]
-    assert {r["batches"] for r in by_use} == {6 * BATCHES - at}
+    assert {r["batches"] for r in by_use} == {10 * BATCHES - at}
     planned, found = planned_and_found(by_use)
     assert (
         0.5 * planned < found <= planned
     )  # what the first half of the epoch would have kept is not there
+
+
+@pytest.mark.multi
+def test_epochs_that_are_left_early_go_on_with_the_copies(data: Path) -> None:
+    results = run(data, 2, 1.6, "next-use", extra={"leave_at": BATCHES // 2})
+    assert {r["batches"] for r in results} == {EPOCHS * BATCHES // 2}
+    planned, found = planned_and_found(results)
+    # What the other half of an epoch would have brought is not there.
+    assert found > 0.3 * planned > 0
 
 
 @pytest.mark.multi
@@ -151,6 +167,7 @@ def test_a_killed_node_leaves_the_others_with_the_right_bytes(data: Path) -> Non
         data,
         3,
         tiers=[f"ram:{size_of(data) // 2}"],
+        epochs=EPOCHS,
         global_batch=12,
         per_rank={1: {"die_at": 40}},
         extra={"copies": "next-use"},
@@ -161,7 +178,9 @@ def test_a_killed_node_leaves_the_others_with_the_right_bytes(data: Path) -> Non
             assert process.returncode == -signal.SIGKILL
             continue
         assert process.returncode == 0, err  # rank.py compares every sample with its file
-        assert json.loads(out.splitlines()[-1])["batches"] == 3 * BATCHES
+        told = json.loads(out.splitlines()[-1])
+        assert told["batches"] == EPOCHS * BATCHES
+        assert told["peers"]["copies_found"] > 0
 
 
 def refusals(data: Path, **more: Any) -> list[str]:
