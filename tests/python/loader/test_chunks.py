@@ -25,21 +25,24 @@ from nostall.collective import Communicator
 
 root, rank, job = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 together, nodes = map(int, sys.argv[4:6])
-tiers = json.loads(sys.argv[6])
+tiers, ahead = json.loads(sys.argv[6]), int(sys.argv[7])  # the first rank, by so many batches
 loader = nostall.DataLoader(
     nostall.ImageFolder(root, index=False), 4, epochs=4, seed=3, tiers=tiers, output="numpy", threads=1,
     order=nostall.SubBatches(resident=5, reuse=2, together=together), reader="pread",
     rank=rank, world_size=2, local_rank=rank % (2 // nodes), local_world_size=2 // nodes,
-    job=f"{job} {rank // (2 // nodes)}",
+    job=f"{job} {rank // (2 // nodes)}", staging="48KiB" if ahead else "256MiB",  # of two batches, or all
 )
 step, ranks = np.zeros(1, np.float32), Communicator(job, rank, 2)
 def has_read():
     return int(open("/proc/self/io").readline().split()[1])
-samples, read, before = [], [], has_read()
+samples, read, begun, batches = [], [], 0, 4 * loader.plan.batches_in(0)
+before = has_read()
 for epoch in loader.epochs():
     for data, labels in epoch:
         samples += [zlib.crc32(data[i].tobytes()) for i in range(len(data))]
-        ranks.allreduce(step)  # as a training does
+        begun += 1
+        if (begun > ahead) if rank == 0 else (begun <= batches - ahead):
+            ranks.allreduce(step)  # as a training does
     # Asked once for two epochs, for the loader reads ahead between them too.
     now = has_read()
     read.append(now - before)
@@ -66,10 +69,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(
-    folder: Path, job: str, tiers: list[str], together: int, nodes: int = 1
+    folder: Path, job: str, tiers: list[str], together: int, nodes: int = 1, ahead: int = 0
 ) -> list[dict[str, Any]]:
     """What each rank printed; nodes are one machine's, and exchange samples."""
-    more = [job, str(together), str(nodes), json.dumps(tiers)]
+    more = [job, str(together), str(nodes), json.dumps(tiers), str(ahead)]
     arguments = [[str(folder), str(rank), *more] for rank in range(2)]
     met = Path(tempfile.mkdtemp(dir=folder.parent)) if nodes > 1 else None
     return run_ranks(RANK, arguments, met)
@@ -95,6 +98,18 @@ def test_an_epoch_takes_its_share_of_the_bytes_from_storage(folder: Path, togeth
         assert half.sum() <= 4 * total * 0.6, (measured, half / total)
     assert all(rank["ram"] <= TWO_CHUNKS for rank in kept)
     # Nothing is read twice: a round, of two epochs, takes each file once.
+    assert sum(sum(rank["counted"]) for rank in kept) <= 2 * total
+
+
+@pytest.mark.multi
+def test_a_chunk_stays_until_the_rank_behind_has_left_it(folder: Path) -> None:
+    """One rank is at the next chunk all the time, whose successor would take the place of this one."""
+    total = sum(file.stat().st_size for file in folder.rglob("*.jpg"))
+    without = run(folder, "apart without", [], 2)
+    kept = run(folder, "apart", [f"ram:{TWO_CHUNKS}B"], 2, ahead=2 * RESIDENT)
+    for rank in range(2):
+        assert kept[rank]["samples"] == without[rank]["samples"]
+        assert kept[rank]["ram"] <= TWO_CHUNKS
     assert sum(sum(rank["counted"]) for rank in kept) <= 2 * total
 
 
