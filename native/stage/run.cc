@@ -29,6 +29,9 @@ constexpr double kLightSeconds = 40e-6;
 // Batches of samples that come from memory are staged within this, for they are made anew as fast:
 // what is staged stays in the processors' caches.
 constexpr uint64_t kCacheBytes = uint64_t{4} << 20;
+// Ranks of a node with copies that come and go stage no more than this part of an epoch: how far they can
+// be apart, which costs copies.
+constexpr uint64_t kPartsOfEpoch = 8;
 constexpr uint64_t kWakeBatches = 16;  // of room, or half of all that may be staged
 // Samples of all ranks that are planned together where the order is found place by place: a job that
 // goes on waits for no more.
@@ -64,6 +67,7 @@ Loader::Run::Run(const LoaderConfig& config, std::shared_ptr<BufferPool> batch_p
       light_(config.program && config.program->light()),
       direct_(light_ && !config.cache && !config.peers),
       helps_(direct_ && config.source->is_local() && is_plain(config.batch_memory)),
+      stay_near_(copy_plan != nullptr && config.local_world > 1),
       first_epoch_(start.epoch),
       part_batches_(batches_of_part(config)),
       last_{config.job.epochs - 1,
@@ -156,7 +160,11 @@ void Loader::Run::set_most_staged() {
   // A batch has its ragged values where they are held or together, but for the one that is completed.
   const uint64_t bytes = std::max<uint64_t>(1, slab_bytes_ + most_ragged_);
   const uint64_t room = config_.staging_bytes - std::min(config_.staging_bytes, most_ragged_);
-  max_staged_ = std::max<uint64_t>(2, room / bytes);
+  max_staged_ = room / bytes;
+  if (stay_near_) {
+    max_staged_ = std::min(max_staged_, plan::batches_per_epoch(config_.job) / kPartsOfEpoch);
+  }
+  max_staged_ = std::max<uint64_t>(2, max_staged_);
   staged_ = staged_now();
 }
 
@@ -463,6 +471,7 @@ bool Loader::Run::may_take(const Task& task, uint64_t transient) const {
   if (!transformed()) return staged;
   if (task.sequence == handed_out_) return true;  // never starve the batch that is waited for
   if (light_ && !staged) return false;            // as quickly unpacked as read
+  if (stay_near_ && !staged) return false;
   const uint64_t local = std::max<uint64_t>(1, task.items.size());
   if ((task.sequence - handed_out_) * local > std::max(kMaxAhead, max_staged_ * local))
     return false;

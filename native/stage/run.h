@@ -307,6 +307,7 @@ class Loader::Run {
   const bool light_;            // unpacking a sample costs less than handing it to another thread
   const bool direct_;           // and all come from the source: unpacked where they were read
   const bool helps_;            // and the consumer may do so too
+  const bool stay_near_;        // other ranks of the node follow the same plan of copies
   const uint32_t first_epoch_;  // of this run
   const uint64_t part_batches_;
   const Position last_;      // of the job's batches

@@ -83,6 +83,14 @@ def test_more_samples_come_from_the_node_itself(data: Path, nodes: int, ranks: i
 
 
 @pytest.mark.multi
+def test_ranks_of_a_node_stay_near_each_other_whatever_may_be_staged(data: Path) -> None:
+    planned, found = planned_and_found(
+        run(data, 2, 1.6, "next-use", ranks=2, extra={"staging": "256MiB"})
+    )
+    assert found >= 0.85 * planned > 0
+
+
+@pytest.mark.multi
 def test_samples_of_many_sizes_are_found_where_the_plan_says(many: Path) -> None:
     results = run(many, 2, 1.6, "next-use", ranks=2, global_batch=40)
     planned, found = planned_and_found(results)

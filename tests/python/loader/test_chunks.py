@@ -30,7 +30,7 @@ loader = nostall.DataLoader(
     nostall.ImageFolder(root, index=False), 4, epochs=4, seed=3, tiers=tiers, output="numpy", threads=1,
     order=nostall.SubBatches(resident=5, reuse=2, together=together), reader="pread",
     rank=rank, world_size=2, local_rank=rank % (2 // nodes), local_world_size=2 // nodes,
-    job=f"{job} {rank // (2 // nodes)}", staging="48KiB" if ahead else "256MiB",  # of two batches, or all
+    job=f"{job} {rank // (2 // nodes)}", staging="48KiB" if ahead else "256MiB",  # two batches, or all
 )
 step, ranks = np.zeros(1, np.float32), Communicator(job, rank, 2)
 def has_read():
