@@ -150,8 +150,27 @@ def test_the_reference_has_no_arguments_that_only_raise() -> None:
     assert "`Concat(sources, *, offset_labels=False)`" in page and "*more" not in page
 
 
-def test_the_script_of_the_readme_runs(image_folder: Path, tmp_path: Path) -> None:
-    (script, *_) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+def scripts_of_readme() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+
+
+def test_the_first_script_of_the_readme_runs_on_the_images_that_it_makes(tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text()
+    (images,) = re.findall(r"^python -c '(.*?)'$", readme, re.S | re.M)
+    made = prefork.run(["-c", images], cwd=tmp_path, timeout=100)
+    assert made.returncode == 0, made.stderr
+    script, *_ = scripts_of_readme()
+    assert len(script.splitlines()) <= 10
+    run = prefork.run(["-c", script, "pictures"], cwd=tmp_path, timeout=100)
+    assert run.returncode == 0, run.stderr
+    # As README shows it, but that torch is here; the other lines have times.
+    shape, kind, *_, bound = run.stdout.splitlines()
+    for shown, there in (("40, 3, 224, 224", shape), ("float32", kind), ("lower bound", bound)):
+        assert shown in there and shown in readme
+
+
+def test_the_second_script_of_the_readme_runs(image_folder: Path, tmp_path: Path) -> None:
+    _, script, *_ = scripts_of_readme()
     data, epochs = '"/data/train"', "epochs=90"
     assert data in script and epochs in script
     script = script.replace(data, repr(str(image_folder))).replace(epochs, "epochs=2")
