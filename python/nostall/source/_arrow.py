@@ -60,7 +60,8 @@ class Parquet(Composite):
     unpacked, and the other rows of a group go to the tiers while they have room. With a shuffled order
     and without tiers every sample costs a whole group, so convert such a data set (`nostall convert`)
     or give it tiers. Opening reads the chosen columns once: numbers stay in memory, of others the
-    lengths.
+    lengths. Of lists of a fixed size it needs the footers alone, where these say that no value is
+    missing.
 
     Args:
         files: a list of files, a pattern, or a folder; or URLs of objects.
@@ -146,11 +147,15 @@ class _Groups(SampleReader):
                 check_same(g.column, same, (self._paths[0], path))
             for i in range(self._open(number).num_row_groups):
                 where = f"{path}, row group {i}"
+                metadata = self._open(number).metadata.row_group(i)
                 for g in gathered:
-                    g.add(self._read(number, i, g.column), where)
+                    if _is_regular(metadata, g.column):
+                        g.add_regular(metadata.num_rows)
+                    else:
+                        g.add(self._read(number, i, g.column), where)
                 self._of_group.append((number, i))
                 self._first.append(self._rows)
-                self._rows += self._open(number).metadata.row_group(i).num_rows
+                self._rows += metadata.num_rows
         if self._rows == 0:
             raise UsageError(f"{self._paths[0]} has no rows")
         return self._rows
@@ -229,6 +234,19 @@ class _Groups(SampleReader):
         group = bisect_right(self._first, row) - 1
         number, inside = self._of_group[group]
         return f"{self._paths[number]}, row group {inside}, row {row - self._first[group]}"
+
+
+def _is_regular(group: Any, column: Column) -> bool:
+    """Whether a row group's metadata say that each row has a list of as many numbers, and no null."""
+    side = column.sides[0] if len(column.sides) == 1 else None
+    if side is None:
+        return False
+    for chunk in (group.column(i) for i in range(group.num_columns)):
+        if chunk.path_in_schema in (f"{column.path}.list.element", f"{column.path}.list.item"):
+            told = chunk.statistics
+            counted = told is not None and told.has_null_count and told.null_count == 0
+            return bool(counted and chunk.num_values == group.num_rows * side)
+    return False
 
 
 def open_parquet(path: str, file: Any) -> Any:

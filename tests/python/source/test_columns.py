@@ -193,6 +193,34 @@ def test_missing_values_take_the_fill(tmp_path: Path, how: str) -> None:
     assert [row["s.r"].tolist() for row in rows] == [[1], [7, 7], [7, 7]]
 
 
+def test_lists_of_a_fixed_size_are_read_when_they_are_needed(tmp_path: Path) -> None:
+    """Opening looks at the footer alone, where that says that no number is missing."""
+    path = tmp_path / "a.parquet"
+    table = wide_table().select(["vector", "label"])
+    inner = pa.array(
+        [{"v": [i, i]} for i in range(COUNT)], pa.struct([("v", pa.list_(pa.int16(), 2))])
+    )
+    table = table.append_column("of", inner)
+    names = ["vector", "of.v"]
+    for counted in (True, False):
+        pq.write_table(table, path, row_group_size=9, write_statistics=counted)
+        source = nostall.Parquet(path, columns=names)
+        assert source.schema["vector"] == fields.Array(dtype="float32", shape=(2,), codec="raw")
+        rows = rows_in_a_loader(source)
+        assert [row["vector"].tolist() for row in rows] == table["vector"].to_pylist()
+        assert [row["of.v"].tolist() for row in rows] == [[i, i] for i in range(COUNT)]
+        footer = int.from_bytes(path.read_bytes()[-8:-4], "little") + 8
+        with path.open("r+b") as file:
+            file.seek(4)
+            file.write(bytes(path.stat().st_size - footer - 4))
+        if counted:
+            with pytest.raises(IoError, match="row group 1"):
+                nostall.Parquet(path, columns=names).read(9)
+        else:
+            with pytest.raises(CorruptionError, match="row group 0"):
+                nostall.Parquet(path, columns=names)
+
+
 def test_bytes_are_images_by_their_first_value(tmp_path: Path) -> None:
     values = {}
     for format in ("JPEG", "PNG", "WEBP", "BMP", "TIFF"):
