@@ -11,8 +11,9 @@ reads a sample when one of DLIO's own loaders asks for it. ``NOSTALL_DLIO_TIERS`
 ("auto", or "ram:20GiB,/nvme/cache:400GiB"; by default those of nostall.toml, else "auto"),
 ``NOSTALL_DLIO_CHECKPOINT`` what a checkpoint waits for ("memory" or "durable", the default).
 
-Formats: npz, npy, jpeg, png with one sample per file, and tfrecord. Importing this module needs
-dlio-benchmark 2.0 or later.
+Formats: npz, npy, jpeg and png with one sample per file; tfrecord, hdf5, parquet, indexed_binary and
+mmap_indexed_binary with any number. The columns of Parquet are those that DLIO's own reader takes:
+``storage_options.columns``, else all. Importing this module needs dlio-benchmark 2.0 or later.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from __future__ import annotations
 import io
 import os
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -60,49 +61,133 @@ def _image(data: Any) -> Any:
     return np.asarray(Image.open(io.BytesIO(data)))
 
 
-def _record(data: Any) -> Any:
-    return np.frombuffer(data, np.uint8)
+def _numbers(data: Any) -> Any:
+    """A mapping of fields is parsed already."""
+    return data if isinstance(data, Mapping) else np.frombuffer(data, np.uint8)
 
 
-# Format -> what DLIO's own reader makes of a sample's bytes.
-_PARSERS: dict[str, Callable[[Any], Any]] = {
-    "npz": _npz, "npy": _npy, "jpeg": _image, "png": _image, "tfrecord": _record,
-}  # fmt: skip
+def _whole_files(files: list[str], given: Any) -> nostall.source.Source:
+    return nostall.FileList(files, root="/")
 
 
-def _source(format_type: Any, files: list[str], samples_per_file: int) -> nostall.source.Source:
-    """The samples of `files`, in DLIO's numbering.
+def _tfrecord(files: list[str], given: Any) -> nostall.source.Source:
+    return nostall.TFRecord(files, values="raw", index=False)
+
+
+def _hdf5(files: list[str], given: Any) -> nostall.source.Source:
+    """DLIO 2.0.0 names one dataset "records", later ones number theirs."""
+    datasets = getattr(given, "num_dset_per_record", None)
+    names = ["records"] if datasets is None else [f"records_{i}" for i in range(datasets)]
+    if len(names) > 1:
+        return nostall.source.Concat([nostall.HDF5(file, columns=names) for file in files])
+    sources = [nostall.HDF5(file, names[0]) for file in files]
+    for source in sources:  # of bytes, whose shapes may differ from file to file
+        source.pixels, source.pixel_shape = None, ()
+    return nostall.source.Concat(sources)
+
+
+def _parquet(files: list[str], given: Any) -> nostall.source.Source:
+    """The columns that DLIO's own reader reads."""
+    options = getattr(given, "storage_options", None) or {}
+    return nostall.Parquet(files, columns=options.get("columns") or "all")
+
+
+def _indexed_binary(files: list[str], given: Any) -> nostall.source.Source:
+    kinds = {"record": nostall.fields.Array(dtype="uint8", shape=(None,))}
+    maps = [_rows(file, given.num_samples_per_file) for file in files]
+    return nostall.source.Concat([nostall.Arrays({"record": m}, schema=kinds) for m in maps])
+
+
+def _rows(file: str, samples: int) -> Any:
+    """The samples that the two index files beside `file` tell of: a map of rows.
 
     Raises:
-        UsageError: a format, or samples a file, that these plug-ins do not read.
+        UsageError: they are not of one size, one after the other.
     """
-    kind = str(format_type)
-    if kind not in _PARSERS:
-        raise UsageError(f"DLIO's format {kind} is not among {', '.join(_PARSERS)}")
-    if kind == "tfrecord":
-        return nostall.TFRecord(files, values="raw", index=False)
-    if samples_per_file != 1:
+    begin, size = (np.fromfile(file + end, np.int64, samples) for end in (".off.idx", ".sz.idx"))
+    if not size.size or (size != size[0]).any() or (begin != size[0] * np.arange(samples)).any():
         raise UsageError(
-            f"{kind} files of {samples_per_file} samples: these plug-ins read one sample per file, or "
-            "tfrecord"
+            f"{file}: its index tells of samples that are not of one size, one after the other; these "
+            "plug-ins read no other indexed_binary files"
         )
-    return nostall.FileList([os.path.abspath(f) for f in files], root="/")
+    return np.memmap(file, np.uint8, "r", shape=(samples, int(size[0])))
+
+
+class _Format(NamedTuple):
+    """How samples of a format are read.
+
+    Attributes:
+        open: the source of the samples in these files, in DLIO's numbering, by DLIO's arguments.
+        parse: what DLIO's own reader makes of a sample.
+        several: whether a file may hold more than one.
+    """
+
+    open: Callable[[list[str], Any], nostall.source.Source]
+    parse: Callable[[Any], Any]
+    several: bool = True
+
+
+_FORMATS = {
+    "npz": _Format(_whole_files, _npz, several=False),
+    "npy": _Format(_whole_files, _npy, several=False),
+    "jpeg": _Format(_whole_files, _image, several=False),
+    "png": _Format(_whole_files, _image, several=False),
+    "tfrecord": _Format(_tfrecord, _numbers),
+    "hdf5": _Format(_hdf5, _numbers),
+    "parquet": _Format(_parquet, _numbers),
+    "indexed_binary": _Format(_indexed_binary, _numbers),
+    "mmap_indexed_binary": _Format(_indexed_binary, _numbers),
+}
+
+
+def _source(format_type: Any, files: list[str], given: Any) -> nostall.source.Source:
+    """The samples of `files`, in DLIO's numbering, by DLIO's arguments.
+
+    Raises:
+        UsageError: a format, or samples a file, that these plug-ins do not read, or files with other
+            numbers of samples than DLIO says.
+    """
+    kind, each = str(format_type), given.num_samples_per_file
+    if kind not in _FORMATS:
+        raise UsageError(f"DLIO's format {kind} is not among {', '.join(_FORMATS)}")
+    if each != 1 and not _FORMATS[kind].several:
+        several = ", ".join(name for name, one in _FORMATS.items() if one.several)
+        raise UsageError(
+            f"{kind} files of {each} samples: these plug-ins read one sample per file, or {several}"
+        )
+    source = _FORMATS[kind].open([os.path.abspath(f) for f in files], given)
+    if len(source) != each * len(files):
+        raise UsageError(
+            f"{len(files)} {kind} files have {len(source)} samples, not {each} each: say "
+            "dataset.num_samples_per_file as they were generated"
+        )
+    return source
 
 
 class _Sample:
     """A sample's bytes, parsed as DLIO's reader does, then DLIO's emulated preprocessing."""
 
     def __init__(self, format_type: Any, arguments: Any) -> None:
-        self._parse = _PARSERS[str(format_type)]
+        self._parse = _FORMATS[str(format_type)].parse
         self._seconds = arguments.preprocess_time
-        self._spread = arguments.preprocess_time_stdev
+        self._spread = getattr(arguments, "preprocess_time_stdev", 0)
         self._given = arguments.resized_image
 
     def __call__(self, data: Any) -> Any:
         self._parse(data)
-        if self._seconds or self._spread:
+        self._preprocess()
+        # What all of DLIO's loaders hand out, in the place of the fields where there are several.
+        if isinstance(data, Mapping):
+            return {**dict.fromkeys(data), "given": self._given}
+        return self._given
+
+    def _preprocess(self) -> None:
+        if isinstance(self._seconds, Mapping):  # a distribution, since DLIO 2.0.1
+            from dlio_benchmark.utils.utility import sleep
+
+            sleep(self._seconds)
+        elif self._seconds or self._spread:
             time.sleep(max(0.0, np.random.normal(self._seconds, self._spread)))
-        return self._given  # what all of DLIO's loaders hand out
 
 
 class DataLoader(BaseDataLoader):
@@ -120,8 +205,10 @@ class DataLoader(BaseDataLoader):
         given, mpi = self._args, DLIOMPI.get_instance()
         train = self.dataset_type is DatasetType.TRAIN
         files = list(given.file_list_train if train else given.file_list_eval)
+        # Those of all ranks: since DLIO 3 each knows its own share alone.
+        files = sorted({file for some in mpi.comm().allgather(files) for file in some})
         self.loader = nostall.DataLoader(
-            _source(self.format_type, files, given.num_samples_per_file),
+            _source(self.format_type, files, given),
             self.batch_size,
             epochs=given.epochs,
             seed=given.seed,
@@ -148,8 +235,8 @@ class DataLoader(BaseDataLoader):
         """The batches of the next epoch, of shape (batch, side, side)."""
         super().next()
         assert self.loader is not None
-        for batch, _ in self.loader:
-            yield batch
+        for batch in self.loader:
+            yield batch["given"] if isinstance(batch, Mapping) else batch[0]
         self.epoch_number += 1
 
     def finalize(self) -> None:
@@ -171,11 +258,10 @@ class Reader(FormatReader):
     def __init__(self, dataset_type: Any, thread_index: int, epoch: int) -> None:
         super().__init__(dataset_type, thread_index)
         files = list(self._file_list)
-        self._samples = _source(self._args.format, files, self._args.num_samples_per_file)
-        self._parse = _PARSERS[str(self._args.format)]
-        self._first = {
-            os.path.abspath(f): i * self._args.num_samples_per_file for i, f in enumerate(files)
-        }
+        self._samples = _source(self._args.format, files, self._args)
+        self._parse = _FORMATS[str(self._args.format)].parse
+        self._each = self._args.num_samples_per_file
+        self._first = {os.path.abspath(f): i * self._each for i, f in enumerate(files)}
 
     def open(self, filename: str) -> Any:
         """Nothing is held open: the stores read each sample by its place."""
@@ -195,6 +281,14 @@ class Reader(FormatReader):
     def read_index(self, image_idx: int, step: int) -> Any:
         """One sample, for loaders that index."""
         return super().read_index(image_idx, step)
+
+    def iter_epoch(self, files: list[str], batch_size: int) -> Iterator[Any]:
+        """One item per batch of the rows of `files`, as DLIO 3 asks of a reader of Parquet."""
+        for number in range(len(files) * self._each):
+            file, row = divmod(number, self._each)
+            self._parse(self._samples.read(self._first[os.path.abspath(files[file])] + row))
+            if (number + 1) % batch_size == 0:
+                yield self._args.resized_image
 
     def finalize(self) -> None:
         """Nothing is open."""
