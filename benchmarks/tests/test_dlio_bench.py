@@ -1,0 +1,42 @@
+"""``nostall bench dlio`` without DLIO; in DLIO it runs by `make dlio-test`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from nostall.errors import UsageError
+from nostall_bench import dlio
+from nostall_bench.accelerator import Profile
+
+WORKLOAD = dlio.Workload("w", Profile(1000, 10, 0.5, 0.9), epochs=3, spread=20.5, samples=4)
+
+
+def test_files_are_of_whole_batches_for_all_ranks() -> None:
+    # 100,000 bytes are 100 samples: 4 batches of 10 for each of 3 ranks, in files of 4.
+    assert WORKLOAD.files(100_000, 3) == 30
+    assert WORKLOAD.files(120_000, 3) == 30
+    assert WORKLOAD.files(120_001, 3) == 38
+
+
+def test_records_are_the_workloads_own_unless_they_are_scaled(tmp_path: Path) -> None:
+    given = WORKLOAD.overrides(tmp_path, 7, tmp_path, 1.0)
+    assert given[0] == "workload=w"
+    assert "++workload.dataset.num_files_train=7" in given
+    assert not any("record_length" in word for word in given)
+    scaled = WORKLOAD.overrides(tmp_path, 7, tmp_path, 0.5)
+    assert "++workload.dataset.record_length=1000" in scaled
+    assert "++workload.dataset.record_length_stdev=20" in scaled
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("dlio_benchmark") is not None, reason="DLIO is installed"
+)
+def test_without_dlio_it_says_what_it_runs(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    dlio.add_arguments(parser)
+    with pytest.raises(UsageError, match="install dlio-benchmark"):
+        dlio.run(parser.parse_args(["--dir", str(tmp_path)]))

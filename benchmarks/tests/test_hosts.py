@@ -1,0 +1,71 @@
+"""Emulated hosts: what runs on them sees a name, a mount and a memory of its own."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from nostall.errors import UsageError
+from nostall_bench import hosts
+
+NEEDS = pytest.mark.skipif(hosts.missing() is not None, reason=str(hosts.missing()))
+MEMORY = 128 << 20
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> tuple[Path, dict[str, list[Path]]]:
+    """A folder for `Hosts`, and one that each of two hosts sees other files in."""
+    seen = tmp_path / "seen"
+    seen.mkdir()
+    roots = [tmp_path / f"root{i}" for i in range(2)]
+    for i, root in enumerate(roots):
+        root.mkdir()
+        (root / "file").write_text(f"of host {i}\n")
+    return tmp_path, {str(seen): roots}
+
+
+@NEEDS
+@pytest.mark.multi
+def test_ranks_of_a_host_have_its_name_mount_and_memory(
+    two: tuple[Path, dict[str, list[Path]]],
+) -> None:
+    folder, mounts = two
+    log = folder / "log"
+    words = (
+        f"hostname; cat {folder}/seen/file; ls /dev/shm | wc -l; "
+        "grep -o 'nsb.*' /proc/self/cgroup | head -1"
+    )
+    with hosts.Hosts(2, MEMORY, folder) as on:
+        on.run(["sh", "-c", f'echo "$({words})" | tr "\\n" " "'], 2, mounts, log=log, timeout=60)
+        names = on.names
+    said = [f"{name} of host {i} 0 {name}" for i, name in enumerate(names) for _ in range(2)]
+    found = log.read_text()
+    assert [found.count(line) for line in said] == [2] * 4
+    assert not any(Path("/sys/fs/cgroup/memory", name).exists() for name in names)
+
+
+@NEEDS
+@pytest.mark.multi
+def test_a_job_that_takes_more_than_a_hosts_memory_says_so(
+    two: tuple[Path, dict[str, list[Path]]],
+) -> None:
+    folder, mounts = two
+    command = [sys.executable, "-c", f"bytearray({2 * MEMORY})"]
+    with (
+        hosts.Hosts(2, MEMORY, folder) as on,
+        pytest.raises(UsageError, match=f"killed for a host's memory of {MEMORY} bytes: see"),
+    ):
+        on.run(command, 1, mounts, log=folder / "log", timeout=60)
+
+
+@NEEDS
+@pytest.mark.multi
+def test_a_job_that_takes_too_long_is_ended(two: tuple[Path, dict[str, list[Path]]]) -> None:
+    folder, mounts = two
+    with (
+        hosts.Hosts(2, MEMORY, folder) as on,
+        pytest.raises(UsageError, match="took more than 3 s"),
+    ):
+        on.run(["sleep", "1000"], 1, mounts, log=folder / "log", timeout=3)
