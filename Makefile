@@ -18,7 +18,7 @@ CLANG_FORMAT = $(firstword $(foreach v,clang-format-14 clang-format-19 clang-for
 SOURCES := $(shell git ls-files native bindings mpi tools cmake python CMakeLists.txt pyproject.toml 2>/dev/null)
 BENCHMARKS := $(shell git ls-files benchmarks/native benchmarks/nostall_bench benchmarks/CMakeLists.txt benchmarks/pyproject.toml 2>/dev/null)
 
-.PHONY: demo docs test wheel dlio-test trainers-test device-test native-test python-test build lint format sanitize sanitize-all fuzz campaign bench clean help
+.PHONY: demo docs test wheel dlio-test dlio-bench trainers-test device-test native-test python-test build lint format sanitize sanitize-all fuzz campaign bench clean help
 
 help:
 	@echo "make demo      train on a slow file system, with and without nostall (under 5 minutes); the first time it"
@@ -29,6 +29,7 @@ help:
 	@echo "make bench     nostall bench loader, with every peer that installs"
 	@echo "make campaign  campaigns of faults at a small size (SCALE=1 ONLY=name for the published size)"
 	@echo "make trainers-test | dlio-test  on Ray and DeepSpeed (310 MB), with DLIO and TensorFlow (1.6 GB)"
+	@echo "make dlio-bench  DLIO on emulated hosts, its own loader and nostall's (root)"
 	@echo "make device-test  tests of the host on the simulated accelerator"
 	@echo "make sanitize-all  the package and the MPI library under sanitizers as well (an hour)"
 	@echo "make lint | sanitize | fuzz | format | clean"
@@ -123,12 +124,20 @@ wheel:
 	@$(PYTHON) scripts/wheel --arch $(ARCH) --jobs $(JOBS)
 	@$(PYTHON) scripts/check-wheel $(if $(filter $(ARCH),$(shell uname -m)),--try $(TRY) --) dist/nostall*_$(ARCH).whl
 
-# DLIO's own workloads on the plug-ins; DALI, which DLIO wants as well, is left out.
-dlio-test: build
+# DLIO without DALI, which it wants as well; a path takes another one, with what it needs beside it.
+DLIO ?= dlio-benchmark==2.*
+build/dlio/dlio_benchmark: | $(STAMPS)/requirements
 	@echo "installing DLIO with TensorFlow into build/dlio (1.6 GB)"
 	@[ -d build/dlio ] || $(BIN)/python scripts/requirements dlio | xargs -d '\n' $(BIN)/python -m pip install -q --target build/dlio
-	@[ -d build/dlio/dlio_benchmark ] || $(BIN)/python -m pip install -q --no-deps --target build/dlio "dlio-benchmark==2.*"
+	@$(BIN)/python -m pip install -q --no-deps --target build/dlio "$(DLIO)"
+
+# DLIO's own workloads on the plug-ins.
+dlio-test: build | build/dlio/dlio_benchmark
 	@PYTHONPATH=$(CURDIR)/build/dlio $(BIN)/python -m pytest tests/dlio
+
+DLIO_OPTIONS ?= --scale 0.03125 --memory 1GiB --epochs 2
+dlio-bench: build | build/dlio/dlio_benchmark
+	@PYTHONPATH=$(CURDIR)/build/dlio $(BIN)/nostall bench dlio $(DLIO_OPTIONS)
 
 # Ray and DeepSpeed: 310 MB, half a minute to start a cluster, and minutes to compile at the first use, so
 # they are no part of `make test`.

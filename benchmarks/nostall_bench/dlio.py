@@ -52,6 +52,7 @@ class Workload:
     epochs: int
     spread: float  # of the records' size, standard deviation in bytes
     samples: int  # of a file
+    length: str = "record_length"  # the option's name
 
     def overrides(self, folder: Path, files: int, out: Path, scale: float) -> list[str]:
         """The options of DLIO for `files` files in `folder`; records as in the workload at scale 1."""
@@ -63,9 +64,9 @@ class Workload:
         }  # fmt: skip
         if scale != 1:
             given |= {
-                "dataset.record_length": self.profile.record,
-                "dataset.record_length_stdev": int(self.spread),
-                "dataset.record_length_resize": 4096,
+                f"dataset.{self.length}": self.profile.record,
+                f"dataset.{self.length}_stdev": int(self.spread),
+                f"dataset.{self.length}_resize": 4096,
             }
         return [f"workload={self.name}", *(f"++workload.{k}={v}" for k, v in given.items())]
 
@@ -95,15 +96,16 @@ def read_workload(name: str, scale: float, epochs: int | None) -> Workload:
         raise UsageError(f"DLIO has no workload {name}; it has: {names}")
     said = yaml.safe_load(path.read_text())
     data, train = said["dataset"], said["train"]
+    length = next(n for n in ("record_length_bytes", "record_length") if n in data)
     profile = Profile(
-        record=max(1, round(data["record_length"] * scale)),
+        record=max(1, round(data[length] * scale)),
         batch=said["reader"]["batch_size"],
         compute=train["computation_time"],
         goal=said.get("metric", {}).get("au", 0.9),
     )
     return Workload(
-        name, profile, epochs or train["epochs"], data.get("record_length_stdev", 0) * scale,
-        data.get("num_samples_per_file", 1),
+        name, profile, epochs or train["epochs"], data.get(f"{length}_stdev", 0) * scale,
+        data.get("num_samples_per_file", 1), length,
     )  # fmt: skip
 
 

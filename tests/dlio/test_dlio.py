@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import json
 import os
 import shutil
@@ -22,6 +24,9 @@ LOADER = (
 SMALL = {
     "workflow.generate_data": True, "dataset.num_files_train": 12, "dataset.record_length": 40_000,
     "dataset.record_length_stdev": 8_000, "dataset.record_length_resize": 4096,
+    # The names of these in DLIO 3.
+    "dataset.record_length_bytes": 40_000, "dataset.record_length_bytes_stdev": 8_000,
+    "dataset.record_length_bytes_resize": 4096,
     "reader.batch_size": 4, "reader.read_threads": 1, "train.epochs": 3,
     "train.computation_time": 0.01, "checkpoint.checkpoint_after_epoch": 1,
     "checkpoint.epochs_between_checkpoints": 1, "checkpoint.model_size": 100_000,
@@ -107,3 +112,26 @@ def test_samples_are_those_of_dlios_own_reader(tmp_path: Path, kind: str) -> Non
     options = ("++workload.reader.data_loader_classname=recorded.DataLoader", LOADER[1])
     loaded = recorded(tmp_path, *options, **workload, **as_made)
     assert loaded == sorted((digest,) for _, _, digest in own)
+
+
+@pytest.mark.multi
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(
+    importlib.util.find_spec("dlio_benchmark.reader.parquet_reader") is None,
+    reason="DLIO 2 has no Parquet: make dlio-test DLIO=the path of DLIO 3",
+)
+def test_rows_of_parquet_are_those_in_the_files(tmp_path: Path) -> None:
+    """DLIO's own readers of Parquet count bytes, and unpack nothing."""
+    from pyarrow import parquet
+
+    workload = {
+        "dataset.format": "parquet", "dataset.num_samples_per_file": 8, "train.epochs": 1,
+        "dataset.parquet.row_group_size": 3, "dataset.record_length_bytes_stdev": 0,
+        "workflow.checkpoint": False,
+    }  # fmt: skip
+    options = ("++workload.reader.data_loader_classname=recorded.DataLoader", LOADER[1])
+    loaded = recorded(tmp_path, *options, **workload)
+    files = (tmp_path / "data/unet3d/train").iterdir()
+    rows = [row for file in files for row in parquet.read_table(file)["data"].to_pylist()]
+    assert len(rows) == 96
+    assert loaded == sorted((hashlib.sha256(bytes(row)).hexdigest(),) for row in rows)
