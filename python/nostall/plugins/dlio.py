@@ -19,6 +19,7 @@ mmap_indexed_binary with any number. The columns of Parquet are those that DLIO'
 from __future__ import annotations
 
 import io
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -228,8 +229,11 @@ class DataLoader(BaseDataLoader):
 
     def _staging(self, given: Any) -> int:
         """Bytes of samples ahead: what DLIO would prefetch, two batches at least."""
-        record = max(int(given.record_length + 3 * given.record_length_stdev), 1 << 16)
-        return max(2, int(given.prefetch_size)) * int(self.batch_size) * record
+        batch = int(self.batch_size)
+        # Three standard deviations of a batch's bytes, not of each sample's.
+        spread = 3 * given.record_length_stdev * math.sqrt(batch)
+        size = max(int(batch * given.record_length + spread), batch << 16)
+        return max(2, int(given.prefetch_size)) * size
 
     def next(self) -> Iterator[Any]:
         """The batches of the next epoch, of shape (batch, side, side)."""
