@@ -21,11 +21,14 @@ from __future__ import annotations
 import io
 import math
 import os
+import threading
 import time
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.lib import format as npy_format
 
 import nostall
 from nostall.base import _options as options
@@ -48,12 +51,25 @@ __all__ = ["Checkpointing", "DataLoader", "Reader"]
 _STEPS = 1_000_000
 
 
+# NumPy has `ast` take a header apart, which in Python 3.11 fails at times where threads do it at once
+# ("AST constructor recursion depth mismatch").
+_HEADERS = threading.Lock()
+
+
 def _npz(data: Any) -> Any:
-    return np.load(io.BytesIO(data), allow_pickle=False)["x"]
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        return _npy(archive.read("x.npy"))
 
 
 def _npy(data: Any) -> Any:
-    return np.load(io.BytesIO(data), allow_pickle=False)
+    file = io.BytesIO(data)
+    version = npy_format.read_magic(file)
+    first = version == (1, 0)
+    read = npy_format.read_array_header_1_0 if first else npy_format.read_array_header_2_0
+    with _HEADERS:
+        shape, fortran, dtype = read(file)
+    values = np.frombuffer(file.getbuffer(), dtype, offset=file.tell())
+    return values.reshape(shape, order="F" if fortran else "C")
 
 
 def _image(data: Any) -> Any:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -180,6 +183,47 @@ def test_a_loader_parses_every_sample_and_hands_out_dlios_own(
     assert sorted(seen) == sorted(samples)
     assert [b.shape for b in batches] == [(3, 4, 4)] * (len(samples) // 3)
     assert all((b == np.eye(4)).all() for b in batches)
+
+
+def test_arrays_are_what_numpy_reads(dlio: ModuleType, tmp_path: Path) -> None:
+    values = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    for name, array in {"c": values, "f": np.asfortranarray(values), "one": values[0, 0]}.items():
+        np.save(tmp_path / f"{name}.npy", array)
+        np.savez_compressed(tmp_path / f"{name}.npz", x=array, y=[0])
+        for kind in ("npy", "npz"):
+            found = dlio._FORMATS[kind].parse((tmp_path / f"{name}.{kind}").read_bytes())
+            assert found.dtype == array.dtype
+            np.testing.assert_array_equal(found, array)
+
+
+class _Cycle:
+    """What the garbage collector ends, wherever a thread is; then another thread can go on."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        for _ in range(3):
+            pass
+
+
+def test_threads_unpack_arrays_at_once(
+    dlio: ModuleType, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """`ast` of Python 3.11 fails where threads take turns inside it, as NumPy's readers do."""
+    request.addfinalizer(partial(gc.set_threshold, *gc.get_threshold()))
+    request.addfinalizer(partial(sys.setswitchinterval, sys.getswitchinterval()))
+    gc.set_threshold(5)
+    sys.setswitchinterval(1e-6)
+    np.save(tmp_path / "a.npy", np.arange(6))
+    data = (tmp_path / "a.npy").read_bytes()
+
+    def unpack(_: int) -> int:
+        _Cycle()
+        return int(dlio._npy(data).sum())
+
+    with ThreadPoolExecutor(8) as threads:
+        assert set(threads.map(unpack, range(8000))) == {15}
 
 
 def test_a_loader_reads_the_columns_of_dlios_storage_options(
