@@ -135,7 +135,7 @@ build/dlio/dlio_benchmark: | $(STAMPS)/requirements
 dlio-test: build | build/dlio/dlio_benchmark
 	@PYTHONPATH=$(CURDIR)/build/dlio $(BIN)/python -m pytest tests/dlio
 
-DLIO_OPTIONS ?= --scale 0.03125 --memory 1280MiB --epochs 2
+DLIO_OPTIONS ?= --scale 0.03125 --memory 1536MiB --epochs 2
 dlio-bench: build | build/dlio/dlio_benchmark
 	@PYTHONPATH=$(CURDIR)/build/dlio $(BIN)/nostall bench dlio $(DLIO_OPTIONS)
 
