@@ -1,6 +1,6 @@
 """Sounds and their classes, from the rows of a table, by torch's loader and by nostall.
 
-    python examples/audio.py /data
+    python examples/audio.py /tmp/data
 
 The folder has sounds.csv with the columns path and label, and the WAV files that it names.
 """

@@ -1,6 +1,6 @@
 """A data set of your own: torch's loader calls it in each epoch, nostall makes its items once.
 
-    python examples/cached-dataset.py /data
+    python examples/cached-dataset.py /tmp/data
 
 The folder has images/. What is the same in each epoch (decode, resize, cut) stays in the data set;
 what is random is done in each epoch, by `then=`.

@@ -1,6 +1,6 @@
 """Detection: images with the boxes and classes of a COCO file, by torch's loader and by nostall.
 
-    python examples/detection.py /data
+    python examples/detection.py /tmp/data
 
 The folder has images/ and instances.json, in COCO's format.
 """

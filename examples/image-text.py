@@ -1,6 +1,6 @@
 """Images and their captions, from the rows of a table, by torch's loader and by nostall.
 
-    python examples/image-text.py /data
+    python examples/image-text.py /tmp/data
 
 The folder has captions.csv with the columns path and caption, and the images that it names.
 """

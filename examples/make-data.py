@@ -1,6 +1,6 @@
 """Small data for the other examples: images, masks, COCO's annotations, captions, sounds, videos, rows.
 
-python examples/make-data.py /data
+python examples/make-data.py /tmp/data
 """
 
 import csv

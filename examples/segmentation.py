@@ -1,6 +1,6 @@
 """Segmentation: images and masks, by torch's loader and by nostall; the batches are the same.
 
-    python examples/segmentation.py /data
+    python examples/segmentation.py /tmp/data
 
 The folder has images/ (.jpg) and masks/ (.png, one label for each pixel), whose files have equal names.
 """

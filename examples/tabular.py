@@ -1,6 +1,6 @@
 """Rows of a table, by torch's loader and by nostall: no files beside the table.
 
-    python examples/tabular.py /data
+    python examples/tabular.py /tmp/data
 
 The folder has houses.csv with the columns rooms, area, age and price.
 """

@@ -1,6 +1,6 @@
 """torch's own DataLoader: over its plain data set, and over nostall's tiers.
 
-    python examples/torchs-loader.py /data
+    python examples/torchs-loader.py /tmp/data
 
 The folder has images/. Both give the same samples in the same order to the same worker processes. Over
 the tiers each file is read once on the node, whatever the number of epochs, workers and ranks, and the

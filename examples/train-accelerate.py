@@ -1,7 +1,7 @@
 """Hugging Face Accelerate: gradients of several batches, a state in the middle of an epoch.
 
-    python examples/make-data.py /data
-    accelerate launch --cpu --num_processes 2 examples/train-accelerate.py /data
+    python examples/make-data.py /tmp/data
+    accelerate launch --cpu --num_processes 2 examples/train-accelerate.py /tmp/data
 
 The folder has images/.
 """

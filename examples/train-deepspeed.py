@@ -1,8 +1,8 @@
 """DeepSpeed: the loader's position in its checkpoints, in the middle of an epoch.
 
     pip install 'nostall[deepspeed]'
-    python examples/make-data.py /data
-    torchrun --nproc-per-node 2 examples/train-deepspeed.py /data
+    python examples/make-data.py /tmp/data
+    torchrun --nproc-per-node 2 examples/train-deepspeed.py /tmp/data
 
 The folder has images/. DS_ACCELERATOR=cpu runs it where there is no GPU.
 """

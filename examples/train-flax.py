@@ -1,7 +1,7 @@
 """Flax on JAX: batches over all devices, checkpoints of Orbax that hold the loader's place.
 
-    python examples/make-data.py /data
-    python examples/train-flax.py /data
+    python examples/make-data.py /tmp/data
+    python examples/train-flax.py /tmp/data
 
 The folder has images/. Runs on two devices of the host. On several processes,
 jax.distributed.initialize() comes first, and rank= and world_size= are jax.process_index() and

@@ -1,7 +1,7 @@
 """Keras 3 on torch: fit over a loader, epoch by epoch, and once more from the middle of the training.
 
-    python examples/make-data.py /data
-    python examples/train-keras.py /data
+    python examples/make-data.py /tmp/data
+    python examples/train-keras.py /tmp/data
 
 The folder has images/.
 """

@@ -1,7 +1,7 @@
 """Lightning on two processes: sanity check, epochs, and a checkpoint in the middle of one.
 
-    python examples/make-data.py /data
-    python examples/train-lightning.py /data
+    python examples/make-data.py /tmp/data
+    python examples/train-lightning.py /tmp/data
 
 The folder has images/. Lightning starts the second process itself; torchrun may do it instead.
 """

@@ -1,8 +1,8 @@
 """Ray Train on two workers, one of which is killed: Ray starts them again, and no sample is missed.
 
     pip install 'nostall[ray]'
-    python examples/make-data.py /data
-    python examples/train-ray.py /data
+    python examples/make-data.py /tmp/data
+    python examples/train-ray.py /tmp/data
 
 The folder has images/. On several nodes all of them see it, and `storage_path` is one that all see.
 """

@@ -1,7 +1,7 @@
 """Hugging Face's Trainer on images: its epochs, its evaluations, its checkpoints.
 
-    python examples/make-data.py /data
-    torchrun --nproc-per-node 2 examples/train-trainer.py /data
+    python examples/make-data.py /tmp/data
+    torchrun --nproc-per-node 2 examples/train-trainer.py /tmp/data
 
 The folder has images/.
 """

@@ -1,6 +1,6 @@
 """Clips of videos and their classes, from the rows of a table, by torch's loader and by nostall.
 
-    python examples/video.py /data
+    python examples/video.py /tmp/data
 
 The folder has videos.csv with the columns path and label, and the video files that it names. Needs the
 package av (pip install 'nostall[video]').

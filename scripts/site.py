@@ -59,5 +59,6 @@ def _page_of(notebook: Path) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    # examples/ lies beside docs/ in the repository, and within the site.
-    return markdown.replace("](../../examples/", "](../examples/")
+    # examples/ and README.md lie beside docs/ in the repository, and within the site.
+    within = markdown.replace("](../../examples/", "](../examples/")
+    return within.replace("](../../README.md", "](../index.md")
