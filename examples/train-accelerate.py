@@ -1,7 +1,7 @@
 """Hugging Face Accelerate: gradients of several batches, a state in the middle of an epoch.
 
     python examples/make-data.py /tmp/data
-    accelerate launch --cpu --num_processes 2 examples/train-accelerate.py /tmp/data
+    torchrun --nproc-per-node 2 examples/train-accelerate.py /tmp/data
 
 The folder has images/.
 """
@@ -61,8 +61,10 @@ def main(root):
         whole = train(root, shared)
         head = train(root, shared, stop=7)
         rest = train(root, shared, resume=True)
-    # Four batches an epoch: gradients are summed over three, and the epoch's end ends a sum too.
-    assert [synchronised for *_, synchronised in whole] == 2 * [False, False, True, True]
+    # Gradients are summed over three batches, and the epoch's end ends a sum too.
+    batches = len(whole) // EPOCHS
+    ends = [i % ACCUMULATED == ACCUMULATED - 1 or i == batches - 1 for i in range(batches)]
+    assert [synchronised for *_, synchronised in whole] == EPOCHS * ends
     assert head + rest == whole, (head, rest, whole)
     print(f"accelerate: loss {whole[-1][1]:.3f}, the same batches", flush=True)
 
