@@ -262,6 +262,11 @@ class _Spawn(SpawnContext):
         return self.processes[-1]
 
 
+def _let_go(pool: ProcessPoolExecutor, owner: int) -> None:
+    if os.getpid() == owner:  # a forked child has neither its thread nor its locks
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
 class Processes:
     """A pool of spawned processes, each of which has `work` from the start.
 
@@ -278,6 +283,8 @@ class Processes:
             initializer=_begin,
             initargs=(work, self._memory),
         )
+        # A pool that is still there when the interpreter takes its modules apart complains.
+        weakref.finalize(self, _let_go, self._pool, os.getpid())
 
     def learn(self, room: int) -> None:
         self._room = max(self._room, _rounded(room))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -104,3 +106,31 @@ def test_tensors_go_as_arrays_do() -> None:
             assert before.dtype == after.dtype and (before == after).all()
         else:
             assert before == after
+
+
+PROGRAM = """
+import sys
+import nostall
+
+def same(raw):
+    return raw[:4]
+
+if __name__ == "__main__":
+    data = nostall.ImageFolder(sys.argv[1], index=False)
+    loader = nostall.DataLoader(
+        data, 8, epochs=1, transforms=same, workers="processes", threads=1, tiers=[]
+    )
+    print(sum(len(labels) for _, labels in loader))
+"""
+
+
+@pytest.mark.multi
+def test_a_program_that_closes_nothing_ends_without_a_word(
+    image_folder: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(PROGRAM)
+    command = [sys.executable, str(script), str(image_folder)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    samples = len(nostall.ImageFolder(image_folder, index=False))
+    assert (run.returncode, run.stdout, run.stderr) == (0, f"{samples}\n", "")
