@@ -25,7 +25,8 @@ def lazy(
             if not near and not name.startswith("_"):
                 from nostall.base._options import suggestion
 
-                near = suggestion(name, home)
+                here = (n for n in vars(sys.modules[package]) if not n.startswith("_"))
+                near = suggestion(name, [*home, *here])
             raise AttributeError(f"module {package!r} has no attribute {name!r}{near}")
         if home[name] == ".":
             return importlib.import_module(f".{name}", package)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -111,6 +112,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.library and (arguments.build or arguments.mpicxx):
         raise UsageError("--library names a library that is built: leave out --build and --mpicxx")
     launcher = words[0] if words else None
+    if launcher is not None and shutil.which(launcher) is None:
+        raise UsageError(f"cannot run {launcher}: there is no such program")
     if arguments.build or arguments.mpicxx:
         chosen = built_for(launcher, arguments.mpicxx)
         if not words:

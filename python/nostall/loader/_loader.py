@@ -288,9 +288,10 @@ class DataLoader:
         self._batches = int(_native.batches_per_epoch(self._spec))
         if self._batches == 0 and self.world.rank == 0:
             _log.warning(
-                "an epoch has no batch: %d samples do not fill batches of %s on %d ranks, and "
+                "an epoch has no batch: %s do not fill batches of %s on %s, and "
                 "drop_last=True drops what does not",
-                self._spec.samples, self.batch_size, self.world.world_size,
+                counted(self._spec.samples, "sample"), self.batch_size,
+                counted(self.world.world_size, "rank"),
             )  # fmt: skip
         self._position = (0, 0)
         self._first_epoch = 0
@@ -457,11 +458,18 @@ class DataLoader:
         After `load_state_dict`, setting the epoch that was interrupted keeps its position: that of
         a state taken after the last batch has no batches left.
         """
-        epoch = operator.index(epoch)  # not one of NumPy: it goes into the state
+        try:
+            epoch = operator.index(epoch)  # not one of NumPy: it goes into the state
+        except TypeError:
+            raise UsageError(f"set_epoch takes the number of an epoch, not {epoch!r}") from None
         if not 0 <= epoch < self._last_epoch:
+            remedy = (
+                f"pass epochs={epoch + 1} or more to DataLoader, the plan needs to know them"
+                if epoch > 0
+                else "epochs count from 0"
+            )
             raise UsageError(
-                f"epoch {epoch} is not among the job's {self._last_epoch} epochs: pass epochs="
-                f"{epoch + 1} or more to DataLoader, the plan needs to know them"
+                f"this job of {counted(self._last_epoch, 'epoch')} has no epoch {epoch}: {remedy}"
             )
         if self._resumed and epoch == self._ended:
             self._position = (epoch, self._plan.batches_in(epoch))
@@ -606,7 +614,7 @@ class DataLoader:
                     hint = f": the files {'grew' if grew > 0 else 'shrank'} by {abs(grew)} {key}"
                 if key == "global_batch" and key in state:
                     each, rest = divmod(state[key], self.world.world_size)
-                    hint = f": with {self.world.world_size} ranks pass " + (
+                    hint = f": on {counted(self.world.world_size, 'rank')} pass " + (
                         f"global_batch_size={state[key]}"
                         if rest or self._options.global_batch_size is not None
                         else f"batch_size={each}"

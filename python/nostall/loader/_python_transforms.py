@@ -149,11 +149,16 @@ _ENDINGS = (".jpg", ".jpeg", ".png", ".webp")
 _BEGINNINGS = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")
 
 
-def _damaged(name: str, raw: NDArray[np.uint8]) -> bool:
-    """Whether the sample is an image, by its name or its first bytes, that cannot be decoded."""
+def _is_image(name: str, raw: NDArray[np.uint8]) -> bool:
+    """Whether the sample is one by its name or its first bytes."""
     head = raw[:12].tobytes()
     webp = head[:4] == b"RIFF" and head[8:] == b"WEBP"
-    if not (webp or head.startswith(_BEGINNINGS) or name.lower().endswith(_ENDINGS)):
+    return webp or head.startswith(_BEGINNINGS) or name.lower().endswith(_ENDINGS)
+
+
+def _damaged(name: str, raw: NDArray[np.uint8]) -> bool:
+    """Whether the sample is an image that cannot be decoded."""
+    if not _is_image(name, raw):
         return False
     try:
         _native.decode_rgb(raw)
@@ -201,7 +206,8 @@ class PythonStage:
     sample's bytes, uint8 of shape (bytes,), with `decode` the image, uint8 of shape (height, width, 3),
     or what `unpacked` has of it. With ``workers="processes"`` it must be picklable; processes are
     spawned, never forked. Its exceptions become a TransformError, unless the sample is damaged: it
-    raised CorruptionError, or the sample is a JPEG, PNG or WebP image that cannot be decoded.
+    raised CorruptionError, or the sample is a JPEG, PNG or WebP image that cannot be decoded. With
+    `tells_of_bytes` errors about such images say that the function is given bytes.
     """
 
     def __init__(
@@ -216,8 +222,10 @@ class PythonStage:
         on_error: str,
         seed: int,
         unpacked: Unpacked | None = None,
+        tells_of_bytes: bool = False,
     ) -> None:
         self._function = function
+        self._tells_of_bytes = tells_of_bytes and decode is False and unpacked is None
         if workers == "processes":
             check_pickles(function)
         self._unpacked = unpacked
@@ -392,9 +400,15 @@ class PythonStage:
             else ""
         )
         raise TransformError(
-            f"transforms failed for {name} (sample {sample}): {failed.reason}{hint}"
-            + (f"\n\n{failed.trace}" if failed.trace else "")
+            f"transforms failed for {name} (sample {sample}): {failed.reason}"
+            f"{self._of_bytes(name, raw)}{hint}" + (f"\n\n{failed.trace}" if failed.trace else "")
         ) from failed.error
+
+    def _of_bytes(self, name: str, raw: NDArray[np.uint8]) -> str:
+        """The end of an error of a function that may have been meant for images."""
+        if not (self._tells_of_bytes and _is_image(name, raw)):
+            return ""
+        return "; it is given the bytes of the file: decode=True gives it the image"
 
     def _together(self, source: Source, batch: _native.Batch, results: list[Any]) -> Any:
         samples = batch.samples

@@ -210,6 +210,7 @@ class Recipe:
             Composed(made.called),
             decode=None if unpacked else pixels if decoded and pixels else decoded,
             unpacked=unpacked,
+            tells_of_bytes=options.decode is None,
             **self._staging(),
         )
 

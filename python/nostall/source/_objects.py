@@ -43,7 +43,10 @@ def split_url(url: str) -> tuple[str, str]:
         return hub.split(url)
     match = re.match(r"([a-z0-9]+://[^/]+)/?(.*)", url)
     if not match:
-        raise UsageError(f"{url} is not a URL of an object store")
+        raise UsageError(
+            f"{url} is not a URL of an object store, as s3://bucket/train is: nostall.ImageFolder "
+            "reads folders of this machine"
+        )
     return match[1], match[2]
 
 

@@ -307,6 +307,8 @@ class ImageFolder(Source):
     ) -> None:
         self._arguments = arguments_of(locals())
         self.root = path_of(root, "root")
+        if "://" in self.root:
+            raise UsageError(f"{self.root} is no folder: nostall.ObjectFolder reads those of URLs")
         self._arguments["root"] = str(Path(self.root).absolute())
         stored = index_path(self.root, index)
         self.native = _native.open_folder(
@@ -352,6 +354,11 @@ class FileList(Source):
         *,
         root: str | os.PathLike[str] | None = None,
     ) -> None:
+        if isinstance(paths, (str, os.PathLike)):
+            raise UsageError(
+                f"paths must be a list of files, not {os.fspath(paths)!r}: for all files below a "
+                f"folder pass root={os.fspath(paths)!r} alone"
+            )
         self.root = path_of(root, "root") if root is not None else str(Path.cwd())
         self._arguments = {
             "root": str(Path(self.root).absolute()),

@@ -245,6 +245,7 @@ def test_vector_code_is_chosen_where_the_processor_has_it(
         (["xyz"], "there is no command xyz: nostall --help lists all"),
         (["index", "/nope"], "there is no /nope: give a folder"),
         (["top", "nope"], "there is no directory nope: a run makes it"),
+        (["run", "--", "nope"], "cannot run nope: there is no such program"),
     ],
 )
 def test_what_is_not_there_is_told(
@@ -325,6 +326,8 @@ def test_profile_of_a_script_says_what_to_type(
 def test_a_misspelt_name_of_the_package_is_suggested() -> None:
     with pytest.raises(AttributeError, match="'Dataloader': did you mean DataLoader"):
         _ = nostall.Dataloader
+    with pytest.raises(AttributeError, match="did you mean RandomResizedCrop"):
+        _ = nostall.transforms.RandomResizeCrop
 
 
 def test_names_of_torchvision_are_answered_with_what_serves_here() -> None:

@@ -161,7 +161,7 @@ def test_batch_size_is_that_of_a_rank_or_of_all(image_folder: Path) -> None:
         state = loader.state_dict()
     with (
         nostall.DataLoader(folder, 4, rank=0, world_size=5) as loader,
-        pytest.raises(UsageError, match="with 5 ranks pass global_batch_size=12"),
+        pytest.raises(UsageError, match="on 5 ranks pass global_batch_size=12"),
     ):
         loader.load_state_dict(state)
     with nostall.DataLoader(folder, global_batch_size=12, rank=0, world_size=5) as loader:
@@ -214,8 +214,13 @@ def test_set_epoch_goes_where_it_is_told(image_folder: Path) -> None:
         for e in (2, 0, 1):
             loader.set_epoch(e)
             assert [b.data.tobytes() for b, _ in loader] == by_epoch[e]
-        with pytest.raises(nostall.errors.UsageError, match="epochs=4"):
-            loader.set_epoch(3)
+        for wrong, told in (
+            (3, "this job of 3 epochs has no epoch 3: pass epochs=4 or more"),
+            (-1, "this job of 3 epochs has no epoch -1: epochs count from 0"),
+            ("2", "set_epoch takes the number of an epoch, not '2'"),
+        ):
+            with pytest.raises(nostall.errors.UsageError, match=told):
+                loader.set_epoch(wrong)  # type: ignore[arg-type]
 
 
 def test_labels_and_images_have_the_stated_types(image_folder: Path) -> None:

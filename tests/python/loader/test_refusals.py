@@ -90,6 +90,48 @@ def test_what_is_no_path_is_refused(open_it: Callable[[Any], Any], path: Any) ->
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("open_it", "told"),
+    [
+        (
+            lambda: nostall.ImageFolder("s3://bucket/train"),
+            "s3://bucket/train is no folder: .*Object",
+        ),
+        (
+            lambda: nostall.ObjectFolder("/data/train"),
+            "/data/train/ is not a URL .*: nostall.Image",
+        ),
+        (
+            lambda: nostall.FileList("/data"),
+            "not '/data': for all files below .* pass root='/data'",
+        ),
+    ],
+)
+def test_what_opens_another_place_is_named(open_it: Callable[[], Any], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        open_it()
+
+
+def plane(image: Any) -> Any:
+    return image[:, :, 0]
+
+
+@pytest.mark.parametrize("workers", ["threads", "processes"])
+def test_a_callable_that_takes_bytes_for_an_image_is_told(image_folder: Path, workers: str) -> None:
+    told = "given the bytes of the file: decode=True gives it the image"
+    with (
+        make(image_folder, transforms=plane, workers=workers, threads=1) as loader,
+        pytest.raises(TransformError, match=told),
+    ):
+        next(iter(loader))
+    with (
+        make(image_folder, transforms=plane, workers=workers, threads=1, decode=False) as loader,
+        pytest.raises(TransformError) as caught,
+    ):
+        next(iter(loader))
+    assert told not in str(caught.value)
+
+
 @pytest.mark.parametrize("state", [None, {}, {"a": 1}, {"version": 1}, [1]])
 def test_what_is_no_state_of_a_loader_is_refused(image_folder: Path, state: Any) -> None:
     with make(image_folder) as loader, pytest.raises(UsageError, match="not a state of a loader"):
