@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import pickle
 import signal
+import sys
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -191,12 +192,18 @@ def check_pickles(
 ) -> None:
     """Spawned processes get it by pickle."""
     try:
-        pickle.dumps(given)
+        sent = pickle.dumps(given)
     except Exception as error:
         raise UsageError(
             f'workers="processes" cannot send {what} to its processes: {error}. Make it '
             f'{remedy}, or use workers="threads"'
         ) from error
+    typed = getattr(sys.modules["__main__"], "__file__", "<").startswith("<")
+    if typed and b"__main__" in sent:
+        raise UsageError(
+            f'workers="processes" cannot send {what} to its processes: it was typed into a notebook or '
+            'an interpreter, which they cannot import. Put it into a module, or use workers="threads"'
+        )
 
 
 class PythonStage:

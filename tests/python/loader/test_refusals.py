@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import prefork
 import pytest
 import torch.utils.data
 from PIL import Image
@@ -136,6 +137,25 @@ def test_a_callable_that_takes_bytes_for_an_image_is_told(image_folder: Path, wo
 def test_what_is_no_state_of_a_loader_is_refused(image_folder: Path, state: Any) -> None:
     with make(image_folder) as loader, pytest.raises(UsageError, match="not a state of a loader"):
         loader.load_state_dict(state)
+
+
+TYPED = """
+import sys
+import nostall
+
+def first(raw):
+    return raw[:4]
+
+data = nostall.ImageFolder(sys.argv[1], index=False)
+nostall.DataLoader(data, 4, transforms=first, tiers=[])
+nostall.DataLoader(data, 4, transforms=first, tiers=[], workers="processes")
+"""
+
+
+def test_a_callable_of_an_interpreter_is_not_sent_to_processes(image_folder: Path) -> None:
+    run = prefork.run(["-c", TYPED, str(image_folder)], timeout=60)
+    assert run.returncode == 1
+    assert "typed into a notebook or an interpreter" in run.stderr.splitlines()[-1]
 
 
 def flat(image: Any) -> Any:
