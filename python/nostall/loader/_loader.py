@@ -298,6 +298,7 @@ class DataLoader:
         self._resumed = False
         self._ended: int | None = None  # the epoch that the loaded state had just ended
         self._loader: _native.Loader | None = None
+        self._process = 0  # that made it
         self._ahead: Ahead | None = None  # of the last iteration
         self._closed = False
         self._recorder = Recorder(self.world.rank, self.world.world_size)
@@ -885,7 +886,13 @@ class DataLoader:
         }
 
     def _stage(self) -> _native.Loader:
+        if self._loader is not None and self._process != os.getpid():
+            # Here, for the core would wait for threads of the run before, which are not in a child.
+            raise UsageError(
+                f"this loader belongs to process {self._process}; a forked child must make its own"
+            )
         if self._loader is None:
+            self._process = os.getpid()
             if not self._compared and self.world.world_size > 1:
                 from nostall.job import _cluster as cluster
 

@@ -789,3 +789,39 @@ def test_a_pipe_in_the_place_of_a_sample_is_an_error_on_slow_storage_too(tmp_pat
         os.mkfifo(tmp_path / "data" / "a" / "30.bin")
         with pytest.raises(CorruptionError, match=r"30\.bin"):
             read()
+
+
+FORKED = """
+import os, sys
+import nostall
+from nostall.errors import UsageError
+
+data = nostall.ImageFolder(sys.argv[1], index=False)
+loader = nostall.DataLoader(data, 4, epochs=3)
+running = iter(loader)
+next(running)
+child = os.fork()
+if child == 0:
+    for batches in (running, iter(loader)):
+        try:
+            next(batches)
+        except UsageError as error:
+            print(error)
+    with nostall.DataLoader(data, 4, epochs=1) as own:
+        print(sum(len(labels) for _, labels in own))
+    sys.exit(0)
+print("child", os.waitpid(child, 0)[1], "parent", sum(len(labels) for _, labels in loader))
+"""
+
+
+@pytest.mark.multi
+def test_a_forked_child_is_refused_a_loader_and_may_make_its_own(image_folder: Path) -> None:
+    # A process of its own, which may fork without threads of pytest's.
+    command = [sys.executable, "-c", FORKED, str(image_folder)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    samples = len(nostall.ImageFolder(image_folder, index=False))
+    said = run.stdout.splitlines()
+    assert len(said) == 4, run
+    assert all("a forked child must make its own" in line for line in said[:2])
+    assert said[2:] == [str(samples), f"child 0 parent {samples}"]
+    assert (run.returncode, run.stderr) == (0, "")
