@@ -30,7 +30,11 @@ class FileCopy {
   Written run();
   // No rate and no gate from now on.
   void hurry();
-  void stop() noexcept { stopped_ = true; }
+  // run ends with Error(stopped), after the block in flight.
+  void stop() noexcept {
+    stopped_ = true;
+    pace_.lift();
+  }
 
  private:
   bool copy_next(Input& input, Output& output);

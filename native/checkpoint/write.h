@@ -53,7 +53,10 @@ class Write {
   // at its own priority, until none is left to take. run still ends by itself.
   void hurry();
   // run ends with Error(stopped), after the blocks in flight.
-  void stop() noexcept { stopped_ = true; }
+  void stop() noexcept {
+    stopped_ = true;
+    pace_.lift();
+  }
 
  private:
   // Writes the next block; false if there is none, or no more is to be written.

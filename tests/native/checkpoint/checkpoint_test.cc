@@ -262,21 +262,30 @@ TEST_F(CheckpointTest, KeepsTheRate) {
   EXPECT_GE(written.seconds, 0.095);  // 5 blocks, the first for nothing
 }
 
-TEST_F(CheckpointTest, StopEndsAWrite) {
+TEST_F(CheckpointTest, StopEndsAWriteAndACopyThatWaitForTheirRate) {
+  const WriteOptions slow{.rate = kBlock / 1000};  // a quarter of an hour for a block
+  const auto stopped = [](auto& transfer) {
+    std::thread stopper([&] {
+      std::this_thread::sleep_for(20ms);
+      transfer.stop();
+    });
+    try {
+      transfer.run();
+      ADD_FAILURE() << "not stopped";
+    } catch (const Error& e) {
+      EXPECT_EQ(e.kind(), ErrorKind::stopped);
+    }
+    stopper.join();
+  };
   auto snapshot = snapshot_of(8 * kBlock);
   snapshot->finish();
-  Write write(snapshot, path("f"), {.rate = kBlock / 100});  // minutes
-  std::thread stopper([&] {
-    std::this_thread::sleep_for(20ms);
-    write.stop();
-  });
-  try {
-    write.run();
-    FAIL() << "not stopped";
-  } catch (const Error& e) {
-    EXPECT_EQ(e.kind(), ErrorKind::stopped);
-  }
-  stopper.join();
+  Write write(snapshot, path("f"), slow);
+  stopped(write);
+  snapshot = snapshot_of(8 * kBlock);
+  snapshot->finish();
+  const Written written = Write(snapshot, path("g"), {}).run();
+  FileCopy copy(path("g"), path("h"), written.size, written.crcs, slow);
+  stopped(copy);
 }
 
 TEST_F(CheckpointTest, AHeldGateDelaysButNeverForEver) {
