@@ -18,12 +18,13 @@ CLANG_FORMAT = $(firstword $(foreach v,clang-format-14 clang-format-19 clang-for
 SOURCES := $(shell git ls-files native bindings mpi tools cmake python CMakeLists.txt pyproject.toml 2>/dev/null)
 BENCHMARKS := $(shell git ls-files benchmarks/native benchmarks/nostall_bench benchmarks/CMakeLists.txt benchmarks/pyproject.toml 2>/dev/null)
 
-.PHONY: demo docs test wheel dlio-test dlio-bench trainers-test device-test native-test python-test build lint format sanitize sanitize-all fuzz campaign bench clean help
+.PHONY: ready address-build thread-build demo docs test wheel dlio-test dlio-bench trainers-test device-test native-test python-test build lint format sanitize sanitize-all fuzz campaign bench clean help
 
 help:
 	@echo "make demo      train on a slow file system, with and without nostall (under 5 minutes); the first time it"
 	@echo "               installs system packages and 6 GB into .venv, most of it torch, and compiles for 3 minutes"
 	@echo "make test      native and Python tests; the first time as for make demo, and it fetches MPICH and Slurm"
+	@echo "make -j 2 ready  sets up and compiles for the tests, sanitizers and fuzz targets, both at a time"
 	@echo "make docs      the documentation as a site, with a search"
 	@echo "make wheel     wheels for any Linux of glibc 2.28 or later, into dist/ (also with ARCH=aarch64)"
 	@echo "make bench     nostall bench loader, with every peer that installs"
@@ -38,7 +39,8 @@ $(STAMPS)/system: scripts/setup
 	@scripts/setup build
 	@mkdir -p $(STAMPS) && touch $@
 
-$(STAMPS)/checkers: scripts/setup
+# After the other: apt does one thing at a time.
+$(STAMPS)/checkers: $(STAMPS)/system
 	@scripts/setup check
 	@mkdir -p $(STAMPS) && touch $@
 
@@ -47,13 +49,19 @@ $(STAMPS)/venv: $(STAMPS)/system
 	@$(PYTHON) -m venv $(VENV)
 	@touch $@
 
+# What compiles the native core and its tests, UCX among it: not the gigabytes of the Python tests.
+$(STAMPS)/tools: pyproject.toml $(STAMPS)/venv
+	@echo "installing build requirements into $(VENV)"
+	@$(BIN)/python scripts/requirements build cluster | xargs -d '\n' $(BIN)/python -m pip install -q
+	@mkdir -p $(STAMPS) && touch $@
+
 # The package builds for a user with what demo asks for; for the tests with the second MPI as well.
 $(STAMPS)/demo-requirements: pyproject.toml benchmarks/pyproject.toml $(STAMPS)/venv
 	@echo "installing build requirements, torch, torchvision and the command line into $(VENV) (torch of PyPI carries CUDA: 6 GB)"
 	@$(BIN)/python scripts/requirements build benchmarks | xargs -d '\n' $(BIN)/python -m pip install -q
 	@mkdir -p $(STAMPS) && touch $@
 
-$(STAMPS)/requirements: pyproject.toml $(STAMPS)/venv
+$(STAMPS)/requirements: $(STAMPS)/tools
 	@echo "installing build and test requirements into $(VENV) (6 GB, most of it torch)"
 	@$(BIN)/python scripts/requirements build test | xargs -d '\n' $(BIN)/python -m pip install -q
 	@command -v chromium >/dev/null || $(BIN)/python -m playwright install --with-deps chromium >/dev/null
@@ -164,13 +172,23 @@ checked_address = $(call checked,clang-address,-DNOSTALL_SANITIZE=address$(comma
 checked_thread = $(call checked,thread,-DNOSTALL_SANITIZE=thread)
 comma := ,
 
-sanitize: $(STAMPS)/checkers $(STAMPS)/requirements
-	@echo "native tests under the address and undefined behaviour sanitizers"
+address-build: $(STAMPS)/checkers $(STAMPS)/tools
+	@echo "building the native tests and fuzz targets with the address and undefined behaviour sanitizers"
 	@$(checked_address)
+
+thread-build: $(STAMPS)/checkers $(STAMPS)/tools
+	@echo "building the native tests with the thread sanitizer"
+	@$(checked_thread)
+
+sanitize: address-build thread-build
+	@echo "native tests under the address and undefined behaviour sanitizers"
 	@$(call native_tests,clang-address)
 	@echo "native tests under the thread sanitizer"
-	@$(checked_thread)
 	@$(call native_tests,thread)
+
+# All that is fetched, and what takes long to compile. With make -j 2 compilers work while pip, which takes
+# one core and the network, installs; no test runs meanwhile.
+ready: $(STAMPS)/package address-build thread-build
 
 # Much longer (an hour on 2 cores), so not in continuous integration: the package, with bindings and the
 # torch backend, under AddressSanitizer; the MPI library under ThreadSanitizer.
@@ -181,8 +199,7 @@ sanitize-all: sanitize $(STAMPS)/mpi-suite
 	@scripts/test-sanitized thread build/python-thread $(BIN)/python tests/python/mpi/test_mpi.py
 
 # Every fuzz target for FUZZ_SECONDS, on its corpus; new inputs go to build/, findings fail.
-fuzz: $(STAMPS)/checkers $(STAMPS)/requirements
-	@$(checked_address)
+fuzz: address-build
 	@scripts/run-fuzzers build/clang-address/fuzz $(FUZZ_SECONDS)
 
 # Every campaign of tests/campaigns at its small size, two at a time for much of one is waiting; or
