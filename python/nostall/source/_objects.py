@@ -1,10 +1,7 @@
 """Objects of S3-compatible and other object stores as files, by ranged GETs of obstore.
 
-Credentials come from the standard places (environment, profile, container, instance); an endpoint
-from ``AWS_ENDPOINT_URL``. Pass an ``obstore.store`` of your own for anything else. An object that is
-replaced while a job reads it is detected by its ETag. Every request ends within
-``NOSTALL_OBJECT_TIMEOUT_S`` (30) seconds. It is repeated at most ``NOSTALL_OBJECT_RETRIES`` (8) times
-if that can help.
+Connections are those of `base/_object_client.py`; pass an ``obstore.store`` of your own for anything
+else. An object that is replaced while a job reads it is detected by its ETag.
 """
 
 from __future__ import annotations
@@ -15,14 +12,12 @@ import os
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from nostall import _native
-from nostall.base import _options as options
+from nostall.base import _object_client as client
 from nostall.errors import IoError, UsageError
 from nostall.source import _hub as hub
 
@@ -52,56 +47,9 @@ def split_url(url: str) -> tuple[str, str]:
 
 def connect(root: str) -> Any:
     """The store of ``scheme://bucket``, as the environment configures it."""
-    try:
-        from obstore.store import from_url
-    except ImportError:
-        raise UsageError(
-            f"reading {root} needs the package obstore: pip install 'nostall[objects]'"
-        ) from None
-    endpoint = os.environ.get("AWS_ENDPOINT_URL", "")
-    timeout = options.value("source.object_timeout_s")
-    client: dict[str, Any] = {"timeout": f"{timeout:g}s", "connect_timeout": "5s"}
     if hub.is_of_hub(root):
-        root, client["default_headers"] = hub.address(root), hub.headers()
-    if endpoint.startswith("http://") or root.startswith("http://"):
-        client["allow_http"] = True
-    return from_url(
-        root,
-        client_options=client,
-        **_profile(root),
-        retry_config={
-            "max_retries": options.value("source.object_retries"),
-            "retry_timeout": timedelta(seconds=2 * timeout),
-            "backoff": {
-                "init_backoff": timedelta(milliseconds=50),
-                "max_backoff": timedelta(seconds=5),
-                "base": 2,
-            },
-        },
-    )
-
-
-def _profile(root: str) -> dict[str, Any]:
-    """Credentials of a profile (``~/.aws``), which the client itself does not read."""
-    named = os.environ.get("AWS_PROFILE", "")
-    folder = Path(os.path.expanduser("~/.aws"))  # unexpanded if the user has no home
-    there = named or (folder / "credentials").exists() or (folder / "config").exists()
-    direct = ("AWS_ACCESS_KEY_ID", "AWS_SKIP_SIGNATURE", "AWS_WEB_IDENTITY_TOKEN_FILE")
-    if not root.startswith(("s3://", "s3a://")) or not there or any(map(os.environ.get, direct)):
-        return {}
-    try:
-        from boto3 import Session
-        from obstore.auth.boto3 import Boto3CredentialProvider
-    except ImportError:
-        if not named:
-            return {}
-        raise UsageError(
-            f"reading {root} with AWS_PROFILE={named} needs the package boto3: pip install boto3"
-        ) from None
-    session = Session()
-    if session.get_credentials() is None:
-        return {}
-    return {"credential_provider": Boto3CredentialProvider(session)}
+        return client.connect(hub.address(root), hub.headers())
+    return client.connect(root)
 
 
 def store_identity(store: Any = None) -> str | None:
@@ -129,7 +77,7 @@ def list_objects(
     Raises:
         IoError: the store cannot be asked, with the URL.
     """
-    obstore = _obstore(url)
+    obstore = client.client(url)
     root, key = split_url(url)
     store = connect(root) if store is None else store
     pattern = re.search(r"[*?\[]", key)
@@ -183,7 +131,7 @@ class Ranges:
     def __init__(
         self, urls: Sequence[str], store: Any = None, known: Sequence[Any] | None = None
     ) -> None:
-        obstore = _obstore(urls[0])
+        obstore = client.client(urls[0])
         self._urls = list(urls)
         self._stores: dict[str, Any] = {}
         self._given = store
@@ -220,13 +168,13 @@ class Ranges:
     def read(self, ranges: list[tuple[int, int, int]]) -> list[Any]:
         """One buffer or exception for every (file, offset, size)."""
         if ranges:
-            _obstore(self._urls[ranges[0][0]])
+            client.client(self._urls[ranges[0][0]])
         return list(self._threads().map(self._one, ranges))
 
     def _one(self, asked: tuple[int, int, int]) -> Any:
         file, offset, size = asked
         url = self._urls[file]
-        obstore = _obstore(url)
+        obstore = client.client(url)
         if size == 0:
             return b""
         options: dict[str, Any] = {"range": (offset, offset + size)}
@@ -239,7 +187,7 @@ class Ranges:
                 body = memoryview(result.bytes()).cast("B")
             except Exception as caught:
                 error = _failed(f"{url} at offset {offset}", caught)
-                if not _worth_another(caught):
+                if not client.worth_another(caught):
                     break
                 continue
             if len(body) == size:
@@ -250,59 +198,20 @@ class Ranges:
         return error
 
 
-# The process in which the client was first used: its threads do not survive a fork, and in a forked
-# process it would wait for them for ever.
-_client_process: int | None = None
-
-
-def _obstore(url: str) -> Any:
-    global _client_process
-    try:
-        import obstore
-    except ImportError:
-        raise UsageError(
-            f"reading {url} needs the package obstore: pip install 'nostall[objects]'"
-        ) from None
-    if _client_process is None:
-        _client_process = os.getpid()
-    if _client_process != os.getpid():
-        raise IoError(
-            f"{url} cannot be read in a process that was forked from one that reads object stores: "
-            'start processes with "spawn"'
-        )
-    return obstore
-
-
 def _version(meta: Any) -> int:
     """A number that differs for another content of the object: from its ETag, or its time."""
     tag = meta.get("e_tag") or str(meta.get("last_modified"))
     return int.from_bytes(hashlib.sha256(tag.encode()).digest()[:8], "little", signed=True)
 
 
-def _worth_another(error: Exception) -> bool:
-    """Whether the client has neither a final answer from the server nor given up trying."""
-    text = _brief(error)
-    if isinstance(error, FileNotFoundError):
-        return False
-    return not any(sign in text for sign in ("status code", "retries", "recondition"))
-
-
-def _brief(error: Exception) -> str:
-    return " ".join(str(error).split(" Debug source:")[0].split("\n\nDebug source:")[0].split())
-
-
 def _failed(url: str, error: Exception) -> IoError:
     """The message for an error of the client; `url` may be followed by a place."""
     kind = type(error).__name__
-    text = _brief(error)
+    text = client.brief(error)
     if isinstance(error, FileNotFoundError):
         return IoError(f"{url} does not exist")
     if "precondition" in kind.lower() or "recondition" in text:
         return IoError(f"{url} was replaced since it was opened: open the data set again")
-    denied = kind in ("PermissionDeniedError", "UnauthenticatedError")
-    if denied or "ExpiredToken" in text or "InvalidAccessKeyId" in text:
-        return IoError(
-            f"{url}: access was denied ({text[:300]}): check the credentials (AWS_ACCESS_KEY_ID, "
-            "AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, or a profile) and whether they expired"
-        )
+    if sentence := client.denied(error):
+        return IoError(f"{url}: {sentence}")
     return IoError(f"{url} cannot be read: {text[:500]}")

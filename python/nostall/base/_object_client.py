@@ -1,0 +1,124 @@
+"""The client of object stores, obstore: connections, and what its errors mean.
+
+Credentials come from the standard places (environment, profile, container, instance); an endpoint
+from ``AWS_ENDPOINT_URL``. Every request ends within ``NOSTALL_OBJECT_TIMEOUT_S`` (30) seconds. It is
+repeated at most ``NOSTALL_OBJECT_RETRIES`` (8) times if that can help.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from nostall.base import _options as options
+from nostall.errors import IoError, UsageError
+
+# The process in which the client was first used: its threads do not survive a fork, and in a forked
+# process it would wait for them for ever.
+_client_process: int | None = None
+
+
+def connect(root: str, headers: dict[str, str] | None = None) -> Any:
+    """The store of ``scheme://bucket``, as the environment configures it."""
+    try:
+        from obstore.store import from_url
+    except ImportError:
+        raise UsageError(_needed(root)) from None
+    endpoint = os.environ.get("AWS_ENDPOINT_URL", "")
+    timeout = options.value("source.object_timeout_s")
+    client: dict[str, Any] = {"timeout": f"{timeout:g}s", "connect_timeout": "5s"}
+    if headers is not None:
+        client["default_headers"] = headers
+    if endpoint.startswith("http://") or root.startswith("http://"):
+        client["allow_http"] = True
+    return from_url(
+        root,
+        client_options=client,
+        **_profile(root),
+        retry_config={
+            "max_retries": options.value("source.object_retries"),
+            "retry_timeout": timedelta(seconds=2 * timeout),
+            "backoff": {
+                "init_backoff": timedelta(milliseconds=50),
+                "max_backoff": timedelta(seconds=5),
+                "base": 2,
+            },
+        },
+    )
+
+
+def _needed(url: str) -> str:
+    return f"{url} needs the package obstore: pip install 'nostall[objects]'"
+
+
+def _profile(root: str) -> dict[str, Any]:
+    """Credentials of a profile (``~/.aws``), which the client itself does not read."""
+    named = os.environ.get("AWS_PROFILE", "")
+    folder = Path(os.path.expanduser("~/.aws"))  # unexpanded if the user has no home
+    there = named or (folder / "credentials").exists() or (folder / "config").exists()
+    direct = ("AWS_ACCESS_KEY_ID", "AWS_SKIP_SIGNATURE", "AWS_WEB_IDENTITY_TOKEN_FILE")
+    if not root.startswith(("s3://", "s3a://")) or not there or any(map(os.environ.get, direct)):
+        return {}
+    try:
+        from boto3 import Session
+        from obstore.auth.boto3 import Boto3CredentialProvider
+    except ImportError:
+        if not named:
+            return {}
+        raise UsageError(
+            f"{root} with AWS_PROFILE={named} needs the package boto3: pip install boto3"
+        ) from None
+    session = Session()
+    if session.get_credentials() is None:
+        return {}
+    return {"credential_provider": Boto3CredentialProvider(session)}
+
+
+def client(url: str) -> Any:
+    """The module obstore, for a request to `url`.
+
+    Raises:
+        UsageError: it is not installed.
+        IoError: this process was forked from one that has used it.
+    """
+    global _client_process
+    try:
+        import obstore
+    except ImportError:
+        raise UsageError(_needed(url)) from None
+    if _client_process is None:
+        _client_process = os.getpid()
+    if _client_process != os.getpid():
+        raise IoError(
+            f"{url} cannot be read in a process that was forked from one that reads object stores: "
+            'start processes with "spawn"'
+        )
+    return obstore
+
+
+def worth_another(error: Exception) -> bool:
+    """Whether the client has neither a final answer from the server nor given up trying."""
+    text = brief(error)
+    if isinstance(error, FileNotFoundError):
+        return False
+    return not any(sign in text for sign in ("status code", "retries", "recondition"))
+
+
+def brief(error: Exception) -> str:
+    """What the client says, on one line."""
+    return " ".join(str(error).split(" Debug source:")[0].split("\n\nDebug source:")[0].split())
+
+
+def denied(error: Exception) -> str:
+    """The sentence for an answer that denies access; "" for any other error."""
+    text = brief(error)
+    kinds = ("PermissionDeniedError", "UnauthenticatedError")
+    signs = ("ExpiredToken", "InvalidAccessKeyId", "status code: 401", "status code: 403")
+    if type(error).__name__ not in kinds and not any(sign in text for sign in signs):
+        return ""
+    return (
+        f"access was denied ({text[:300]}): check the credentials (AWS_ACCESS_KEY_ID, "
+        "AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, or a profile) and whether they expired"
+    )
