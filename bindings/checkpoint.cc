@@ -172,9 +172,11 @@ void bind_transfer(nb::module_& m) {
       .def("hurry", &FileCopy::hurry)
       .def("stop", &FileCopy::stop);
 
-  nb::class_<Progress>(m, "Progress").def(nb::init<>()).def_prop_ro("bytes", [](const Progress& p) {
-    return p.bytes.load();
-  });
+  nb::class_<Progress>(m, "Progress")
+      .def(nb::init<>())
+      .def(
+          "add", [](Progress& p, uint64_t bytes) { p.bytes += bytes; }, nb::arg("bytes"))
+      .def_prop_ro("bytes", [](const Progress& p) { return p.bytes.load(); });
   nb::class_<FileInMemory>(m, "CheckedFile",
                            "A file that is read in blocks (native/checkpoint/transfer.h).")
       .def(nb::init<const std::string&, uint64_t, std::vector<uint32_t>>(), nb::arg("path"),
@@ -248,6 +250,12 @@ void bind_checkpoint(nb::module_& m) {
         return crc32c({static_cast<const std::byte*>(bytes.data()), bytes.size()});
       },
       nb::arg("bytes"));
+  m.def(
+      "crc32c_of",
+      [](const nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& bytes) {
+        return crc32c({reinterpret_cast<const std::byte*>(bytes.data()), bytes.size()});
+      },
+      nb::arg("bytes"), Unlocked(), "Of an array, which nobody changes meanwhile.");
 
   bind_locks(m);
 }

@@ -10,6 +10,8 @@ ckpt.save(state, step)
 # _checkpointer   `save` and `restore`, as the training calls them
 # _background     the two threads: one writes snapshots, one drains
 # _store          one directory of checkpoints, and the commit of a manifest
+# _objects, _transfer      the same below a URL; the bytes of its parts
+# _open, _place            which of both a place is, and what both give
 # _nodes          the same where each node has a fast directory of its own
 # _tree, _format  a state as a tree of named arrays; the content of the files
 # _window, _device         saves that return before the copy; tensors on an accelerator

@@ -20,6 +20,7 @@ from nostall.checkpoint._cleaner import Cleaner
 from nostall.checkpoint._drain import copy_all, read_back
 from nostall.checkpoint._format import Manifest, Part
 from nostall.checkpoint._nodes import Nodes
+from nostall.checkpoint._place import Copy, Pacing, UnreachableError
 from nostall.checkpoint._saved import Drain, Job, Level, Saved, Settings
 from nostall.checkpoint._store import Store, part_name
 from nostall.errors import CorruptionError, Error, IoError, StoppedError
@@ -70,7 +71,7 @@ class BackgroundWriter:
         self._urgent = -1  # some thread waits for jobs up to this number
         self._urgent_drains: set[str] = set()
         self._writing: tuple[int, _native.SnapshotWrite] | None = None
-        self._copying: tuple[str, _native.FileCopy] | None = None
+        self._copying: tuple[str, Copy] | None = None
         self._stopping = False
         self._threads: dict[str, threading.Thread] = {}
         self.write_seconds: float | None = None  # of the last snapshot, from file to fsync
@@ -260,14 +261,14 @@ class BackgroundWriter:
             except Exception as error:
                 job.failed = f"a copy from the device failed: {_words(error)}"
             job.arriving = job.leaves = None
-        for store in (self.fast, self.durable):
-            if store is None:
-                continue
+        # A snapshot goes to directories alone: uploads are from the fast one.
+        stores = [s for s in (self.fast, self.durable) if s is not None and s.is_directory]
+        for store in stores:
             reason = self._write(store, job)
             if reason:
                 then = (
                     f"; writing to {self.durable.root} directly"
-                    if store is self.fast and self.durable is not None
+                    if store is self.fast and self.durable is not None and self.durable in stores
                     else ""
                 )
                 self._say(
@@ -467,12 +468,19 @@ class BackgroundWriter:
                 drain.saved._miss("durable")
             self._retain()
             return
-        there = durable.find(manifest.step, manifest.id)
-        if there is None or not durable.has_all(there):
-            if drain.alone or manifest.world_size == 1:
-                self._drain_alone(drain)
-            else:
-                self._drain_together(drain, damaged=there is not None)
+        alone, there, whole = drain.alone or manifest.world_size == 1, None, False
+        try:
+            there = durable.find(manifest.step, manifest.id)
+            whole = there is not None and durable.has_all(there)
+            if whole:
+                durable.check_owned()  # or another job may have removed it since
+        except UnreachableError:
+            if alone:
+                raise  # else other ranks wait for this one's word
+        if alone and not whole:
+            self._drain_alone(drain)
+        elif not whole:
+            self._drain_together(drain, damaged=there is not None)
         if drain.saved is not None:
             drain.saved._reach("durable")
         self._retain()
@@ -482,10 +490,7 @@ class BackgroundWriter:
             self._drains.extend(again)
 
     def _drain_alone(self, drain: Drain) -> None:
-        """Copies all parts, on this rank.
-
-        A second attempt uses other names, because other ranks may still be giving up the first.
-        """
+        """Copies all parts, on this rank."""
         assert self.durable is not None
         copy_all(
             self.durable,
@@ -502,13 +507,16 @@ class BackgroundWriter:
         """
         durable, manifest = self.durable, drain.manifest
         assert durable is not None
-        parts = () if damaged else tuple(p for p in manifest.parts if p.rank == self.rank)
+        own = () if damaged else tuple(p for p in manifest.parts if p.rank == self.rank)
+        parts = [
+            dataclasses.replace(part, name=durable.part_name(part, manifest.id)) for part in own
+        ]
         failed = f"{durable.root} lacks parts of step {manifest.step}" if damaged else ""
         try:
             if parts:
-                durable.prepare(manifest.step)
-            for part in parts:
-                self._copy(drain, part, part.name)
+                durable.make_step(manifest.step)
+            for part, copy in zip(own, parts, strict=True):
+                self._copy(drain, part, copy.name)
         except StoppedError:
             raise
         except Exception as error:
@@ -546,9 +554,11 @@ class BackgroundWriter:
             try:
                 if node == nodes.node:
                     self._copy_here(drain, part, name)
-                else:
+                elif self.durable.is_directory:
                     target = self.durable.directory(drain.manifest.step) / name
                     nodes.fetch(drain.manifest.step, part, node, target, self._pace(drain))
+                else:
+                    self._fetch_and_copy(drain, part, name, node)
                 return
             except StoppedError:
                 raise
@@ -556,6 +566,19 @@ class BackgroundWriter:
                 problems.append(f"node {node}: {error}")
                 _log.warning("a copy of %s cannot be drained: %s", part.name, problems[-1])
         raise IoError("; ".join(problems))
+
+    def _fetch_and_copy(self, drain: Drain, part: Part, name: str, node: int) -> None:
+        """Uploads a part of another node, by way of this one's fast directory."""
+        nodes, step = self.nodes, drain.manifest.step
+        assert nodes is not None and self.fast is not None
+        path = self.fast.prepare(step) / part.name
+        own = path.exists()  # and damaged
+        try:
+            nodes.fetch(step, part, node, path, self._pace(drain))
+            self._copy_here(drain, part, name)
+        finally:
+            if not own:
+                self.fast.discard(step, part.name)
 
     def _pace(self, drain: Drain) -> Callable[[int], None]:
         """Called with the bytes received so far: waits to keep the rate."""
@@ -577,20 +600,16 @@ class BackgroundWriter:
     def _copy_here(self, drain: Drain, part: Part, name: str) -> None:
         assert self.fast is not None and self.durable is not None
         source = self.fast.directory(drain.manifest.step) / part.name
-        target = self.durable.directory(drain.manifest.step) / name
         urgent = drain.manifest.id in self._urgent_drains
         priority = _PRIORITY["normal" if urgent else self.settings.priority]
-        copy = _native.FileCopy(
-            str(source),
-            str(target),
-            part.size,
-            list(part.crcs),
+        pacing = Pacing(
             rate=0 if urgent else self.settings.rate,
             priority=priority,
             gate=self.gate if not urgent else None,
             gate_patience=self._patience(part.size),
             considerate=self.settings.windows and not urgent,
         )
+        copy = self.durable.copy(source, drain.manifest.step, name, part, pacing)
         with self._lock:
             self._copying = (drain.manifest.id, copy)
             if drain.manifest.id in self._urgent_drains:
@@ -603,7 +622,7 @@ class BackgroundWriter:
             with self._lock:
                 self._copying = None
         if self.settings.verify:
-            read_back(target, part, priority)
+            read_back(self.durable, drain.manifest.step, part, name, priority)
 
     def _superseded(self, manifest: Manifest) -> str:
         """Why this checkpoint need not be drained, by the rule of retention; or ""."""
@@ -615,8 +634,11 @@ class BackgroundWriter:
         newer = [m for m in waiting.values() if m.order > manifest.order]
         if not newer:
             return ""
-        known = self._cleaner.complete(self.durable) | waiting | {manifest.id: manifest}
-        if manifest.id in self._cleaner.staying(known):
+        try:
+            known = self._cleaner.complete(self.durable) | waiting | {manifest.id: manifest}
+            if manifest.id in self._cleaner.staying(known):
+                return ""
+        except UnreachableError:  # other ranks wait for this one
             return ""
         newest = max(newer, key=lambda m: m.order).step
         return f"step {newest} is complete already and step {manifest.step} need not be kept"

@@ -119,8 +119,7 @@ def _begin(
             if leads_fast if store is fast else rank == 0:
                 store.own()
                 owned.append(store)
-                for old in store.root.glob(".run-*"):
-                    old.unlink(missing_ok=True)
+                store.unmark(met.tokens)
                 if store is not fast or nodes is None:
                     store.clean()
                 else:
@@ -129,7 +128,7 @@ def _begin(
     notes = gather(note)
     seen_by_all = max(int(theirs["seen"]) for theirs in notes)
     if nodes is None:
-        lineage = lineage_of(stores, owned, (), seen_by_all)
+        lineage = _lineage_on_all(stores, owned, (), seen_by_all, gather)
         return Begun(met.run, None, [], lineage, owned, met.key, met.several)
     nodes.addresses = [tuple(notes[group[0]]["address"]) for group in groups]
     held = together([notes[group[0]]["held"] for group in groups])
@@ -139,7 +138,7 @@ def _begin(
         if nodes.leader:
             _settle(nodes, held)
     gather(note)  # no rank reads before all nodes have cleared up
-    lineage = lineage_of(stores, owned, held, seen_by_all)
+    lineage = _lineage_on_all(stores, owned, held, seen_by_all, gather)
     return Begun(met.run, nodes, held, lineage, owned, met.key, met.several)
 
 
@@ -195,7 +194,7 @@ def _meet(
         for store in stores:
             with io_errors("make the directory", store.root):
                 store.make()
-                (store.root / f".run-{run}").touch()
+                store.mark(run)
     notes = gather(note)
     for other, theirs in enumerate(notes):
         compare(0, notes[0]["alike"], other, theirs["alike"])
@@ -212,7 +211,7 @@ def _groups_of(
     with _noting(note):
         for s in (fast, durable):
             if s is not None:
-                note[s.kind] = [r for r, t in enumerate(met.tokens) if _marker(s, t).exists()]
+                note[s.kind] = s.marked(met.tokens)
     seen = gather(note)
     everybody = list(range(world_size))
     if durable is not None:
@@ -247,16 +246,29 @@ def lineage_of(
     return lineage
 
 
+def _lineage_on_all(
+    stores: Sequence[Store],
+    owned: Sequence[Store],
+    held: Sequence[Held],
+    seen: int,
+    gather: Gather,
+) -> Lineage:
+    """As `lineage_of`; where one rank cannot ask a store on the network, all fail."""
+    if all(store.is_directory for store in stores):
+        return lineage_of(stores, owned, held, seen)
+    note: dict[str, Any] = {}
+    with _noting(note):
+        lineage = lineage_of(stores, owned, held, seen)
+    gather(note)
+    return lineage
+
+
 @contextlib.contextmanager
 def _noting(note: dict[str, Any]) -> Iterator[None]:
     try:
         yield
     except (Error, OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
         note["error"] = str(error)
-
-
-def _marker(store: Store, token: str) -> Any:
-    return store.root / f".run-{token}"
 
 
 def _groups(seen: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -23,6 +23,7 @@ from nostall.checkpoint._begin import begin, undrained
 from nostall.checkpoint._device import DeviceCopies, DeviceWindow, Pace
 from nostall.checkpoint._landing import Landing
 from nostall.checkpoint._nodes import Held
+from nostall.checkpoint._open import check_places, open_store
 from nostall.checkpoint._options import (
     CheckpointArguments,
     CheckpointOptions,
@@ -63,7 +64,9 @@ class Checkpointer:
 
     Args:
         fast: a directory on fast storage (NVMe, /dev/shm), seen by all ranks or each node's own.
-        durable: a directory on durable storage, seen by all ranks. One of both may be left out.
+        durable: a directory on durable storage, seen by all ranks, or a URL on an object store
+            (``s3://bucket/run1``, gs://, az://), which needs `fast` too. Else one of both may be left
+            out.
         keep: how many checkpoints stay, or a `Keep`.
         every: only multiples of this step are saved; for others `save` returns None at once.
         level: what `save` waits for: ``"memory"`` (the copy), ``"fast"``, ``"durable"``.
@@ -80,7 +83,8 @@ class Checkpointer:
     Raises:
         UsageError: arguments that contradict each other, or differ between ranks; a directory that
             another job uses.
-        IoError: a directory that cannot be made.
+        IoError: a directory that cannot be made, an object store that does not answer.
+        PeerError: another job began on the same object store at the same time, and has it.
 
     A restore of an older step, or a save of a step below the newest one, begins a branch: later
     checkpoints are superseded. They stay, because the rules of `keep` hold for each branch by itself,
@@ -104,11 +108,7 @@ class Checkpointer:
         options: CheckpointOptions | None = None,
         **rare: Unpack[CheckpointArguments],
     ) -> None:
-        if fast is None and durable is None:
-            raise UsageError("a checkpointer needs fast=, durable= or both")
-        roots = [os.path.realpath(root) for root in (fast, durable) if root is not None]
-        if len(roots) > len(set(roots)):
-            raise UsageError(f"fast and durable are the same directory, {roots[0]}")
+        check_places(fast, durable)
         chosen = self._options = with_arguments(options, rare)
         self.level: Level = checked("checkpoint.level", level)
         self._check_level(self.level, fast is not None, durable is not None)
@@ -125,7 +125,7 @@ class Checkpointer:
         cores = len(os.sched_getaffinity(0))
         self._threads = chosen.threads or max(1, min(8, cores // world.local_world_size))
         self.fast = Store(fast, "fast") if fast is not None else None
-        self.durable = Store(durable, "durable") if durable is not None else None
+        self.durable = open_store(durable, "durable") if durable is not None else None
         begun = begin(
             self.fast,
             self.durable,
@@ -172,7 +172,7 @@ class Checkpointer:
         names = self._options.on_signal
         return {
             "fast": "a directory" if self.fast else None,
-            "durable": "a directory" if self.durable else None,
+            "durable": self.durable and _sort(self.durable),
             "every": self.every,
             "replicated": self.replicated,
             "partner": partner,
@@ -448,6 +448,7 @@ class Checkpointer:
             CorruptionError: there are checkpoints, and all are damaged; tensors of a device may have
                 been filled from one of them in part.
             UsageError: the checkpoint is of another number of ranks, or does not fit `into`.
+            IoError: an object store does not answer: its checkpoints are not passed over.
         """
         self._check_process()
         self.before_update()  # for restoring changes the state as well
@@ -473,6 +474,11 @@ class Checkpointer:
                 load_into(into, restored.state)
             except UsageError as error:
                 raise UsageError(f"step {restored.step} cannot be restored: {error}") from None
+        for store in self._owned:
+            try:
+                store.adopt(restored.manifest)
+            except (Error, OSError) as error:
+                _log.warning("%s", error)
         behind = self._lineage.restored(restored.manifest)
         if step is not None:
             self._begin_branch(restored.manifest, behind)
@@ -606,6 +612,10 @@ class Checkpointer:
             if kind is None:
                 raise
             _log.error("%s", error)
+
+
+def _sort(store: Store) -> str:
+    return "a directory" if store.is_directory else "an object store"
 
 
 def _shut(

@@ -3,36 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable
-from pathlib import Path
 
 from nostall import _native
 from nostall.checkpoint._format import Manifest, Part
-from nostall.checkpoint._store import Store, part_name
+from nostall.checkpoint._store import Store
 from nostall.errors import IoError, StoppedError
 
 
 def copy_all(
     durable: Store, manifest: Manifest, copy: Callable[[Part, str], None], attempt: int = 0
 ) -> None:
-    """Copies each part by `copy(part, name)`, then makes the checkpoint complete in `durable`.
-
-    A second attempt uses other names, because other ranks may still be giving up the first. So does
-    a copy that takes the place of one with lost parts: until it is complete, nothing that the old
-    manifest names is written to, and an interrupted copy is not taken for a whole one.
-    """
+    """Copies each part by `copy(part, name)`, then makes the checkpoint complete in `durable`."""
     before = durable.find(manifest.step, manifest.id)
     taken = {part.name for part in before.parts} if before is not None else set()
-    names = {part.name: part.name for part in manifest.parts}
-    if before is not None or (attempt > 0 and manifest.world_size > 1):
-        for number in itertools.count(max(attempt, 1)):
-            names = {p.name: part_name(p.rank, manifest.id, number) for p in manifest.parts}
-            if not taken & set(names.values()):
-                break
+    names = durable.copy_names(manifest, before, attempt)
     copies = tuple(dataclasses.replace(p, name=names[p.name]) for p in manifest.parts)
     try:
-        durable.prepare(manifest.step)
+        durable.make_step(manifest.step)
         for part in manifest.parts:
             copy(part, names[part.name])
         durable.publish(dataclasses.replace(manifest, parts=copies))
@@ -48,12 +36,12 @@ def copy_all(
         durable.discard(manifest.step, name)
 
 
-def read_back(path: Path, part: Part, priority: _native.Priority) -> None:
+def read_back(durable: Store, step: int, part: Part, name: str, priority: _native.Priority) -> None:
     """Reads a copy back and compares it with the checksums of its part.
 
     Raises:
         IoError: blocks of it are damaged.
     """
-    bad = _native.check_file(str(path), part.size, list(part.crcs), threads=1, priority=priority)
-    if bad:
-        raise IoError(f"{path} reads back with {len(bad)} damaged blocks")
+    copy = dataclasses.replace(part, name=name)
+    if bad := durable.check(step, copy, threads=1, priority=priority):
+        raise IoError(f"{durable.place(step) / name} reads back with {len(bad)} damaged blocks")

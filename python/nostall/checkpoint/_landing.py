@@ -20,6 +20,7 @@ from nostall import _native
 from nostall.base._streams import awaited, on_stream
 from nostall.checkpoint._device import follow, pinned, side_of
 from nostall.checkpoint._format import header_bytes, parse
+from nostall.checkpoint._place import CheckedPart
 from nostall.checkpoint._restore import check_fit, fits, is_array
 from nostall.checkpoint._tree import Stored, decode
 from nostall.errors import Error, UsageError
@@ -49,7 +50,7 @@ class Head(NamedTuple):
 
 
 def read_head(
-    file: _native.CheckedFile, blocks: int, threads: int, progress: _native.Progress
+    file: CheckedPart, blocks: int, threads: int, progress: _native.Progress
 ) -> tuple[Head | None, list[int]]:
     """Reads what tells of the rest, to `file.data`; damaged blocks, if there are any.
 
@@ -65,7 +66,7 @@ def read_head(
 
 
 def read_rest(
-    file: _native.CheckedFile,
+    file: CheckedPart,
     head: int,
     blocks: int,
     threads: int,
@@ -112,7 +113,7 @@ class Landing:
         self._own = _own(torch, into) if found else None
 
     def read(
-        self, file: _native.CheckedFile, blocks: int, threads: int, progress: _native.Progress
+        self, file: CheckedPart, blocks: int, threads: int, progress: _native.Progress
     ) -> tuple[Any, list[int]]:
         """The state in the file, of arrays in `file.data` and on devices, and its damaged blocks.
 
@@ -226,7 +227,7 @@ def await_end(side: Any) -> None:
 
 def _send(
     slabs: _Slabs,
-    file: _native.CheckedFile,
+    file: CheckedPart,
     head: int,
     blocks: int,
     ways: Sequence[Way],

@@ -15,6 +15,7 @@ import numpy as np
 from nostall import _native
 from nostall.checkpoint._format import Manifest, Part, arrays_in, parse
 from nostall.checkpoint._lineage import Ranges, Record, is_past, newest
+from nostall.checkpoint._place import UnreachableError
 from nostall.checkpoint._store import Entry, Store
 from nostall.checkpoint._tree import decode
 from nostall.errors import CorruptionError, Error, UsageError
@@ -69,13 +70,19 @@ class View:
 
 
 def view(stores: Sequence[Store], step: int | None) -> View:
-    """What could be restored, best first."""
+    """What could be restored, best first.
+
+    Raises:
+        UnreachableError: one of them does not answer.
+    """
     choices: list[Choice] = []
     problems: list[str] = []
     records: list[Record | None] = []
     for store in stores:
         try:
             records.append(store.branch())
+        except UnreachableError:
+            raise
         except (Error, OSError) as error:
             problems.append(str(error))
         for entry in store.entries():
@@ -142,11 +149,11 @@ def read_part(
     part = manifest.part_of(rank)
     if part is None:
         raise UsageError(f"step {manifest.step} in {store.root} has no part of rank {rank}")
-    path = store.directory(manifest.step) / part.name
+    path = store.place(manifest.step) / part.name
     counter = _native.Progress()
     began, threads, blocks = time.perf_counter(), max(4, threads), len(part.crcs)
     with _Reporter(progress, counter, part.size):
-        file = _native.CheckedFile(str(path), part.size, list(part.crcs))
+        file = store.open(manifest.step, part)
         if landing is not None:
             state, damaged = landing.read(file, blocks, threads, counter)
         elif not (damaged := file.read(0, blocks, threads, counter)):

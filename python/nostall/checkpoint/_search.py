@@ -10,7 +10,8 @@ from nostall.checkpoint._format import Manifest
 from nostall.checkpoint._landing import Landing
 from nostall.checkpoint._lineage import Ranges, checked
 from nostall.checkpoint._nodes import Held, Nodes, holdings, together
-from nostall.checkpoint._restore import Choice, Restored, in_order, on_branch, read_part, view
+from nostall.checkpoint._place import UnreachableError
+from nostall.checkpoint._restore import Choice, Restored, View, in_order, on_branch, read_part, view
 from nostall.checkpoint._store import Store
 from nostall.errors import CorruptionError, Error, UsageError
 from nostall.job._world import AllGather
@@ -53,6 +54,7 @@ class Search:
         Raises:
             CorruptionError: there are checkpoints, and all are damaged.
             UsageError: there is none of that step, or it is of another number of ranks.
+            UnreachableError: a store does not answer any rank; all ranks raise it.
         """
         choices, problems = self._choices(step)
         for problem in problems:
@@ -83,17 +85,26 @@ class Search:
 
     def _choices(self, step: int | None) -> tuple[list[Choice], list[str]]:
         own = self._nodes.store if self._nodes is not None else None
-        found = view([s for s in self._stores if s is not own], step)
+        found, away = View([], [], None), ""
+        try:
+            found = view([s for s in self._stores if s is not own], step)
+        except UnreachableError as error:
+            if self._world_size == 1:
+                raise
+            away = str(error)
         self._top = found.top
         if self._world_size == 1:
             return found.choices, found.problems
         leads = self._nodes is not None and self._nodes.leader
         mine = {
+            "away": away,
             "choices": found.choices,
             "tops": [found.top, view([own], step).top if own is not None and leads else None],
             "held": holdings(own) if own is not None and leads else [],
         }
         views = [json.loads(v) for v in self._allgather(json.dumps(mine).encode())]
+        if aways := [f"rank {rank}: {v['away']}" for rank, v in enumerate(views) if v["away"]]:
+            raise UnreachableError("; ".join(aways))
         tops = [(int(t[0]), checked(t[1])) for v in views for t in v["tops"] if t is not None]
         self._top = max(tops, default=None)
         common = set.intersection(*({tuple(c[:3]) for c in v["choices"]} for v in views))
@@ -124,12 +135,12 @@ class Search:
     def _try(
         self, store: Store, step: int, id: str, progress: Progress
     ) -> tuple[Restored | None, str]:
-        restored, problem = None, ""
+        restored, problem, away = None, "", False
         held = self._held.get(id) if self._nodes and store is self._nodes.store else None
         try:
             manifest = held.manifest if held is not None else _manifest(store, step, id)
         except (Error, OSError) as error:
-            manifest, problem = None, str(error)
+            manifest, problem, away = None, str(error), isinstance(error, UnreachableError)
         if manifest is not None:
             self._check_world(manifest, store)
             if held is not None and manifest.replicated:
@@ -141,12 +152,16 @@ class Search:
                 else:
                     restored = self._read(store, manifest, progress)
             except (Error, OSError) as error:
-                problem = str(error)
+                problem, away = str(error), isinstance(error, UnreachableError)
         if self._world_size > 1:
-            notes = [n.decode() for n in self._allgather(problem.encode())]
-            failed = [f"rank {rank}: {note}" for rank, note in enumerate(notes) if note]
-            if failed:
-                return None, "; ".join(failed)
+            note = json.dumps([problem, away]).encode()
+            notes = [json.loads(n) for n in self._allgather(note)]
+            failed = [f"rank {rank}: {words}" for rank, (words, _) in enumerate(notes) if words]
+            problem, away = "; ".join(failed), any(away for _, away in notes)
+        if away:  # an older one would be restored although this one may be whole
+            raise UnreachableError(problem)
+        if problem:
+            return None, problem
         leads = held is not None and self._nodes is not None and self._nodes.leader
         if held is not None and leads and store.find(step, id) is None:
             # A node that is new has its ranks' parts now.

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import logging
 import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from typing import Any
 from nostall import _native
 from nostall.checkpoint._format import Branch, Manifest, Part
 from nostall.checkpoint._lineage import is_past
+from nostall.checkpoint._place import CheckedPart, Copy, Pacing, Place
 from nostall.errors import CorruptionError, Error, IoError, PeerError, UsageError
 
 _STEP = re.compile(r"step-(\d{12})")
@@ -38,9 +40,9 @@ _OURS = re.compile(
 )
 LARGEST_STEP = 10**12 - 1
 # What a rank waits longer for rank 0's decision than rank 0 for the ranks: seconds.
-_GRACE_SECONDS = 5.0
+GRACE_SECONDS = 5.0
 # A rank that writes no part looks for newer checkpoints at this interval.
-_LOOK_SECONDS = 1.0
+LOOK_SECONDS = 1.0
 
 _log = logging.getLogger("nostall")
 
@@ -49,14 +51,25 @@ _log = logging.getLogger("nostall")
 class Entry:
     """A checkpoint that was complete once: its manifest, or what is wrong with it.
 
-    `name` is that of the manifest in the directory `path`.
+    `name` is that of the manifest in `path`.
     """
 
     step: int
-    path: Path
+    path: Place
     manifest: Manifest | None
     damage: str = ""
     name: str = _MANIFEST
+
+
+def entry_of(step: int, path: Place, name: str, data: bytes) -> Entry:
+    """What the bytes of a manifest say."""
+    try:
+        manifest = Manifest.from_bytes(data, str(path / name))
+        if manifest.step != step:
+            raise CorruptionError(f"{path / name} is of step {manifest.step}")
+    except CorruptionError as error:
+        return Entry(step, path, None, str(error), name)
+    return Entry(step, path, manifest, "", name)
 
 
 @contextlib.contextmanager
@@ -143,10 +156,16 @@ def _unlink(paths: Iterable[Path]) -> None:
 
 
 class Store:
-    """A directory of checkpoints; `kind` ("fast", "durable") is for messages."""
+    """A directory of checkpoints; `kind` ("fast", "durable") is for messages.
+
+    A store elsewhere (`_objects.py`) has the same methods, but for `directory` and `prepare`.
+    """
+
+    is_directory = True
 
     def __init__(self, root: str | os.PathLike[str], kind: str) -> None:
-        self.root = Path(os.path.abspath(root))
+        self._path = Path(os.path.abspath(root))
+        self.root: Place = self._path
         self.kind = kind
         self._lock: _native.DirectoryLock | None = None
         # Manifests change one at a time: one thread publishes, another one removes.
@@ -158,9 +177,13 @@ class Store:
 
     # ------------------------------------------------------------------ looking
 
-    def directory(self, step: int) -> Path:
+    def place(self, step: int) -> Place:
         """Where a step's files lie."""
-        return self.root / f"step-{step:012d}"
+        return self.directory(step)
+
+    def directory(self, step: int) -> Path:
+        """The same of a store that is a directory."""
+        return self._path / f"step-{step:012d}"
 
     def steps(self) -> list[int]:
         """Steps with a directory, complete or not, in order."""
@@ -186,13 +209,7 @@ class Store:
         except OSError as error:
             problem = f"{path / name} cannot be read: {error.strerror}"
             return Entry(step, path, None, problem, name)
-        try:
-            manifest = Manifest.from_bytes(data, str(path / name))
-            if manifest.step != step:
-                raise CorruptionError(f"{path / name} is of step {manifest.step}")
-        except CorruptionError as error:
-            return Entry(step, path, None, str(error), name)
-        return Entry(step, path, manifest, "", name)
+        return entry_of(step, path, name, data)
 
     def saves(self, step: int) -> list[Entry]:
         """All checkpoints of a step, the newest first: others are of branches that were given up."""
@@ -236,7 +253,7 @@ class Store:
             CorruptionError: the note is damaged; what it says is not known.
             IoError: it cannot be read.
         """
-        path = self.root / _BRANCH
+        path = self._path / _BRANCH
         with io_errors("read", path):
             try:
                 data = path.read_bytes()
@@ -248,7 +265,7 @@ class Store:
         """The highest number of a save, of a branch's begin, or noted by a job; 0 if there is none."""
         numbers = [0, *(m.sequence for m in self.manifests())]
         with contextlib.suppress(OSError, ValueError):
-            numbers.append(int((self.root / _SEQUENCE).read_bytes()))
+            numbers.append(int((self._path / _SEQUENCE).read_bytes()))
         with contextlib.suppress(CorruptionError):
             branch = self.branch()
             numbers.append(branch.sequence if branch is not None else 0)
@@ -298,7 +315,7 @@ class Store:
     def make(self) -> None:
         """Makes the directory, durably."""
         with io_errors("make the directory", self.root):
-            make_directory(self.root)
+            make_directory(self._path)
 
     def own(self) -> None:
         """Makes the directory, and takes it for this job.
@@ -329,15 +346,31 @@ class Store:
             self.branch()
         except CorruptionError as error:
             _log.warning("%s; what was saved last counts as the newest", error)
-            damaged = self.root / f"{_BRANCH}.damaged"
+            damaged = self._path / f"{_BRANCH}.damaged"
             with io_errors("put aside", damaged):
-                rename(self.root / _BRANCH, damaged)
+                rename(self._path / _BRANCH, damaged)
 
     def disown(self) -> None:
         """Lets other jobs have it."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
+
+    def check_owned(self) -> None:
+        """Raises PeerError if another job has taken it since `own`; none can of a locked directory."""
+
+    def mark(self, token: str) -> None:
+        """Leaves a mark for ranks that share the store."""
+        (self._path / f".run-{token}").touch()
+
+    def marked(self, tokens: Sequence[str]) -> list[int]:
+        """The places in the list of those whose mark is there."""
+        return [i for i, token in enumerate(tokens) if (self._path / f".run-{token}").exists()]
+
+    def unmark(self, tokens: Sequence[str]) -> None:
+        """Removes these marks, and in a directory all of jobs before."""
+        for old in self._path.glob(".run-*"):
+            old.unlink(missing_ok=True)
 
     def clean(self) -> list[str]:
         """Removes files of ours that no manifest names; their paths.
@@ -376,8 +409,69 @@ class Store:
                 self._in_use.add(step)
                 with contextlib.suppress(FileExistsError):
                     directory.mkdir()
-            sync_directory(self.root)
+            sync_directory(self._path)
         return directory
+
+    def make_step(self, step: int) -> None:
+        """Makes what a step's copies need."""
+        self.prepare(step)
+
+    def part_name(self, part: Part, id: str) -> str:
+        """Of the copy of a part that its own rank makes here, once for each save."""
+        return part.name
+
+    def copy_names(
+        self, manifest: Manifest, before: Manifest | None, attempt: int
+    ) -> dict[str, str]:
+        """By the names of parts, those of their copies that one rank makes here.
+
+        A second attempt uses other names, because other ranks may still be giving up the first. So does
+        a copy that takes the place of one with lost parts (`before`): until it is complete, nothing
+        that the old manifest names is written to, and an interrupted copy is not taken for a whole one.
+        """
+        if before is None and not (attempt > 0 and manifest.world_size > 1):
+            return {part.name: part.name for part in manifest.parts}
+        taken = {part.name for part in before.parts} if before is not None else set()
+        for number in itertools.count(max(attempt, 1)):
+            names = {p.name: part_name(p.rank, manifest.id, number) for p in manifest.parts}
+            if not taken & set(names.values()):
+                return names
+        raise AssertionError  # numbers have no end
+
+    def copy(self, source: Path, step: int, name: str, part: Part, pacing: Pacing) -> Copy:
+        """A copy of a file to the part of that name, not yet begun."""
+        return _native.FileCopy(
+            str(source),
+            str(self.directory(step) / name),
+            part.size,
+            list(part.crcs),
+            rate=pacing.rate,
+            priority=pacing.priority,
+            gate=pacing.gate,
+            gate_patience=pacing.gate_patience,
+            considerate=pacing.considerate,
+        )
+
+    def open(self, step: int, part: Part) -> CheckedPart:
+        """A part, to be read."""
+        path = self.directory(step) / part.name
+        return _native.CheckedFile(str(path), part.size, list(part.crcs))
+
+    def check(
+        self,
+        step: int,
+        part: Part,
+        threads: int,
+        progress: _native.Progress | None = None,
+        priority: _native.Priority = _native.Priority.normal,
+    ) -> list[int]:
+        """The damaged blocks of a part."""
+        path, crcs = self.directory(step) / part.name, list(part.crcs)
+        return _native.check_file(str(path), part.size, crcs, threads, progress, priority)
+
+    def adopt(self, manifest: Manifest) -> None:
+        """Protects a checkpoint, from which the training goes on, from a job that had the store before.
+        In a directory the lock does."""
 
     def publish(self, manifest: Manifest) -> None:
         """Makes the checkpoint complete; its parts are on their device already.
@@ -408,12 +502,12 @@ class Store:
     def note_branch(self, branch: Branch) -> None:
         """Makes the begin of a branch durable."""
         with io_errors("note the branch in", self.root):
-            _write_durably(self.root / _BRANCH, branch.to_bytes())
+            _write_durably(self._path / _BRANCH, branch.to_bytes())
 
     def note_sequence(self, number: int) -> None:
         """Notes durably that a job numbers its saves from there."""
         with io_errors("note the numbers of this job's saves in", self.root):
-            _write_durably(self.root / _SEQUENCE, b"%d" % number)
+            _write_durably(self._path / _SEQUENCE, b"%d" % number)
 
     def remove(self, step: int, id: str) -> None:
         """One save: the manifest first, so that a checkpoint is never half there."""
@@ -510,7 +604,7 @@ class Store:
         if rank == 0:
             return self._gather(manifest, writers, deadline, stopped)
         within, look = f"in {timeout:g} s", 0.0
-        while time.monotonic() < deadline + _GRACE_SECONDS:
+        while time.monotonic() < deadline + GRACE_SECONDS:
             if not isinstance(mine, str) and self._completed(manifest, rank, left):
                 return ""
             if (reason := self.aborted(manifest)) is not None:
@@ -519,7 +613,7 @@ class Store:
                 # Rank 0 does not wait for this one: it may have retired the checkpoint since.
                 if any(newer.order > manifest.order for newer in self.manifests()):
                     return ""
-                look = time.monotonic() + _LOOK_SECONDS
+                look = time.monotonic() + LOOK_SECONDS
             if stopped():
                 within = "before this job's end"
                 break

@@ -18,6 +18,8 @@ from nostall.checkpoint._begin import lineage_of, undrained
 from nostall.checkpoint._drain import copy_all, read_back
 from nostall.checkpoint._format import Branch, Manifest, Part
 from nostall.checkpoint._lineage import Ranges, is_past
+from nostall.checkpoint._open import check_places, open_store
+from nostall.checkpoint._place import Pacing, url_of
 from nostall.checkpoint._restore import describe, on_branch, read_part, view
 from nostall.checkpoint._retention import Keep
 from nostall.checkpoint._store import Entry, Store
@@ -42,7 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     dry = action("restore-dry-run", "read what a restore would read, and print what it finds")
     for parser_ in (ls, verify, rm, dry, branch):
         parser_.add_argument(
-            "directories", nargs="+", help="directories: the fast one first, then the durable one"
+            "directories",
+            nargs="+",
+            help="directories: the fast one first, then the durable one, which may be a URL "
+            "(s3://bucket/run1)",
         )
     for parser_ in (ls, verify, dry):
         parser_.add_argument("--step", type=int, help="only this one")
@@ -55,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     dry.add_argument("--rank", type=int, default=0)
     drain = action("drain", "copy complete checkpoints from the fast directory to the durable one")
     drain.add_argument("fast")
-    drain.add_argument("durable")
+    drain.add_argument("durable", help="a directory, or a URL (s3://bucket/run1)")
     drain.add_argument("--rate", help='bytes per second, such as "200MB"; no limit if not given')
     drain.add_argument("--keep", type=int, default=5, help="how many of the newest")
 
@@ -65,11 +70,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.action == "drain":
         return _drain(arguments)
     for directory in arguments.directories:
-        if not Path(directory).is_dir():
+        if url_of(directory) is None and not Path(directory).is_dir():
             raise UsageError(f"{directory} is not a directory")
     kinds = ["fast", "durable"] if len(arguments.directories) > 1 else ["durable"]
     stores = [
-        Store(directory, kinds[min(i, len(kinds) - 1)])
+        open_store(directory, kinds[min(i, len(kinds) - 1)])
         for i, directory in enumerate(arguments.directories)
     ]
     if arguments.action == "rm":
@@ -139,7 +144,7 @@ def _check(store: Store, entry: Entry, manifest: Manifest) -> str:
         with _bar(f"step {manifest.step} rank {part.rank}") as advance:
             counter = _native.Progress()
             try:
-                bad = _native.check_file(str(path), part.size, list(part.crcs), _THREADS, counter)
+                bad = store.check(manifest.step, part, _THREADS, counter)
             except Error as error:
                 return str(error)
             advance(part.size, part.size)
@@ -248,18 +253,18 @@ def _outline(state: Any, name: str = "state", depth: int = 0) -> list[str]:
 
 
 def _drain(arguments: argparse.Namespace) -> int:
-    fast, durable = Store(arguments.fast, "fast"), Store(arguments.durable, "durable")
-    if not fast.root.is_dir():
+    check_places(arguments.fast, arguments.durable)
+    fast, durable = Store(arguments.fast, "fast"), open_store(arguments.durable, "durable")
+    if not Path(fast.root).is_dir():
         raise UsageError(f"{fast.root} is not a directory")
     rate = 0
     if arguments.rate is not None:
         rate = parse_size(checked("checkpoint.rate", arguments.rate))
 
     def copy(manifest: Manifest, part: Part, name: str) -> None:
-        source = fast.directory(manifest.step) / part.name
-        target = durable.directory(manifest.step) / name
-        _native.FileCopy(str(source), str(target), part.size, list(part.crcs), rate=rate).run()
-        read_back(target, part, _native.Priority.normal)
+        source, pacing = fast.directory(manifest.step) / part.name, Pacing(rate)
+        durable.copy(source, manifest.step, name, part, pacing).run()
+        read_back(durable, manifest.step, part, name, _native.Priority.normal)
 
     fast.own()
     try:

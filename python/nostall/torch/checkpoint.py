@@ -42,9 +42,12 @@ from nostall.checkpoint import _format as files
 from nostall.checkpoint._begin import lineage_of
 from nostall.checkpoint._cleaner import Cleaner
 from nostall.checkpoint._device import DeviceCopies
+from nostall.checkpoint._drain import read_back
 from nostall.checkpoint._format import Manifest, Part
 from nostall.checkpoint._landing import Way, read_head, read_rest, way_to
 from nostall.checkpoint._lineage import Lineage
+from nostall.checkpoint._open import check_places, open_store
+from nostall.checkpoint._place import Pacing, UnreachableError
 from nostall.checkpoint._restore import describe, on_branch, view
 from nostall.checkpoint._retention import Keep
 from nostall.checkpoint._saved import Settings
@@ -64,12 +67,13 @@ _FORMATS = {
 
 
 class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
-    """Writes checkpoints into a directory that all ranks see.
+    """Writes checkpoints into a directory that all ranks see, or below a URL on an object store.
 
     Args:
-        root: the directory.
+        root: the directory, or a URL such as ``s3://bucket/run1``.
         keep: how many stay, or a `Keep`.
         threads: number of threads that copy.
+        fast: with a URL, a directory on fast storage, where each rank's part lies until it is uploaded.
 
     The step is the number at the end of ``checkpoint_id``. A step below the newest one begins a
     branch: later steps are superseded, and the rules of `keep` hold for that branch by itself. Use one
@@ -78,9 +82,18 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
     """
 
     def __init__(
-        self, root: str | os.PathLike[str], *, keep: int | Keep = 5, threads: int = 2
+        self,
+        root: str | os.PathLike[str],
+        *,
+        keep: int | Keep = 5,
+        threads: int = 2,
+        fast: str | os.PathLike[str] | None = None,
     ) -> None:
-        self._store = Store(root, "durable")
+        check_places(fast, root)
+        self._store = open_store(root, "durable")
+        if fast is not None and self._store.is_directory:
+            raise UsageError(f"fast={fast} is for a URL: parts are written to {root} itself")
+        self._fast = self._store if fast is None else Store(fast, "fast")
         self._keep = keep if isinstance(keep, Keep) else Keep(keep)
         self._snapshot = _native.Snapshot(threads)
         self._streams: dict[Any, Any] = {}  # of copies, by device
@@ -148,13 +161,17 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
         self._snapshot.begin(files.header(tree, leaves), pieces)
         self._snapshot.finish()
         name = part_name(where["part"], where["id"])
-        path = self._store.prepare(self._step) / name
+        if self._fast is not self._store:
+            self._fast.make()
+        path = self._fast.prepare(self._step) / name
         priority = _native.Priority.normal
         written = _native.SnapshotWrite(
             self._snapshot, str(path), threads=2, priority=priority
         ).run()
-        part = Part(where["part"], name, written.size, tuple(written.crcs)).to_dict()
-        note = {"id": where["id"], "parts": where["parts"], "part": part}
+        part = Part(where["part"], name, written.size, tuple(written.crcs))
+        if self._fast is not self._store:
+            part = self._upload(part, where["id"])
+        note = {"id": where["id"], "parts": where["parts"], "part": part.to_dict()}
         done.set_result(
             [
                 WriteResult(
@@ -170,6 +187,17 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
             ]
         )
         return done
+
+    def _upload(self, part: Part, id: str) -> Part:
+        """Takes a part from the fast directory to the store."""
+        step, store = self._step, self._store
+        name = store.part_name(part, id)
+        try:
+            store.copy(self._fast.directory(step) / part.name, step, name, part, Pacing()).run()
+            read_back(store, step, part, name, _native.Priority.normal)
+        finally:
+            self._fast.discard(step, part.name)
+        return dataclasses.replace(part, name=name)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Makes the checkpoint complete; the coordinator alone does it, after all parts."""
@@ -205,7 +233,7 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
 
 
 class StorageReader(dcp.StorageReader):  # type: ignore[misc]
-    """Reads the checkpoint of `step`, or the newest complete one, of a directory.
+    """Reads the checkpoint of `step`, or the newest complete one, of a directory or below a URL.
 
     Of several saves of one step, `id` is that of the one to read. Tensors of a device are filled while
     the file is read.
@@ -224,7 +252,7 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
         id: str | None = None,
         threads: int = 4,
     ) -> None:
-        self._store = Store(root, "durable")
+        self._store = open_store(root, "durable")
         self._threads = threads
         self._id = id
         self.step = step
@@ -286,8 +314,8 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
         """From the part of a rank."""
         assert self._manifest is not None
         part = next(p for p in self._manifest.parts if p.rank == rank)
-        path = self._store.directory(self._manifest.step) / part.name
-        file = _native.CheckedFile(str(path), part.size, list(part.crcs))
+        path = self._store.place(self._manifest.step) / part.name
+        file = self._store.open(self._manifest.step, part)
         how = len(part.crcs), self._threads, _native.Progress()
         filled: list[_Filled] = []
         stored: dict[str, torch.Tensor] = {}  # in memory that is read to later
@@ -421,8 +449,9 @@ def load(state: dict[str, Any], root: str | os.PathLike[str], **options: Any) ->
         CorruptionError: there are checkpoints, and all are damaged, or of branches that were given
             up: `StorageReader` loads such a one by its step.
         UsageError: the ranks find different checkpoints, as in directories that are not shared.
+        IoError: they cannot be listed, or an object store does not answer.
     """
-    store = Store(root, "durable")
+    store = open_store(root, "durable")
     mine: list[tuple[int, str]] = []
     failure = ""
     try:
@@ -447,6 +476,8 @@ def load(state: dict[str, Any], root: str | os.PathLike[str], **options: Any) ->
             if len(damage) < len(failures):
                 raise
             problem = "; ".join(dict.fromkeys(map(str, damage)))
+            if any(isinstance(one, UnreachableError) for one in damage):
+                raise UnreachableError(problem) from None
             _log.warning("passing over the checkpoint of step %d: %s", step, problem)
     if not problem and any(candidates(store, step) for step in store.steps()):
         problem = "all checkpoints there are of branches that were given up"

@@ -448,7 +448,9 @@ def test_a_rename_is_not_taken_for_one_that_was_repeated(
 
 def test_a_copy_that_reads_back_differently_is_told(tmp_path: Path) -> None:
     data = b"a part of a checkpoint"
-    (tmp_path / "copy").write_bytes(data)
+    store = Store(tmp_path, "durable")
+    store.prepare(1)
+    (store.directory(1) / "copy").write_bytes(data)
     for crc, bad in ((_native.crc32c(data), False), (_native.crc32c(b"other"), True)):
         part = Part(0, "copy", len(data), (crc,))
         with (
@@ -456,7 +458,7 @@ def test_a_copy_that_reads_back_differently_is_told(tmp_path: Path) -> None:
             if bad
             else (contextlib.nullcontext())
         ):
-            read_back(tmp_path / "copy", part, _native.Priority.normal)
+            read_back(store, 1, part, part.name, _native.Priority.normal)
 
 
 def test_a_checkpoint_that_goes_before_it_is_drained_is_told(tmp_path: Path) -> None:

@@ -777,7 +777,7 @@ def test_a_rank_that_never_saves_makes_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_word_is_taken_back_or_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nostall.checkpoint._store, "_GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(nostall.checkpoint._store, "GRACE_SECONDS", 0.1)
     store = Store(tmp_path, "durable")
     names = [part_name(rank, "aaaaaaaa-000001") for rank in range(2)]
     parts = [Part(rank, name, 0, ()) for rank, name in enumerate(names)]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from nodes import free_port
 
@@ -75,17 +75,28 @@ def cut(answer: Answer, after: int) -> Answer:
     return answer
 
 
+class Request(NamedTuple):
+    """What a client asks; the headers may be changed before it is forwarded."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: bytes
+
+
 class Proxy:
     """Forwards to the server, counts, and lets `spoil` change the answers to ranged GETs.
 
     `spoil` is called with (number of that request, from 0 on; its answer) and returns the answer.
+    `meddle` is called with each request and with what forwards it, and returns the answer.
     """
 
     def __init__(self, port: int) -> None:
-        self._server_port = port
+        self.port = port
         self._lock = threading.Lock()
         self.ranges: list[tuple[str, int, int]] = []  # (path, begin, end)
         self.spoil: Callable[[int, Answer], Answer] | None = None
+        self.meddle: Callable[[Request, Callable[[], Answer]], Answer] | None = None
         proxy = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -115,7 +126,7 @@ class Proxy:
         self._thread.join()
 
     def reset(self) -> None:
-        self.ranges, self.spoil = [], None
+        self.ranges, self.spoil, self.meddle = [], None, None
 
     def authorized(self, value: str) -> None:
         """Called with every request's Authorization."""
@@ -124,12 +135,12 @@ class Proxy:
         self.authorized(handler.headers.get("Authorization") or "")
         length = int(handler.headers.get("Content-Length") or 0)
         body = handler.rfile.read(length)
-        server = http.client.HTTPConnection("127.0.0.1", self._server_port, timeout=30)
-        server.request(handler.command, handler.path, body, dict(handler.headers))
-        response = server.getresponse()
-        headers = {k: v for k, v in response.getheaders() if k.lower() != "transfer-encoding"}
-        answer = Answer(response.status, headers, response.read())
-        server.close()
+        request = Request(handler.command, handler.path, dict(handler.headers), body)
+        meddle = self.meddle
+        if meddle is not None:
+            answer = meddle(request, lambda: self._forward(request))
+        else:
+            answer = self._forward(request)
         asked = handler.headers.get("Range")
         if handler.command == "GET" and asked:
             first, last = asked.removeprefix("bytes=").split("-")
@@ -139,6 +150,15 @@ class Proxy:
             if self.spoil:
                 answer = self.spoil(number, answer)
         self._send(handler, answer)
+
+    def _forward(self, request: Request) -> Answer:
+        server = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        server.request(request.method, request.path, request.body, request.headers)
+        response = server.getresponse()
+        headers = {k: v for k, v in response.getheaders() if k.lower() != "transfer-encoding"}
+        answer = Answer(response.status, headers, response.read())
+        server.close()
+        return answer
 
     @staticmethod
     def _send(handler: BaseHTTPRequestHandler, answer: Answer) -> None:

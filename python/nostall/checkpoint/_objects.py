@@ -1,0 +1,807 @@
+"""A store of checkpoints below a URL, by requests of obstore.
+
+An object store has no locks, no renames, and removes on no condition. So no name is ever written twice:
+each holds a number taken by put-if-absent, or a random token. The job that begins last owns the store;
+the one before finds that out before it acknowledges a save and before each removal. What it may remove
+all the same is nothing that the later job relies on: docs/formats/checkpoint.md says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import itertools
+import json
+import logging
+import os
+import re
+import secrets
+import socket
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from nostall import _native
+from nostall.base import _object_client as client
+from nostall.checkpoint._format import Branch, Manifest, Part
+from nostall.checkpoint._lineage import LEGACY, STRIDE
+from nostall.checkpoint._place import (
+    CheckedPart,
+    Copy,
+    Pacing,
+    UnknownOutcomeError,
+    UnreachableError,
+    Url,
+)
+from nostall.checkpoint._store import GRACE_SECONDS, LOOK_SECONDS, Entry, Store, entry_of
+from nostall.checkpoint._transfer import ObjectPart, Upload, read_blocks
+from nostall.errors import CorruptionError, Error, IoError, PeerError, UsageError
+
+_STEP = re.compile(r"step-(\d{12})")
+# All names that a checkpointer gives in a step; all else there is the user's.
+_OURS = re.compile(
+    r"(?P<kind>manifest-|rank-\d{5}\.|word-\d{5}\.|decision\.)(?P<id>[0-9a-f]{8}-\d{6,})"
+    r"(?:\.(?P<token>[0-9a-f]{16}))?\.(?:json|safetensors)"
+)
+_OWNERS, _BRANCHES, _RUNS = ".owners", ".branches", ".runs"
+# Of the attempt that all ranks make together: there is one of a save, by the job that its id names.
+_TOGETHER = "0" * 16
+# Attempts of a request whose connection ends, which the client's own retries do not all cover.
+_ATTEMPTS = 3
+# A rank looks for what another one has left at this interval.
+_WAIT_SECONDS = 0.2
+
+_log = logging.getLogger("nostall")
+
+
+class ObjectStore(Store):
+    """Checkpoints below a URL such as ``s3://bucket/run1``; `kind` is for messages."""
+
+    is_directory = False
+
+    def __init__(self, url: Url, kind: str) -> None:
+        self.root, self.kind = url, kind
+        self._url = url
+        scheme, _, rest = url.partition("://")
+        bucket, _, self._prefix = rest.partition("/")
+        self._bucket = f"{scheme}://{bucket}"
+        self._client: Any = None
+        self._changing = threading.RLock()
+        self._me = {"run": secrets.token_hex(8), "host": socket.gethostname(), "pid": os.getpid()}
+        # The number of this job among the owners, and the first number of its saves; 0: it is none, -1:
+        # it was one.
+        self._owner = self._first = self._wanted = 0
+        # Manifests that may come although nothing has answered, by the ids of their saves.
+        self._uncertain: set[str] = set()
+        self._manifests: dict[tuple[int, str], Entry] = {}  # they never change
+        self._mine: set[str] = set()  # names of manifests that this job has put
+
+    # ------------------------------------------------------------------ requests
+
+    def key(self, *names: str) -> str:
+        """Of an object in its bucket."""
+        return "/".join(filter(None, (self._prefix, *names)))
+
+    def place(self, step: int) -> Url:
+        return self._url / _step(step)
+
+    def directory(self, step: int) -> Path:
+        raise UsageError(f"{self.place(step)} is not a directory")
+
+    def ask(self, doing: str, key: str, call: Callable[[Any, Any], Any]) -> Any:
+        """What `call(obstore, store)` gives.
+
+        Raises:
+            FileNotFoundError: there is no such object.
+            UnreachableError: the store cannot be asked, or refuses.
+            UnknownOutcomeError: it may have carried out the request, or may still.
+        """
+        url = f"{self._bucket}/{key}"
+        obstore = client.client(url)
+        if self._client is None:
+            self._client = client.connect(self._bucket)
+        for attempt in itertools.count(1):
+            try:
+                return call(obstore, self._client)
+            except Exception as error:
+                if isinstance(error, (*_refusals(obstore), Error, TypeError)):
+                    raise
+                if _no_bucket(error):
+                    raise UnreachableError(
+                        f"cannot {doing} {url}: {self._bucket} does not exist: make the bucket, or "
+                        "correct its name"
+                    ) from None
+                if isinstance(error, FileNotFoundError):
+                    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)) from None
+                if attempt < _ATTEMPTS and client.worth_another(error):
+                    continue
+                text = client.denied(error) or (
+                    f"{client.brief(error)[:500]} (NOSTALL_OBJECT_RETRIES and "
+                    "NOSTALL_OBJECT_TIMEOUT_S say how long it is asked)"
+                )
+                kind = UnreachableError if _is_final(error) else UnknownOutcomeError
+                raise kind(f"cannot {doing} {url}: {text}") from None
+        raise AssertionError  # the loop has no end
+
+    def _create(self, key: str, data: bytes) -> bool:
+        """Puts an object if there is none of its name; False if there is another one.
+
+        An answer may be lost: what is there decides then.
+
+        Raises:
+            UnknownOutcomeError: whether it was put is not known.
+        """
+
+        def put(obstore: Any, store: Any) -> None:
+            try:
+                obstore.put(store, key, data, mode="create", use_multipart=False)
+            except Exception as error:
+                if _is_unsupported(obstore, error):
+                    raise UsageError(_unconditional(self._bucket)) from error
+                raise
+
+        for _ in range(_ATTEMPTS):
+            try:
+                self.ask("write", key, put)
+                return True
+            except Exception as error:
+                refused = isinstance(error, _refusals(client.client(key)))
+                if not refused and not isinstance(error, UnknownOutcomeError):
+                    raise
+                with contextlib.suppress(FileNotFoundError, UnreachableError):
+                    return self._read(key) == data  # what is there is never written over
+                if not refused:
+                    raise
+                # Another request for the same name was under way, and has put nothing.
+        raise UnknownOutcomeError(
+            f"cannot write {self._bucket}/{key}: the store says that it is there, and does not show it"
+        )
+
+    def _read(self, key: str) -> bytes:
+        def get(obstore: Any, store: Any) -> bytes:
+            result = obstore.get(store, key)
+            data = bytes(result.bytes())
+            if len(data) != int(result.meta["size"]):
+                raise OSError(f"the answer has {len(data)} bytes instead of {result.meta['size']}")
+            return data
+
+        found: bytes = self.ask("read", key, get)
+        return found
+
+    def _list(self, *names: str) -> dict[str, int]:
+        """Keys below that place, relative to it, and sizes."""
+        below = self.key(*names)
+
+        def listing(obstore: Any, store: Any) -> dict[str, int]:
+            pages = obstore.list(store, prefix=below or None)
+            return {str(m["path"]): int(m["size"]) for page in pages for m in page}
+
+        found: dict[str, int] = self.ask("list", below, listing)
+        return {key[len(below) :].lstrip("/"): size for key, size in found.items()}
+
+    def _delete(self, keys: Iterable[str]) -> None:
+        """Removes objects, all of which are gone when it returns."""
+        keys = list(keys)
+
+        def delete(obstore: Any, store: Any) -> None:
+            try:
+                obstore.delete(store, keys)
+            except FileNotFoundError:  # some stores say so, and stop
+                for key in keys:
+                    with contextlib.suppress(FileNotFoundError):
+                        obstore.delete(store, key)
+
+        if keys:
+            with contextlib.suppress(FileNotFoundError):
+                self.ask("remove", keys[0], delete)
+
+    # ------------------------------------------------------------------ looking
+
+    def _sizes(self, step: int) -> dict[str, int]:
+        return {n: size for n, size in self._list(_step(step)).items() if "/" not in n}
+
+    def _scan(self) -> dict[int, dict[str, int]]:
+        """Names and sizes of all that is in steps, by step."""
+        found: dict[int, dict[str, int]] = defaultdict(dict)
+        for key, size in self._list().items():
+            step, _, name = key.partition("/")
+            match = _STEP.fullmatch(step)
+            if match and name and "/" not in name:
+                found[int(match[1])][name] = size
+        return dict(sorted(found.items()))
+
+    def steps(self) -> list[int]:
+        return list(self._scan())
+
+    def read(self, step: int, name: str) -> Entry | None:
+        try:
+            data = self._read(self.key(_step(step), name))
+        except FileNotFoundError:
+            return None
+        return entry_of(step, self.place(step), name, data)
+
+    def _in(self, step: int, names: dict[str, int]) -> list[Entry]:
+        """All manifests among these names; one that went meanwhile is none."""
+        found = []
+        for name in sorted(names):
+            match = _OURS.fullmatch(name)
+            if match is None or match["kind"] != "manifest-":
+                continue
+            entry = self._manifests.get((step, name)) or self.read(step, name)
+            if entry is None:
+                continue
+            if entry.manifest is not None:
+                self._manifests[step, name] = entry
+            found.append(entry)
+        return found
+
+    def _best(self, names: dict[str, int], entries: Iterable[Entry]) -> list[Entry]:
+        """One of each save, newest first; of several, one whose parts are all there."""
+        best: dict[str, Entry] = {}
+        for entry in entries:
+            id = entry.manifest.id if entry.manifest is not None else entry.name
+            if id not in best or (entry.manifest is not None and _whole(names, entry.manifest)):
+                best[id] = entry
+        return sorted(best.values(), key=_order, reverse=True)
+
+    def saves(self, step: int) -> list[Entry]:
+        names = self._sizes(step)
+        return self._best(names, self._in(step, names))
+
+    def entries(self) -> list[Entry]:
+        found = self._scan().items()
+        return [e for step, names in found for e in self._best(names, self._in(step, names))]
+
+    def manifests(self) -> list[Manifest]:
+        """Of the complete checkpoints, by step: of those that lack parts none was acknowledged, or
+        they are damaged."""
+        found = []
+        for step, names in self._scan().items():
+            for entry in self._best(names, self._in(step, names)):
+                if entry.manifest is not None and _whole(names, entry.manifest):
+                    found.append(entry.manifest)
+        return found
+
+    def find(self, step: int, id: str) -> Manifest | None:
+        for entry in self.saves(step):
+            if entry.manifest is not None and entry.manifest.id == id:
+                return entry.manifest
+        return None
+
+    def lacks(self, manifest: Manifest) -> bool:
+        if manifest.id in self._uncertain:
+            return False
+        matches = map(_OURS.fullmatch, self._sizes(manifest.step))
+        return not any(m and m["kind"] == "manifest-" and m["id"] == manifest.id for m in matches)
+
+    def has(self, step: int, part: Part) -> bool:
+        return self._sizes(step).get(part.name) == part.size
+
+    def has_all(self, manifest: Manifest) -> bool:
+        return _whole(self._sizes(manifest.step), manifest)
+
+    def missing(self, manifest: Manifest) -> str:
+        names = self._sizes(manifest.step)
+        for part in manifest.parts:
+            size = names.get(part.name)
+            if size is None:
+                size = self._size(manifest.step, part.name)
+            if size is None:
+                return f"{self.place(manifest.step) / part.name} does not exist"
+            if size != part.size:
+                return (
+                    f"{self.place(manifest.step) / part.name} has {size} bytes, its manifest says "
+                    f"{part.size}"
+                )
+        return ""
+
+    def _size(self, step: int, name: str) -> int | None:
+        """Of an object that a list may not show yet."""
+        key = self.key(_step(step), name)
+        try:
+            return int(self.ask("look for", key, lambda o, store: o.head(store, key)["size"]))
+        except FileNotFoundError:
+            return None
+
+    def branch(self) -> Branch | None:
+        names = [name for name in self._list(_BRANCHES) if name.endswith(".json")]
+        for name in sorted(names, reverse=True):
+            with contextlib.suppress(FileNotFoundError):  # a later one is there now
+                data = self._read(self.key(_BRANCHES, name))
+                return Branch.from_bytes(data, f"{self.root}/{_BRANCHES}/{name}")
+        return None
+
+    def seen(self) -> int:
+        numbers = [0, *(e.manifest.sequence for e in self.entries() if e.manifest is not None)]
+        # What the last owner has taken is its own.
+        numbers.append(self._last_owner()[1] - 1)
+        with contextlib.suppress(CorruptionError):
+            branch = self.branch()
+            numbers.append(branch.sequence if branch is not None else 0)
+        return max(numbers)
+
+    # ------------------------------------------------------------------ owning
+
+    def make(self) -> None:
+        self._list(_OWNERS)  # the bucket is there, and may be read
+
+    def _last_owner(self) -> tuple[int, int]:
+        """Its number, and from where it numbers its saves; of a list, which may be old."""
+        names = sorted(self._list(_OWNERS))
+        if not names:
+            return 0, 0
+        number = int(names[-1].partition(".")[0])
+        return number, self._first_of(number)
+
+    def _owner_key(self, number: int) -> str:
+        return self.key(_OWNERS, f"{number:012d}.json")
+
+    def _first_of(self, number: int) -> int:
+        try:
+            return int(json.loads(self._read(self._owner_key(number)))["first"])
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return 0
+
+    def own(self) -> None:
+        """Takes the store for this job, also from one that has it.
+
+        Raises:
+            UsageError: it has no conditional writes.
+            UnreachableError: it does not answer.
+        """
+        seen = self.seen()
+        number, first = self._last_owner()
+        while True:
+            first = (max(seen, first, 0) // STRIDE + 1) * STRIDE
+            number += 1
+            data = self._note_of(first)
+            if self._create(self._owner_key(number), data):
+                break
+            first = self._first_of(number)
+        if self._create(self._owner_key(number), b"{}"):  # it is there: a second one is refused
+            raise UsageError(_unconditional(self._bucket))
+        with self._changing:
+            self._owner, self._first = number, first
+        try:
+            self.branch()
+        except CorruptionError as error:
+            _log.warning("%s; what was saved last counts as the newest", error)
+            self._put_aside_branch()
+
+    def _note_of(self, first: int) -> bytes:
+        return json.dumps({**self._me, "first": first}).encode()
+
+    def disown(self) -> None:
+        self._owner = -1 if self._owner else 0
+
+    def check_owned(self) -> None:
+        with self._changing:
+            if self._owner < 0:
+                raise PeerError(
+                    f"{self.root} is not this job's any more: the checkpointer is closed"
+                )
+            if not self._owner:
+                return
+            if self._wanted > self._first:
+                self.note_sequence(self._wanted)
+            number, mine = self._owner, self._note_of(self._first)
+        try:
+            there = self._read(self._owner_key(number))
+        except FileNotFoundError:
+            there = b""
+        if there != mine:
+            raise PeerError(
+                f"{self._bucket}/{self._owner_key(number)}, by which this job owns {self.root}, is "
+                "gone: begin the job anew, and remove nothing there while a job runs"
+            )
+        try:
+            there = self._read(self._owner_key(number + 1))
+        except FileNotFoundError:
+            return
+        other = "another job"
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            values = json.loads(there)
+            other = f"process {values['pid']} on {values['host']}"
+        raise PeerError(
+            f"{self.root} was taken over by {other}, which began later: give every job a store of its "
+            "own"
+        )
+
+    def note_sequence(self, number: int) -> None:
+        """The numbers from there on are this job's, and its saves later than those of owners before."""
+        with self._changing:
+            if self._owner <= 0 or number <= self._first:
+                return
+            self._wanted = number
+            if self._create(self._owner_key(self._owner + 1), self._note_of(number)):
+                self._owner, self._first = self._owner + 1, number
+                return
+            self._wanted = 0
+        self.check_owned()  # says which job it is
+
+    def clean(self) -> list[str]:
+        """Removes what owners before have left and no manifest names."""
+        rubbish: list[str] = []
+        empty: list[str] = []
+        for step, names in self._scan().items():
+            entries = self._in(step, names)
+            if any(entry.manifest is None for entry in entries):
+                continue  # damaged: for the user to look at
+            manifests = [entry.manifest for entry in entries if entry.manifest is not None]
+            named = {part.name for m in manifests for part in m.parts}
+            for entry in entries:
+                # All its parts went when an owner that began later did not know it.
+                if entry.manifest is not None and not any(
+                    p.name in names or self._size(step, p.name) is not None
+                    for p in entry.manifest.parts
+                ):
+                    empty.append(self.key(_step(step), entry.name))
+            known = {entry.name for entry in entries}
+            for name in names:
+                match = _OURS.fullmatch(name)
+                if match is None or name in named or name in known:
+                    continue
+                whole = f"manifest-{match['id']}.{match['token']}.json"
+                if match["token"] and self._size(step, whole) is not None:
+                    continue  # the list was old
+                rubbish.append(self.key(_step(step), name))
+        notes = sorted(self._list(_BRANCHES))
+        rubbish += [self.key(_BRANCHES, name) for name in notes[:-1] if name.endswith(".json")]
+        uploads = self._uploads()
+        self.check_owned()
+        for key in empty:
+            _log.warning(
+                "%s/%s is removed: none of the parts that it names is there", self._bucket, key
+            )
+        try:
+            self._delete(empty)
+            self._delete(rubbish)
+            for upload in uploads:
+                upload()
+        except OSError as error:
+            _log.warning("what an earlier job left in %s stays: %s", self.root, error)
+        return [f"{self._bucket}/{key}" for key in [*empty, *rubbish]]
+
+    def _uploads(self) -> list[Callable[[], Any]]:
+        """What gives up each of the uploads that were begun and not finished."""
+        if not self._bucket.startswith(("s3://", "s3a://")):
+            return []  # boto3 knows no others
+        try:
+            import boto3
+        except ImportError:
+            return []
+        bucket, below = self._bucket.partition("://")[2], self.key("")
+        below = below and below + "/"
+        found: list[Callable[[], Any]] = []
+        try:
+            s3 = boto3.client("s3", endpoint_url=os.environ.get("AWS_ENDPOINT_URL") or None)
+            pages = s3.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=below)
+            for upload in [u for page in pages for u in page.get("Uploads", ())]:
+                step, _, name = str(upload["Key"]).removeprefix(below).partition("/")
+                if _STEP.fullmatch(step) and _OURS.fullmatch(name):
+                    ids = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
+
+                    def give_up(ids: dict[str, str] = ids) -> None:
+                        try:
+                            s3.abort_multipart_upload(Bucket=bucket, **ids)
+                        except Exception as error:
+                            _log.warning("an upload stays in %s: %s", self.root, error)
+
+                    found.append(give_up)
+        except Exception as error:
+            _log.warning("uploads that were interrupted stay in %s: %s", self.root, error)
+        return found
+
+    def mark(self, token: str) -> None:
+        key = self.key(_RUNS, token)
+        self.ask("write", key, lambda o, store: o.put(store, key, b"", use_multipart=False))
+
+    def marked(self, tokens: Sequence[str]) -> list[int]:
+        names = self._list(_RUNS)
+        return [i for i, token in enumerate(tokens) if token in names]
+
+    def unmark(self, tokens: Sequence[str]) -> None:
+        self._delete(self.key(_RUNS, token) for token in tokens)
+
+    # ------------------------------------------------------------------ changing
+
+    def make_step(self, step: int) -> None:
+        pass
+
+    def part_name(self, part: Part, id: str) -> str:
+        return _part_name(part, id, _TOGETHER)
+
+    def copy_names(
+        self, manifest: Manifest, before: Manifest | None, attempt: int
+    ) -> dict[str, str]:
+        token = secrets.token_hex(8)
+        return {part.name: _part_name(part, manifest.id, token) for part in manifest.parts}
+
+    def publish(self, manifest: Manifest) -> None:
+        """Makes the checkpoint complete; its parts are there already.
+
+        Raises:
+            PeerError: another job has the store; the checkpoint is not acknowledged.
+            UnknownOutcomeError: it may be complete, now or later.
+        """
+        self.note_sequence(manifest.sequence // STRIDE * STRIDE)  # of a fast directory's save
+        self.check_owned()
+        self._put_manifest(manifest)
+        self.check_owned()  # a job that began meanwhile may have removed the parts
+
+    def _put_manifest(self, manifest: Manifest) -> None:
+        tokens = {match["token"] for p in manifest.parts if (match := _OURS.fullmatch(p.name))}
+        # That of its parts, by which a later job finds it without a list.
+        token = tokens.pop() if len(tokens) == 1 else secrets.token_hex(8)
+        name = f"manifest-{manifest.id}.{token}.json"
+        try:
+            if not self._create(self.key(_step(manifest.step), name), manifest.to_bytes()):
+                raise IoError(f"{self.place(manifest.step) / name} is there, and is another one")
+        except UnreachableError:
+            # Also if it was refused: an attempt before, by the client, may have been carried out.
+            self._uncertain.add(manifest.id)
+            raise
+        self._mine.add(name)
+
+    def adopt(self, manifest: Manifest) -> None:
+        """Gives a checkpoint from which the training goes on a name of this job's own.
+
+        A job that had the store before may be about to remove it by the name that it knows.
+        """
+        if self._owner <= 0:
+            return
+        names = self._sizes(manifest.step)
+        entries = [
+            e
+            for e in self._in(manifest.step, names)
+            if e.manifest is not None and e.manifest.id == manifest.id
+        ]
+        whole = [e for e in entries if e.manifest is not None and _whole(names, e.manifest)]
+        if not whole or any(e.name in self._mine for e in whole):
+            return
+        there = whole[0].manifest
+        assert there is not None
+        name = f"manifest-{there.id}.{secrets.token_hex(8)}.json"
+        key = self.key(_step(there.step), name)
+        if self._create(key, there.to_bytes()):
+            self._mine.add(name)
+            self.check_owned()
+            self._delete(self.key(_step(there.step), e.name) for e in entries)
+
+    def note_branch(self, branch: Branch) -> None:
+        self.note_sequence(branch.sequence // STRIDE * STRIDE)
+        self.check_owned()
+        key = self.key(_BRANCHES, f"{branch.sequence:020d}.{secrets.token_hex(8)}.json")
+        self._create(key, branch.to_bytes())
+        try:
+            self.check_owned()
+        except PeerError:
+            self._delete([key])  # the later job may have no record of its own yet
+            raise
+
+    def _put_aside_branch(self) -> None:
+        """Keeps the newest note, which is damaged, under another name."""
+        name = max(name for name in self._list(_BRANCHES) if name.endswith(".json"))
+        data = self._read(self.key(_BRANCHES, name))
+        self.check_owned()
+        self._create(self.key(_BRANCHES, f"{name}.damaged"), data)
+        self._delete([self.key(_BRANCHES, name)])
+
+    def remove(self, step: int, id: str) -> None:
+        self._remove(step, lambda match: match["id"] == id)
+
+    def remove_step(self, step: int) -> None:
+        self._remove(step, lambda match: True)
+
+    def _remove(self, step: int, chosen: Callable[[re.Match[str]], bool]) -> None:
+        """Manifests first. The order of list, check and removal is what a later job relies on."""
+        ours = [m for m in map(_OURS.fullmatch, self._sizes(step)) if m and chosen(m)]
+        manifests = [m[0] for m in ours if m["kind"] == "manifest-"]
+        for names in (manifests, [m[0] for m in ours if m["kind"] != "manifest-"]):
+            self.check_owned()
+            self._delete(self.key(_step(step), name) for name in names)
+        for name in manifests:
+            self._manifests.pop((step, name), None)
+
+    def discard(self, step: int, name: str) -> None:
+        with contextlib.suppress(OSError, PeerError):
+            names = self._sizes(step)
+            named = {p.name for e in self._in(step, names) if e.manifest for p in e.manifest.parts}
+            if name not in named:
+                self._delete([self.key(_step(step), name)])
+
+    # ------------------------------------------------------------------ agreeing
+
+    def commit(
+        self,
+        manifest: Manifest,
+        rank: int,
+        mine: Part | str | None,
+        *,
+        timeout: float,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> str:
+        deadline = time.monotonic() + timeout
+        if rank == 0:
+            return self._gather_words(manifest, mine, deadline, stopped)
+        if mine is not None:
+            note = {"failed": mine} if isinstance(mine, str) else mine.to_dict()
+            self._create(self._word(manifest, rank), json.dumps(note).encode())
+        within, look = f"in {timeout:g} s", 0.0
+        while time.monotonic() < deadline + GRACE_SECONDS:
+            with contextlib.suppress(UnreachableError):
+                if (decision := self._decision(manifest)) is not None:
+                    if not decision["complete"] and not decision["certain"]:
+                        raise PeerError(f"{decision['reason']}; rank {rank}'s part stays")
+                    return str(decision["reason"])
+                if mine is None and time.monotonic() >= look:
+                    # Rank 0 does not wait for this one: it may have retired the checkpoint since.
+                    if any(newer.order > manifest.order for newer in self.manifests()):
+                        return ""
+                    look = time.monotonic() + LOOK_SECONDS
+            if stopped():
+                within = "before this job's end"
+                break
+            time.sleep(_WAIT_SECONDS)
+        reason = f"rank 0 did not complete step {manifest.step} in {self.root} {within}"
+        if not isinstance(mine, Part):
+            return reason
+        raise PeerError(f"{reason}; it may still, so rank {rank}'s part stays")
+
+    def _gather_words(
+        self,
+        manifest: Manifest,
+        mine: Part | str | None,
+        deadline: float,
+        stopped: Callable[[], bool],
+    ) -> str:
+        writers = [0] if manifest.replicated else list(range(manifest.world_size))
+        parts = {0: mine} if isinstance(mine, Part) else {}
+        reason = f"rank 0: {mine}" if isinstance(mine, str) else ""
+        away = ""
+        while len(parts) < len(writers) and not reason:
+            for rank in [rank for rank in writers if rank not in parts]:
+                try:
+                    note = json.loads(self._read(self._word(manifest, rank)))
+                    if "failed" in note:
+                        reason = f"rank {rank}: {note['failed']}"
+                        break
+                    parts[rank] = Part.from_dict(note)
+                except FileNotFoundError:
+                    pass
+                except UnreachableError as error:
+                    away = f": {error}"
+                except (ValueError, KeyError, TypeError) as error:
+                    reason = f"rank {rank}: its word cannot be read: {error}"
+            late = [rank for rank in writers if rank not in parts]
+            if late and not reason:
+                if stopped():
+                    reason = "stopped"
+                elif time.monotonic() > deadline:
+                    reason = f"ranks {late} did not finish their part in time{away}"
+                time.sleep(_WAIT_SECONDS)
+        if reason:
+            self.abort(manifest, reason)
+            return reason
+        try:
+            self.publish(dataclasses.replace(manifest, parts=tuple(parts[r] for r in writers)))
+        except (Error, OSError) as error:
+            with contextlib.suppress(Error, OSError):
+                if self.lacks(manifest):
+                    self.abort(manifest, str(error))
+                    return str(error)
+            self._decide(manifest, complete=False, certain=False, reason=str(error))
+            raise
+        self._decide(manifest, complete=True, certain=True, reason="")
+        with contextlib.suppress(Error, OSError):
+            self._delete(self._word(manifest, rank) for rank in writers if rank)
+        return ""
+
+    def _decide(self, manifest: Manifest, **decision: Any) -> None:
+        if manifest.world_size > 1:
+            with contextlib.suppress(Error, OSError):  # the others do not wait for ever
+                data = json.dumps(decision).encode()
+                self._create(self._decided(manifest), data)
+
+    def _decision(self, manifest: Manifest) -> dict[str, Any] | None:
+        """What rank 0 has decided, if it has."""
+        try:
+            found = json.loads(self._read(self._decided(manifest)))
+            return {name: found[name] for name in ("complete", "certain", "reason")}
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return None
+
+    def abort(self, manifest: Manifest, reason: str) -> None:
+        self._decide(manifest, complete=False, certain=True, reason=reason)
+
+    def aborted(self, manifest: Manifest) -> str | None:
+        try:
+            decision = self._decision(manifest)
+        except OSError:
+            return None
+        if decision is None or decision["complete"] or not decision["certain"]:
+            return None
+        return str(decision["reason"])
+
+    def _word(self, manifest: Manifest, rank: int) -> str:
+        return self.key(_step(manifest.step), f"word-{rank:05d}.{manifest.id}.json")
+
+    def _decided(self, manifest: Manifest) -> str:
+        return self.key(_step(manifest.step), f"decision.{manifest.id}.json")
+
+    # ------------------------------------------------------------------ parts
+
+    def copy(self, source: Path, step: int, name: str, part: Part, pacing: Pacing) -> Copy:
+        return Upload(self, source, step, name, part, pacing)
+
+    def open(self, step: int, part: Part) -> CheckedPart:
+        return ObjectPart(self, step, part)
+
+    def check(
+        self,
+        step: int,
+        part: Part,
+        threads: int,
+        progress: _native.Progress | None = None,
+        priority: _native.Priority = _native.Priority.normal,
+    ) -> list[int]:
+        return read_blocks(self, step, part, range(len(part.crcs)), None, threads, progress)
+
+    def part_key(self, step: int, name: str) -> str:
+        """Of a part in its bucket."""
+        return self.key(_step(step), name)
+
+    def part_size(self, step: int, name: str) -> int | None:
+        """Of a part, if it is there."""
+        return self._size(step, name)
+
+
+def _step(step: int) -> str:
+    return f"step-{step:012d}"
+
+
+def _part_name(part: Part, id: str, token: str) -> str:
+    return f"rank-{part.rank:05d}.{id}.{token}.safetensors"
+
+
+def _order(entry: Entry) -> tuple[int, float, str]:
+    """By the manifests; one that cannot be read comes first."""
+    return entry.manifest.order if entry.manifest is not None else (2 * LEGACY, 0.0, entry.name)
+
+
+def _whole(names: dict[str, int], manifest: Manifest) -> bool:
+    return all(names.get(part.name) == part.size for part in manifest.parts)
+
+
+def _refusals(obstore: Any) -> tuple[type[Exception], ...]:
+    """What says that a condition does not hold."""
+    return obstore.exceptions.AlreadyExistsError, obstore.exceptions.PreconditionError
+
+
+def _no_bucket(error: Exception) -> bool:
+    signs = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not exist")
+    return any(sign in str(error) for sign in signs)
+
+
+def _is_final(error: Exception) -> bool:
+    """Whether the server has refused, so that nothing was written or will be."""
+    status = re.search(r"status code: (\d{3})", client.brief(error))
+    refused = status is not None and status[1][0] == "4" and status[1] not in ("408", "409", "429")
+    return bool(refused or client.denied(error))
+
+
+def _is_unsupported(obstore: Any, error: Exception) -> bool:
+    """Whether the store, or the client for it, knows no conditions."""
+    kinds = (NotImplementedError, obstore.exceptions.NotSupportedError)
+    return isinstance(error, kinds) or "status code: 501" in client.brief(error)
+
+
+def _unconditional(bucket: str) -> str:
+    return (
+        f"{bucket} has no conditional writes (If-None-Match), without which one of two jobs could "
+        "write over a checkpoint of the other: use a store that has them, or a directory"
+    )

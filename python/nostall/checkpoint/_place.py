@@ -1,0 +1,104 @@
+"""What a store of checkpoints gives to those that use it, wherever it lies: places, copies, reads.
+
+`_store.py` is the store that is a directory; `_objects.py` is the one below a URL.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from nostall import _native
+from nostall.errors import IoError, UsageError
+
+_SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss")
+_URL = re.compile(r"([a-z][a-z0-9+.-]*):(/{1,2})(.*)", re.DOTALL)
+
+
+class Url(str):
+    """The place of an object, with the few names of pathlib that places are used by."""
+
+    def __truediv__(self, name: str) -> Url:
+        return Url(f"{self}/{name}")
+
+    @property
+    def name(self) -> str:
+        return self.rpartition("/")[2]
+
+    @property
+    def parent(self) -> Url:
+        return Url(self.rpartition("/")[0])
+
+    def as_posix(self) -> str:
+        return str(self)
+
+
+Place = Path | Url
+
+
+def url_of(root: str) -> Url | None:
+    """The URL that a place of checkpoints is; None if it is a path.
+
+    Raises:
+        UsageError: it is a URL of which a Path was made, or of what keeps no checkpoints.
+    """
+    match = _URL.fullmatch(root)
+    if match is None:
+        return None
+    scheme, slashes, rest = match.groups()
+    if slashes == "/" and scheme in _SCHEMES:
+        raise UsageError(
+            f"{root} was the URL {scheme}://{rest} before a Path was made of it: give it as a string"
+        )
+    if slashes == "/":
+        return None
+    if scheme not in _SCHEMES or not re.fullmatch(r"[^/?#]+(/[^?#]*)?", rest):
+        raise UsageError(
+            f"{root} is not a place for checkpoints: give a directory, or a bucket and a prefix in it "
+            f"as s3://bucket/run1 ({', '.join(f'{s}://' for s in _SCHEMES)})"
+        )
+    return Url(root.rstrip("/"))
+
+
+class UnreachableError(IoError):
+    """A store does not answer, or refuses to: nothing is known of what is there."""
+
+
+class UnknownOutcomeError(UnreachableError):
+    """Whether a write took place is not known, and it still may: what it names must stay."""
+
+
+@dataclass(frozen=True)
+class Pacing:
+    """How a copy stays out of the training's way (native/checkpoint/pace.h)."""
+
+    rate: int = 0
+    priority: _native.Priority = _native.Priority.normal
+    gate: _native.Gate | None = None
+    gate_patience: float = 1.0
+    considerate: bool = False
+
+
+class Copy(Protocol):
+    """A checked copy of a part; hurry and stop come from other threads."""
+
+    def run(self) -> object: ...
+    def hurry(self) -> None: ...
+    def stop(self) -> None: ...
+
+
+class CheckedPart(Protocol):
+    """A part that is read in runs of blocks (native/checkpoint/transfer.h, CheckedFile)."""
+
+    @property
+    def data(self) -> Any: ...
+    def read(
+        self,
+        first: int,
+        count: int,
+        threads: int,
+        progress: _native.Progress | None = None,
+        address: int = 0,
+    ) -> list[int]: ...

@@ -1,0 +1,785 @@
+"""Checkpoints on an object store: what was acknowledged stays, whatever the store and others do."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import object_rank
+import prefork
+import pytest
+from object_server import Answer, Proxy, Request, cut, error
+from test_checkpointer import World
+
+import nostall
+from nostall import Keep, _native
+from nostall.checkpoint import _transfer
+from nostall.checkpoint._drain import copy_all
+from nostall.checkpoint._format import Branch, Manifest, Part
+from nostall.checkpoint._lineage import STRIDE
+from nostall.checkpoint._objects import ObjectStore
+from nostall.checkpoint._open import open_store
+from nostall.checkpoint._place import Pacing, UnknownOutcomeError, UnreachableError, Url
+from nostall.checkpoint._store import part_name
+from nostall.cli import main
+from nostall.errors import CorruptionError, IoError, PeerError, StoppedError, UsageError
+
+pytest_plugins = ["object_fixtures"]
+ID = "aaaaaaaa-000001"
+BLOCK = _native.CHECKPOINT_BLOCK
+
+
+def state_of(step: int, size: int = 1000) -> dict[str, Any]:
+    return {"w": np.full(size, step, np.float64), "step": step}
+
+
+def is_whole(found: Any, step: int, tier: str = "durable") -> bool:
+    return (found.step, found.tier) == (step, tier) and bool((found.state["w"] == step).all())
+
+
+@pytest.fixture
+def url(bucket: Any) -> str:
+    return f"s3://{bucket.name}/runs/one"
+
+
+@pytest.fixture
+def make(url: str, tmp_path: Path) -> Callable[..., nostall.Checkpointer]:
+    def made(fast: str = "fast", **options: Any) -> nostall.Checkpointer:
+        return nostall.Checkpointer(tmp_path / fast, url, **{"priority": "normal", **options})
+
+    return made
+
+
+def keys(bucket: Any, below: str = "runs/one/") -> list[str]:
+    """Of the objects in steps, below the URL."""
+    names = [o.key.removeprefix(below) for o in bucket.objects.filter(Prefix=below)]
+    return [name for name in names if name.startswith("step-")]
+
+
+def kinds(bucket: Any) -> list[str]:
+    """What the objects in steps are, in order."""
+    return [re.split(r"[-.]", key.rpartition("/")[2])[0] for key in keys(bucket)]
+
+
+def steps_on(url: str) -> list[int]:
+    return [m.step for m in open_store(url, "durable").manifests()]
+
+
+def uploads(bucket: Any) -> list[str]:
+    return [upload.object_key for upload in bucket.multipart_uploads.all()]
+
+
+def is_manifest(request: Request) -> bool:
+    return request.method == "PUT" and "/manifest" in request.path
+
+
+def store_at(url: str) -> ObjectStore:
+    return ObjectStore(Url(url), "durable")
+
+
+# ---------------------------------------------------------------------- going through
+
+
+def test_saves_are_uploaded_and_restored_without_the_fast_directory(
+    bucket: Any, proxy: Proxy, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_transfer, "_CHUNK", 5 << 20)
+    here, most, lock = [0], [0], threading.Lock()
+
+    def count(request: Request, forward: Callable[[], Answer]) -> Answer:
+        part = request.method == "PUT" and "partNumber" in request.path
+        with lock:
+            here[0] += part
+            most[0] = max(most[0], here[0])
+        try:
+            return forward()
+        finally:
+            with lock:
+                here[0] -= part
+
+    proxy.meddle = count
+    with make(keep=2, level="durable") as ckpt:
+        for step in range(4):
+            saved = ckpt.save(state_of(step, 4_000_000 if step == 3 else 1000), step)
+            assert saved is not None and saved.problems == []
+        ckpt.wait(60)
+    assert 1 <= most[0] <= 4  # the bound of requests at a time
+    assert kinds(bucket) == ["manifest", "rank"] * 2 and uploads(bucket) == []
+    manifest, part = keys(bucket)[2:]
+    assert saved.id in manifest and saved.id in part
+    progress: list[tuple[int, int]] = []
+    with make("other") as ckpt:
+        into = {"w": np.zeros(4_000_000), "step": None}
+        found = ckpt.restore(into=into, progress=lambda *told: progress.append(told))
+        assert is_whole(found, 3) and (into["w"] == 3).all()
+        assert progress[-1] == (found.manifest.size, found.manifest.size)
+        assert is_whole(ckpt.restore(2), 2)
+
+
+def test_a_rate_is_kept_until_a_thread_waits(url: str, tmp_path: Path) -> None:
+    store, (manifest, path) = store_at(url), one_part(tmp_path, blocks=3)
+    (part,) = manifest.parts
+    began = time.monotonic()
+    store.copy(path, 1, part.name, part, Pacing(rate=16 * BLOCK)).run()
+    assert time.monotonic() - began >= 2 / 16  # the third block waits for two
+    slow = store.copy(path, 2, part.name, part, Pacing(rate=1))
+    running = threading.Thread(target=slow.run)
+    running.start()
+    slow.hurry()
+    running.join(60)
+    assert store.check(2, part, threads=2) == []
+    pacing = Pacing(gate=_native.Gate(), gate_patience=0.05, considerate=True)
+    with _native.Activity():  # a loader reads: for a limited time
+        store.copy(path, 3, part.name, part, pacing).run()
+    assert store.check(3, part, threads=2) == []
+
+
+def test_retention_and_going_back(make: Any, url: str) -> None:
+    with make(keep=Keep(2, every=4), level="durable") as ckpt:
+        for step in range(1, 7):
+            ckpt.save(state_of(step), step)
+        ckpt.wait(60)
+        assert steps_on(url) == [4, 5, 6]
+        assert is_whole(ckpt.restore(4), 4)
+    with make("elsewhere", keep=Keep(2, every=4), level="durable") as ckpt:
+        assert is_whole(ckpt.restore(), 4)
+        ckpt.save({"w": np.full(1000, 6.0), "step": 60}, 6)
+        ckpt.save(state_of(7), 7)
+        ckpt.wait(60)
+        # Both saves of step 6 are there, one of the superseded branch.
+        assert steps_on(url) == [4, 5, 6, 6, 7]
+        assert ckpt.restore(6).state["step"] == 60
+
+
+def test_a_step_again_replaces_the_save_before(bucket: Any, make: Any) -> None:
+    with make(level="durable") as ckpt:
+        ckpt.save(state_of(1), 1)
+        saved = ckpt.save({"w": np.full(1000, 1.0), "step": "again"}, 1)
+        ckpt.wait(60)
+    assert kinds(bucket) == ["manifest", "rank"]
+    assert all(saved.id in key for key in keys(bucket))
+
+
+def test_commands_take_urls(make: Any, url: str, tmp_path: Path, capsys: Any) -> None:
+    with make(level="durable") as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(state_of(step), step)
+        ckpt.wait(60)
+    fast = str(tmp_path / "fast")
+    assert main(["checkpoints", "verify", fast, url]) == 0
+    assert capsys.readouterr().out.count(f"verified in {url}") == 3
+    assert main(["checkpoints", "restore-dry-run", url]) == 0
+    assert f"would restore step 3 from {url}" in capsys.readouterr().out
+    assert main(["checkpoints", "rm", "--step", "2", url]) == 0
+    assert steps_on(url) == [1, 3]
+    assert main(["checkpoints", "branch", "--step", "1", url]) == 0
+    with make("other") as ckpt:
+        assert is_whole(ckpt.restore(), 1)
+    assert main(["checkpoints", "rm", "--superseded", url]) == 0
+    assert steps_on(url) == [1]
+    assert main(["checkpoints", "drain", fast, url]) == 0
+    assert steps_on(url) == [1, 3]
+
+
+def test_distributed_checkpoints_of_torch(
+    bucket: Any, proxy: Proxy, url: str, tmp_path: Path
+) -> None:
+    torch = pytest.importorskip("torch")
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    from nostall.torch.checkpoint import StorageWriter, load
+
+    with pytest.raises(UsageError, match="needs fast=, a directory from which"):
+        StorageWriter(url)
+    writer = StorageWriter(url, keep=2, fast=tmp_path / "parts")
+    for step in (1, 2, 3):
+        state = {"w": torch.full((1000,), float(step)), "step": step}
+        dcp.save(state, checkpoint_id=str(step), storage_writer=writer, no_dist=True)
+    writer.close()
+    assert steps_on(url) == [2, 3] and kinds(bucket) == ["manifest", "rank"] * 2
+    assert list((tmp_path / "parts").rglob("*.safetensors")) == []
+    state = {"w": torch.zeros(1000), "step": 0}
+    assert load(state, url, no_dist=True) == 3
+    assert state["step"] == 3 and bool((state["w"] == 3).all())
+    proxy.spoil = lambda number, answer: cut(answer, 100)
+    with pytest.raises(UnreachableError, match="cannot read s3://"):
+        load(state, url, no_dist=True)
+
+
+# ---------------------------------------------------------------------- processes
+
+
+class Ranks:
+    """Processes of one job after another, with a fast directory that all share."""
+
+    def __init__(self, tmp_path: Path, url: str, world: int = 1, **more: str) -> None:
+        self.home, self.url, self.world, self.jobs = tmp_path, url, world, 0
+        self.environment = more
+
+    def start(self, steps: list[int], **more: Any) -> list[prefork.Process]:
+        self.jobs += 1
+        orders = {"fast": str(self.home / "fast"), "durable": self.url, "world": self.world}
+        orders |= {"steps": steps, "size": 1000, "level": "durable", "hold": False, "keep": 3}
+        orders |= {"back_to": None, **more}
+        meeting = {"NOSTALL_RENDEZVOUS": str(self.home / f"rendezvous{self.jobs}")}
+        return [
+            prefork.Process(
+                [object_rank.__file__, json.dumps({**orders, "rank": rank})],
+                stdout=prefork.PIPE,
+                stderr=prefork.PIPE,
+                env={**os.environ, **meeting, **self.environment},
+            )
+            for rank in range(self.world)
+        ]
+
+    def run(self, steps: list[int], **more: Any) -> list[list[dict[str, Any]]]:
+        """What each rank has said."""
+        ranks = self.start(steps, **more)
+        outputs = [rank.communicate(timeout=100) for rank in ranks]
+        for rank, (_, words) in zip(ranks, outputs, strict=True):
+            assert rank.returncode == 0, words
+        return [[json.loads(line) for line in out.splitlines()] for out, _ in outputs]
+
+    def restored(self, steps: list[int], **more: Any) -> list[Any]:
+        """What each rank has restored; none has failed."""
+        said = self.run(steps, **more)
+        assert all("failed" not in words for rank in said for words in rank), said
+        return [rank[0]["restored"] for rank in said]
+
+
+@pytest.mark.multi
+def test_two_ranks_complete_one_checkpoint(bucket: Any, url: str, tmp_path: Path) -> None:
+    job = Ranks(tmp_path, url, 2)
+    assert job.restored([1, 2]) == [None] * 2
+    assert kinds(bucket) == ["decision", "manifest", "rank", "rank"] * 2  # no word is left
+    (tmp_path / "fast").rename(tmp_path / "gone")
+    assert job.restored([3]) == [[2, "durable", True]] * 2
+    assert steps_on(url) == [1, 2, 3]
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_process_that_is_killed_in_mid_upload(
+    bucket: Any, proxy: Proxy, url: str, tmp_path: Path, kept: bool
+) -> None:
+    job = Ranks(tmp_path, url)
+    arrived, go_on = threading.Event(), threading.Event()
+
+    def hold(request: Request, forward: Callable[[], Answer]) -> Answer:
+        if "partNumber=2" in request.path:
+            arrived.set()
+            go_on.wait(60)
+        return forward()
+
+    assert job.restored([1]) == [None]
+    proxy.meddle = hold
+    (process,) = job.start([2], size=3_000_000)
+    try:
+        assert arrived.wait(60)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        go_on.set()
+    proxy.meddle = None
+    assert steps_on(url) == [1] and len(uploads(bucket)) == 1
+    if not kept:
+        (tmp_path / "fast").rename(tmp_path / "gone")
+    assert job.restored([]) == ([[2, "fast", True]] if kept else [[1, "durable", True]])
+    assert uploads(bucket) == []
+    assert steps_on(url) == ([1, 2] if kept else [1])
+    # Of the step that was not complete nothing is left, or all of it is.
+    assert len(keys(bucket)) == (4 if kept else 2)
+
+
+def test_parts_of_other_nodes_are_drained_when_the_store_is_back(
+    proxy: Proxy, url: str, tmp_path: Path
+) -> None:
+    def work(rank: int, gather: Any, home: str, away: bool) -> Any:
+        with nostall.Checkpointer(
+            tmp_path / f"{home}{rank}", url, rank=rank, world_size=2, gather=gather, job="test",
+            max_failures=100, timeout=20, priority="normal",
+        ) as ckpt:  # fmt: skip
+            if not away:
+                ckpt.wait(60)
+                found = ckpt.restore()
+                return found.step, found.tier, bool((found.state["w"] == 10 + rank).all())
+            gather(b"")
+            proxy.meddle = lambda *_: error(503, "SlowDown")
+            gather(b"")
+            ckpt.save({"w": np.full(1000, 10 + rank)}, 1, level="fast")
+            ckpt.wait(60)
+            with pytest.raises(UnreachableError, match=r"rank [01]: cannot list s3://.*SlowDown"):
+                ckpt.restore()
+        return None
+
+    def job(home: str, away: bool = False) -> list[Any]:
+        return World(2).run(lambda rank, gather: work(rank, gather, home, away))
+
+    assert job("node", away=True) == [None, None]
+    proxy.meddle = None
+    assert steps_on(url) == []
+    assert job("node") == [(1, "fast", True)] * 2  # and drained: by rank 0, that of rank 1 too
+    assert steps_on(url) == [1]
+    files = [p.name for p in (tmp_path / "node0").rglob("*.safetensors")]
+    assert [name[:10] for name in files] == ["rank-00000"]  # what was fetched has gone again
+    assert job("new") == [(1, "durable", True)] * 2
+
+
+# ---------------------------------------------------------------------- two jobs
+
+
+def test_a_job_that_begins_later_takes_the_store(make: Any, url: str) -> None:
+    first = make("one", max_failures=100)
+    first.save(state_of(1), 1, level="durable")
+    with make("two", level="durable") as second:
+        assert is_whole(second.restore(), 1)
+        sentence = rf"taken over by process {os.getpid()} on .*store of its own"
+        with pytest.raises(IoError, match=sentence):
+            first.save(state_of(5), 5, level="durable")
+        with pytest.raises(PeerError, match=sentence):
+            first.durable.remove(1, second.durable.manifests()[0].id)
+        second.save(state_of(2), 2)
+        first._begin_branch(second.durable.manifests()[0], True)  # a warning
+    first.close()
+    assert steps_on(url) == [1, 2]
+
+
+@pytest.fixture
+def slow(server: Proxy) -> Iterator[Proxy]:
+    """Another way to the server, for one job alone."""
+    proxy = Proxy(server.port)
+    yield proxy
+    proxy.close()
+
+
+def run_with_a_pause(
+    job: Ranks, slow: Proxy, at: int, other: Callable[[], None]
+) -> tuple[int, int, list[dict[str, Any]]]:
+    """A job that stops at its request of that number, while `other` runs, and goes on.
+
+    Returns:
+        The number of its requests, its process, and what it has said.
+    """
+    numbers = itertools.count()
+    running: list[prefork.Process] = []
+    started = threading.Event()
+
+    def pause(request: Request, forward: Callable[[], Answer]) -> Answer:
+        if next(numbers) == at:
+            started.wait(60)
+            os.kill(running[0].pid, signal.SIGSTOP)
+            try:
+                other()
+            finally:
+                os.kill(running[0].pid, signal.SIGCONT)
+        return forward()
+
+    slow.meddle = pause
+    running += job.start([1, 2], keep=1)
+    started.set()
+    out, words = running[0].communicate(timeout=100)
+    assert running[0].returncode == 0, words
+    return next(numbers), running[0].pid, [json.loads(line) for line in out.splitlines()]
+
+
+def last_owner(bucket: Any, below: str) -> int:
+    """Its process."""
+    owners = bucket.objects.filter(Prefix=f"{below}/.owners/")
+    return int(json.loads(max(owners, key=lambda o: o.key).get()["Body"].read())["pid"])
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("residue", range(8))
+def test_an_old_owner_that_pauses_anywhere_harms_no_later_save(
+    bucket: Any, proxy: Proxy, slow: Proxy, tmp_path: Path, residue: int
+) -> None:
+    url = f"s3://{bucket.name}"
+    first = Ranks(tmp_path, f"{url}/count", AWS_ENDPOINT_URL=slow.url)
+    requests, _, said = run_with_a_pause(first, slow, -1, lambda: None)
+    assert said == [{"restored": None}, {"step": 1}, {"step": 2}]
+    for at in range(residue, requests, 8):
+        goes_back = at % 16 < 8
+        problem = pause_at(at, goes_back, bucket, f"{url}/{at}", slow, tmp_path / str(at))
+        assert not problem, f"stopped at request {at}: {problem}"
+
+
+def pause_at(at: int, goes_back: bool, bucket: Any, url: str, slow: Proxy, home: Path) -> str:
+    """A job is stopped at a request; another one saves, or goes back; then the first one goes on."""
+    for name in ("earlier", "later", "final"):
+        (home / name).mkdir(parents=True)
+    later, there, found = Ranks(home / "later", url), [], []
+
+    def other() -> None:
+        there.extend(steps_on(url))
+        # To the oldest, which the earlier one may be about to remove.
+        back_to = there[0] if there and goes_back else None
+        steps = [] if back_to is not None else [10, 11]
+        found.extend([later.restored(steps, keep=2, back_to=back_to)[0], back_to])
+
+    earlier = Ranks(home / "earlier", url, AWS_ENDPOINT_URL=slow.url)
+    _, pid, said = run_with_a_pause(earlier, slow, at, other)
+    slow.meddle = None
+    acknowledged = [words["step"] for words in said if "step" in words]
+    on_store, story = steps_on(url), f"{there} were there; {said}; {found}"
+    if last_owner(bucket, str(at)) == pid:  # it was stopped before it began
+        wanted = 2
+        if acknowledged != [1, 2]:
+            return f"the job that has the store could not save: {story}"
+    else:
+        wanted = 11 if found[1] is None else found[1]
+        if max(acknowledged, default=0) > max(there, default=0):
+            return f"a save was acknowledged that the later job did not find: {story}"
+        if found[1] is None and on_store[-2:] != [10, 11]:
+            return f"the later job's saves are lost, {on_store} are there: {story}"
+    restored = Ranks(home / "final", url).restored([])
+    return "" if restored == [[wanted, "durable", True]] else f"{restored}: {story}"
+
+
+def test_jobs_that_begin_at_once_have_numbers_of_their_own(
+    url: str, make: Any, proxy: Proxy
+) -> None:
+    arrived = threading.Barrier(3)
+
+    def meet(request: Request, forward: Callable[[], Answer]) -> Answer:
+        if request.method == "PUT" and "owners/000000000001" in request.path and not met[0]:
+            arrived.wait(60)
+            met[0] = True
+        return forward()
+
+    met = [False]
+    proxy.meddle = meet
+    stores = [store_at(url) for _ in range(3)]
+    threads = [threading.Thread(target=store.own) for store in stores]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(store._owner for store in stores) == [1, 2, 3]
+    assert sorted(store._first for store in stores) == [STRIDE, 2 * STRIDE, 3 * STRIDE]
+    last = max(stores, key=lambda store: store._owner)
+    for store in stores:
+        if store is last:
+            store.check_owned()
+        else:
+            with pytest.raises(PeerError, match="taken over by process"):
+                store.check_owned()
+    # One that knows higher numbers, of its fast directory, takes them before it saves.
+    last.note_sequence(9 * STRIDE)
+    last.check_owned()
+    assert last.seen() == 9 * STRIDE - 1
+    later = store_at(url)
+    later.own()
+    assert (later._owner, later._first) == (5, 10 * STRIDE)
+
+
+def one_part(
+    tmp_path: Path, step: int = 1, blocks: int = 1, sequence: int = 1
+) -> tuple[Manifest, Path]:
+    data = np.random.default_rng(step).bytes((blocks - 1) * BLOCK + 100)
+    path = tmp_path / f"part{step}"
+    path.write_bytes(data)
+    crcs = tuple(_native.crc32c(data[i : i + BLOCK]) for i in range(0, len(data), BLOCK))
+    part = Part(0, part_name(0, ID), len(data), crcs)
+    return Manifest(step, ID, 1, (part,), sequence=sequence), path
+
+
+def copying(store: ObjectStore, path: Path) -> Callable[[Part, str], None]:
+    return lambda part, name: store.copy(path, 1, name, part, Pacing()).run()
+
+
+def test_a_manifest_that_comes_after_the_parts_were_removed_counts_for_nothing(
+    bucket: Any, proxy: Proxy, url: str, tmp_path: Path, make: Any
+) -> None:
+    first, (manifest, path) = store_at(url), one_part(tmp_path, sequence=STRIDE)
+    first.own()
+
+    def be_late(request: Request, forward: Callable[[], Answer]) -> Answer:
+        if is_manifest(request):
+            proxy.meddle = None
+            with make() as ckpt:
+                assert ckpt.restore() is None
+        return forward()
+
+    proxy.meddle = be_late
+    with pytest.raises(PeerError, match="taken over"):
+        copy_all(first, manifest, copying(first, path))
+    assert kinds(bucket) == ["manifest"] and steps_on(url) == []
+    with make("other", keep=1) as ckpt:
+        assert ckpt.restore() is None and keys(bucket) == []
+
+
+def test_what_a_later_job_goes_on_from_stays(url: str, tmp_path: Path) -> None:
+    first, (manifest, path) = store_at(url), one_part(tmp_path, sequence=STRIDE)
+    first.own()
+    copy_all(first, manifest, copying(first, path))
+    later = store_at(url)
+    delete = first._delete
+
+    def be_slow(names: Any) -> None:
+        """What it knows is listed and checked; then the later job takes the checkpoint over."""
+        names, first._delete = list(names), delete
+        later.own()
+        later.clean()
+        (found,) = later.manifests()
+        later.adopt(found)
+        delete(names)
+
+    first._delete = be_slow
+    with pytest.raises(PeerError, match="taken over"):
+        first.remove(1, ID)
+    (found,) = later.manifests()
+    assert found.id == ID and later.has_all(found)
+    later.adopt(found)  # it has
+    assert len(later._sizes(1)) == 2
+    later.remove(1, ID)
+    assert later._sizes(1) == {}
+
+
+# ---------------------------------------------------------------------- answers that are lost
+
+
+def test_a_commit_whose_answer_is_lost_has_worked(proxy: Proxy, make: Any, url: str) -> None:
+    lost: list[int] = []
+
+    def lose(request: Request, forward: Callable[[], Answer]) -> Answer:
+        answer = forward()
+        if is_manifest(request) and len(lost) < 2:
+            lost.append(answer.status)
+            answer.drop = True
+        return answer
+
+    proxy.meddle = lose
+    with make(level="durable") as ckpt:
+        saved = ckpt.save(state_of(1), 1)
+        assert saved.problems == [] and lost[0] == 200
+    assert steps_on(url) == [1]
+
+
+@pytest.mark.parametrize("method", ["PUT", "POST", "DELETE"])
+def test_answers_that_are_lost_once_change_nothing(
+    proxy: Proxy, make: Any, url: str, method: str
+) -> None:
+    seen: set[str] = set()
+
+    def lose(request: Request, forward: Callable[[], Answer]) -> Answer:
+        answer = forward()
+        if request.method == method and request.path not in seen:
+            seen.add(request.path)
+            answer.drop = True
+        return answer
+
+    proxy.meddle = lose
+    with make(level="durable", keep=1) as ckpt:
+        for step in (1, 2):
+            assert ckpt.save(state_of(step), step).problems == []
+        assert is_whole(ckpt.restore(), 2, "fast")
+    assert steps_on(url) == [2] and (seen or method == "DELETE")
+
+
+def test_a_commit_of_which_nothing_is_known_keeps_its_part(
+    bucket: Any, proxy: Proxy, url: str, tmp_path: Path
+) -> None:
+    store, (manifest, path) = store_at(url), one_part(tmp_path)
+
+    def silent(request: Request, forward: Callable[[], Answer]) -> Answer:
+        answer = error(503, "SlowDown")
+        answer.drop = is_manifest(request)
+        return answer if answer.drop else forward()
+
+    proxy.meddle = silent
+    with pytest.raises(UnknownOutcomeError):
+        copy_all(store, manifest, copying(store, path))
+    assert kinds(bucket) == ["rank"]  # the manifest may still come
+    proxy.meddle = None
+    copy_all(store, manifest, copying(store, path))
+    (found,) = store.manifests()
+    assert found.id == ID and store.has_all(found) and kinds(bucket) == ["manifest", "rank", "rank"]
+    store.own()
+    store.clean()
+    assert kinds(bucket) == ["manifest", "rank"]
+
+
+@pytest.mark.parametrize("status", [0, 501])
+def test_a_store_without_conditional_writes_is_refused(
+    proxy: Proxy, make: Any, status: int
+) -> None:
+    def ignore(request: Request, forward: Callable[[], Answer]) -> Answer:
+        for name in [n for n in request.headers if n.lower().startswith("if-")]:
+            del request.headers[name]
+            if status:
+                return error(status, "NotImplemented")
+        return forward()
+
+    proxy.meddle = ignore
+    with pytest.raises(UsageError, match=r"has no conditional writes \(If-None-Match\)"):
+        make()
+
+
+# ---------------------------------------------------------------------- faults
+
+
+def test_a_store_that_is_busy_for_a_while_is_asked_again(proxy: Proxy, make: Any, url: str) -> None:
+    refused: dict[str, int] = {}
+
+    def busy(request: Request, forward: Callable[[], Answer]) -> Answer:
+        key = f"{request.method} {request.path}"
+        refused[key] = refused.get(key, 0) + 1
+        return error(503, "SlowDown") if refused[key] == 1 else forward()
+
+    proxy.meddle = busy
+    with make(level="durable") as ckpt:
+        assert ckpt.save(state_of(1), 1).problems == []
+    assert steps_on(url) == [1]
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        (lambda: error(503, "SlowDown"), "SlowDown"),
+        (lambda: error(403, "AccessDenied"), "access was denied .* check the credentials"),
+        (lambda: error(404, "NoSuchBucket"), "does not exist: make the bucket"),
+    ],
+    ids=["busy", "denied", "gone"],
+)
+def test_a_drain_that_fails_is_told_and_tried_again(
+    proxy: Proxy, make: Any, url: str, fault: Callable[[], Answer], sentence: str
+) -> None:
+    with make(max_failures=100) as ckpt:
+        ckpt.save(state_of(1), 1, level="durable")
+        ckpt.wait(60)
+        proxy.meddle = lambda *_: fault()
+        saved = ckpt.save(state_of(2), 2)
+        with pytest.raises(IoError, match=rf"cannot be copied to {url}: .*{sentence}"):
+            saved.wait("durable", 60)
+        assert saved.level == "fast"
+        proxy.meddle = None
+        ckpt.save(state_of(3), 3, level="durable")
+        ckpt.wait(60)
+    assert steps_on(url) == [1, 2, 3]
+
+
+def test_what_is_not_there_or_denied_is_told_at_the_start(
+    proxy: Proxy, tmp_path: Path, make: Any
+) -> None:
+    with pytest.raises(UnreachableError, match=r"s3://no-such-bucket does not exist: make the"):
+        nostall.Checkpointer(tmp_path / "fast", "s3://no-such-bucket/run")
+    proxy.meddle = lambda *_: error(403, "InvalidAccessKeyId")
+    with pytest.raises(UnreachableError, match=r"access was denied .*check the credentials"):
+        make()
+    proxy.meddle = None
+    with make() as ckpt:  # nothing of it is held
+        assert ckpt.restore() is None
+
+
+def test_answers_that_are_cut_are_not_taken_for_damage(proxy: Proxy, make: Any) -> None:
+    with make(level="durable") as ckpt:
+        for step in (1, 2):
+            ckpt.save(state_of(step), step)
+        ckpt.wait(60)
+    with make("other") as ckpt:
+        proxy.spoil = lambda number, answer: cut(answer, 100) if number < 2 else answer
+        assert is_whole(ckpt.restore(), 2)
+        # An older one is not restored while the newest is only out of reach.
+        proxy.spoil = lambda number, answer: cut(answer, 100)
+        with pytest.raises(UnreachableError, match=r"cannot read s3://.*rank-00000"):
+            ckpt.restore()
+        proxy.spoil = None
+        assert is_whole(ckpt.restore(), 2)
+
+
+@pytest.mark.parametrize("how", ["flip", "cut", "gone", "manifest"])
+def test_damage_is_passed_over(bucket: Any, make: Any, how: str, caplog: Any) -> None:
+    with make(level="durable") as ckpt:
+        for step in (1, 2):
+            ckpt.save(state_of(step), step)
+        ckpt.wait(60)
+    wanted = "manifest" if how == "manifest" else "rank-"
+    (key,) = [key for key in keys(bucket) if f"2/{wanted}" in key]
+    thing = bucket.Object(f"runs/one/{key}")
+    data = bytearray(thing.get()["Body"].read())
+    data[-5] ^= 1
+    if how == "gone":
+        thing.delete()
+    else:
+        thing.put(Body=bytes(data[:-9]) if how == "cut" else bytes(data))
+    with make("other") as ckpt:
+        assert is_whole(ckpt.restore(), 1)
+    if how == "gone":  # it has one part
+        assert "none of the parts that it names is there" in caplog.text
+    else:
+        assert "passing over a checkpoint" in caplog.text and key in caplog.text
+
+
+def test_a_note_of_a_branch_that_is_damaged_is_put_aside(
+    bucket: Any, url: str, make: Any, caplog: Any
+) -> None:
+    store = store_at(url)
+    store.own()
+    for number in (1, 2):
+        store.note_branch(Branch(STRIDE + number, (), number, ID))
+    assert store.branch() == Branch(STRIDE + 2, (), 2, ID)
+    store.clean()
+    (note,) = [o for o in bucket.objects.all() if ".branches/" in o.key]
+    bucket.put_object(Key=note.key, Body=b"{}")
+    with pytest.raises(CorruptionError, match="is damaged"):
+        store.branch()
+    with make(level="durable") as ckpt:
+        assert "what was saved last counts as the newest" in caplog.text
+        ckpt.save(state_of(1), 1)
+    assert store.branch() is None
+    assert [o.key for o in bucket.objects.all() if ".branches/" in o.key] == [f"{note.key}.damaged"]
+
+
+def test_what_the_fast_storage_damaged_is_not_uploaded(
+    bucket: Any, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_transfer, "_CHUNK", 5 << 20)
+    store, (manifest, path) = store_at(url), one_part(tmp_path, blocks=4)
+    (part,) = manifest.parts
+    with path.open("r+b") as file:
+        file.seek(3 * BLOCK)
+        file.write(b"?")
+    with pytest.raises(CorruptionError, match=r"part1 is damaged: bytes 12582912 to 12583012"):
+        store.copy(path, 1, part.name, part, Pacing()).run()
+    stopped = store.copy(path, 1, part.name, part, Pacing(rate=1))
+    stopped.stop()
+    with pytest.raises(StoppedError):
+        stopped.run()
+    with pytest.raises(IoError, match=r"cannot read .*nothing: No such file"):
+        store.copy(tmp_path / "nothing", 1, part.name, part, Pacing()).run()
+    assert keys(bucket) == [] and uploads(bucket) == []
+
+
+def test_places_that_cannot_be_are_refused(tmp_path: Path, url: str) -> None:
+    for arguments, sentence in (
+        ({"durable": url}, "needs fast=, a directory from which"),
+        ({"fast": url}, "is not a directory: an object store is for durable="),
+        ({"fast": tmp_path, "durable": "http://host/run"}, "is not a place for checkpoints"),
+        ({"fast": tmp_path, "durable": "s3://"}, "is not a place for checkpoints"),
+        ({"fast": tmp_path, "durable": Path(url)}, rf"was the URL {url} before a Path was made"),
+    ):
+        with pytest.raises(UsageError, match=sentence):
+            nostall.Checkpointer(**arguments)
+
+
+def test_an_owner_whose_note_is_removed_stops(bucket: Any, url: str) -> None:
+    store = store_at(url)
+    store.own()
+    for note in bucket.objects.filter(Prefix="runs/one/.owners/"):
+        note.delete()
+    with pytest.raises(
+        PeerError, match=r"owners/000000000001\.json, by which this job owns .*gone"
+    ):
+        store.check_owned()
+    store.disown()
+    with pytest.raises(PeerError, match="the checkpointer is closed"):
+        store.publish(dataclasses.replace(Manifest(1, ID, 1, ()), sequence=1))
