@@ -25,9 +25,10 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from campaigns.outcome import Outcome, Task
 
@@ -127,6 +128,9 @@ class Oracle:
 
 class Job:
     """The child's side: one rank or two, as threads."""
+
+    # Levels at which a save counts as acknowledged.
+    safe: tuple[str, ...] = ("fast", "durable")
 
     def __init__(self, orders: dict[str, Any], tell: int) -> None:
         self.orders, self.tell, self.ranks = orders, tell, orders["ranks"]
@@ -231,15 +235,18 @@ class Job:
             if self.ranks > 1:
                 self.barrier.wait(20)
             with contextlib.suppress(Error):
-                one = ckpt.save({"value": value, "rank": rank}, step, level=level)
+                one = ckpt.save(self.state(value, rank), step, level=level)
                 saved.append((value, one))
-                if rank == 0 and level != "memory":
+                if rank == 0 and level in self.safe:
                     self.say(acknowledged=value, id=one.id)
         with contextlib.suppress(Error):
             ckpt.close()
         for value, one in saved:
-            if rank == 0 and one.level != "memory":
+            if rank == 0 and one.level in self.safe:
                 self.say(acknowledged=value, id=one.id)
+
+    def state(self, value: int, rank: int) -> dict[str, Any]:
+        return {"value": value, "rank": rank}
 
     def _tell_found(self, rank: int, what: str, found: Any) -> None:
         if found is not None and found.state["rank"] != rank:
@@ -250,6 +257,15 @@ class Job:
 
 class History:
     """One history, and what it finds."""
+
+    job: type[Job] = Job
+    # What may fail during a save.
+    faults: Sequence[tuple[str, ...]] = (
+        ("fast",),
+        ("durable",),
+        ("fast", "durable"),
+        ("room",),
+    )
 
     def __init__(self, seed: str, home: Path, counts: Counter[str]) -> None:
         self.random = random.Random(seed)
@@ -272,12 +288,19 @@ class History:
         return ""
 
     def _job(self) -> str:
+        pid, lines = self._fork(self._orders())
+        with lines:
+            said = [json.loads(line) for line in lines]
+        return self._end(pid, said) or self._hear(said)
+
+    def _orders(self) -> dict[str, Any]:
+        """What the next job does."""
         rand, oracle = self.random, self.oracle
         back_to = None
         if oracle.sure and rand.random() < 0.4:
             back_to = oracle.saves[rand.choice(sorted(oracle.sure))].step
             self.counts["restores of a step"] += 1
-        levels = [*self.tiers, "memory"]
+        levels = [*(tier for tier in self.tiers if tier in self.job.safe), "memory"]
         saves = []
         step = self.step if back_to is None else back_to
         for _ in range(rand.randint(0, SAVES)):
@@ -286,7 +309,7 @@ class History:
                 0,
                 step + 10 if kind < 0.8 else step if kind < 0.9 else step - 10 * rand.randint(1, 4),
             )
-            full = rand.choice([("fast",), ("durable",), ("fast", "durable"), ("room",)])
+            full = rand.choice(self.faults)
             self.value += 1
             saves.append(
                 (self.value, step, rand.choice(levels), full if rand.random() < 0.15 else ())
@@ -304,6 +327,10 @@ class History:
         }
         self.counts["jobs"] += 1
         self.counts["saves"] += len(saves)
+        return orders
+
+    def _fork(self, orders: dict[str, Any]) -> tuple[int, IO[str]]:
+        """A job, and what it says."""
         hear, tell = os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -311,7 +338,7 @@ class History:
             logging.disable()
             status = 1
             try:
-                Job(orders, tell).run()
+                self.job(orders, tell).run()
                 status = 0
             except BaseException as error:
                 with contextlib.suppress(OSError):
@@ -319,14 +346,14 @@ class History:
             finally:
                 os._exit(status)
         os.close(tell)
-        with os.fdopen(hear) as lines:
-            said = [json.loads(line) for line in lines]
+        return pid, os.fdopen(hear)
+
+    def _end(self, pid: int, said: list[dict[str, Any]]) -> str:
+        """Waits for the end of a job, which is not to fail."""
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         killed = status == -signal.SIGKILL
         self.counts["kills"] += killed
-        if status and not killed:
-            return f"a job ended with {status}: {said[-1:]}"
-        return self._hear(said)
+        return f"a job ended with {status}: {said[-1:]}" if status and not killed else ""
 
     def _hear(self, said: list[dict[str, Any]]) -> str:
         oracle = self.oracle
