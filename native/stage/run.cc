@@ -161,8 +161,10 @@ void Loader::Run::set_most_staged() {
   const uint64_t bytes = std::max<uint64_t>(1, slab_bytes_ + most_ragged_);
   const uint64_t room = config_.staging_bytes - std::min(config_.staging_bytes, most_ragged_);
   max_staged_ = room / bytes;
-  if (stay_near_) {
-    max_staged_ = std::min(max_staged_, plan::batches_per_epoch(config_.job) / kPartsOfEpoch);
+  if (copy_plan_ != nullptr) {
+    const uint64_t epoch = plan::batches_per_epoch(config_.job);
+    max_staged_ = std::min(
+        max_staged_, stay_near_ ? epoch / kPartsOfEpoch : epoch - std::min<uint64_t>(epoch, 2));
   }
   max_staged_ = std::max<uint64_t>(2, max_staged_);
   staged_ = staged_now();
@@ -471,7 +473,7 @@ bool Loader::Run::may_take(const Task& task, uint64_t transient) const {
   if (!transformed()) return staged;
   if (task.sequence == handed_out_) return true;  // never starve the batch that is waited for
   if (light_ && !staged) return false;            // as quickly unpacked as read
-  if (stay_near_ && !staged) return false;
+  if (copy_plan_ != nullptr && !staged) return false;
   const uint64_t local = std::max<uint64_t>(1, task.items.size());
   if ((task.sequence - handed_out_) * local > std::max(kMaxAhead, max_staged_ * local))
     return false;

@@ -161,8 +161,11 @@ def test_a_job_goes_on_in_the_midst_of_an_epoch(data: Path) -> None:
 
 
 @pytest.mark.multi
-def test_epochs_that_are_left_early_go_on_with_the_copies(data: Path) -> None:
-    results = run(data, 2, 1.6, "next-use", extra={"leave_at": BATCHES // 2})
+@pytest.mark.parametrize(
+    "staging", ["64KiB", "256MiB"]
+)  # of 256 MiB more than an epoch could be staged
+def test_epochs_that_are_left_early_go_on_with_the_copies(data: Path, staging: str) -> None:
+    results = run(data, 2, 1.6, "next-use", extra={"leave_at": BATCHES // 2, "staging": staging})
     assert {r["batches"] for r in results} == {EPOCHS * BATCHES // 2}
     planned, found = planned_and_found(results)
     # What the other half of an epoch would have brought is not there.
