@@ -114,11 +114,14 @@ Loader::~Loader() {
   }
 }
 
+void Loader::refuse_child() const {
+  if (::getpid() == owner_pid_) return;
+  throw Error(ErrorKind::usage, "this loader belongs to process " + std::to_string(owner_pid_) +
+                                    "; a forked child must make its own");
+}
+
 std::unique_ptr<Batch> Loader::next(std::chrono::nanoseconds timeout) {
-  if (::getpid() != owner_pid_) {
-    throw Error(ErrorKind::usage, "this loader belongs to process " + std::to_string(owner_pid_) +
-                                      "; a forked child must make its own");
-  }
+  refuse_child();
   if (closed_) throw Error(ErrorKind::stopped, "the loader is closed");
   if (batches_per_epoch() == 0) throw Error(ErrorKind::usage, "an epoch has no batches");
   if (!run_) {
@@ -152,6 +155,7 @@ void Loader::plan_copies() {
 }
 
 void Loader::seek(Position position) {
+  refuse_child();
   const uint64_t batches = plan::batches_in(config_.job, position.epoch);
   if (position.batch >= batches && position.batch != 0) {
     throw Error(ErrorKind::usage, "batch " + std::to_string(position.batch) +

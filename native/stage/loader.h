@@ -181,7 +181,8 @@ class Loader {
   // node died, Error(usage) after the last batch of the job or in a forked child.
   std::unique_ptr<Batch> next(std::chrono::nanoseconds timeout);
 
-  // Continues at `position`, dropping what was prepared for another one.
+  // Continues at `position`, dropping what was prepared for another one. Throws Error(usage) in a
+  // forked child.
   void seek(Position position);
   Position position() const noexcept;
   // Ends all threads and releases the tiers; a later next() throws Error(stopped).
@@ -193,6 +194,9 @@ class Loader {
   const LoaderConfig& config() const noexcept;
 
  private:
+  // Throws Error(usage) in a forked child: the threads of a run do not exist there.
+  void refuse_child() const;
+
   class Run;
   void plan_copies();
 
