@@ -281,20 +281,27 @@ class _Delegated(dist.Work):  # type: ignore[misc]
         return None
 
     def get_future(self) -> Future[Any]:
+        work = self._begun()
         self._watch()
-        return self._work.get_future().then(self._value)
+        return work.get_future().then(self._value)
 
     def result(self) -> list[torch.Tensor]:
-        self._finish()
-        return list(self._work.result()) if self._result is None else self._result
+        if self._last is not None:
+            self.wait()
+        return list(self._begun().result()) if self._result is None else self._result
 
     def synchronize(self) -> None:
-        self._work.synchronize()
+        self._begun().synchronize()
 
     def source_rank(self) -> int:
-        return int(self._work.source_rank())
+        return int(self._begun().source_rank())
 
     _source_rank = source_rank
+
+    def _begun(self) -> Any:
+        if self._work is None:
+            raise ended_with_program()
+        return self._work
 
     def _watch(self) -> None:
         if not self._is_watched:

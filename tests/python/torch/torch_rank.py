@@ -431,6 +431,11 @@ def pair_of_three() -> None:
     outputs = [torch.empty(r + 1, 2) for r in range(size)]
     dist.all_to_all(outputs, [torch.full((rank + 1, 2), float(rank))] * size)
     assert all((t == r).all() for r, t in enumerate(outputs))
+    late = [torch.empty(r + 1, 2) for r in range(size)]
+    work = dist.all_to_all(late, [torch.full((rank + 1, 2), float(rank))] * size, async_op=True)
+    work.result()  # waits
+    work.wait()
+    assert all((t == r).all() for r, t in enumerate(late))
 
 
 def threads() -> None:
