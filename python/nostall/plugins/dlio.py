@@ -119,14 +119,22 @@ def _rows(file: str, samples: int) -> Any:
     """The samples that the two index files beside `file` tell of: a map of rows.
 
     Raises:
-        UsageError: they are not of one size, one after the other.
+        UsageError: they are other than `samples`, or not of one size, one after the other, or the
+            file is shorter.
     """
-    begin, size = (np.fromfile(file + end, np.int64, samples) for end in (".off.idx", ".sz.idx"))
+    begin, size = (np.fromfile(file + end, np.int64) for end in (".off.idx", ".sz.idx"))
+    if len(begin) != samples or len(size) != samples:
+        raise UsageError(
+            f"{file}: its index has {len(size)} samples and not {samples}: set num_samples_per_file to "
+            "what the files were made with"
+        )
     if not size.size or (size != size[0]).any() or (begin != size[0] * np.arange(samples)).any():
         raise UsageError(
             f"{file}: its index tells of samples that are not of one size, one after the other; these "
             "plug-ins read no other indexed_binary files"
         )
+    if os.path.getsize(file) < size.sum():
+        raise UsageError(f"{file} is cut off: it is shorter than its index says; generate it again")
     return np.memmap(file, np.uint8, "r", shape=(samples, int(size[0])))
 
 

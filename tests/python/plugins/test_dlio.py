@@ -264,6 +264,11 @@ def test_what_is_not_read_is_refused(dlio: ModuleType, tmp_path: Path) -> None:
     _indexed_binary(path, np.zeros((5, 8), np.uint8))
     np.array([0, 8, 16, 0, 8]).tofile(f"{path}.off.idx")
     refused("not of one size, one after the other", "indexed_binary", [str(path)], 5)
+    _indexed_binary(path, np.zeros((5, 8), np.uint8))
+    for samples in (4, 6):
+        refused(f"has 5 samples and not {samples}", "indexed_binary", [str(path)], samples)
+    path.write_bytes(bytes(39))
+    refused("is cut off", "indexed_binary", [str(path)], 5)
 
 
 def test_without_dlio_the_plug_ins_say_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
