@@ -61,7 +61,8 @@ $(STAMPS)/demo-requirements: pyproject.toml benchmarks/pyproject.toml $(STAMPS)/
 	@$(BIN)/python scripts/requirements build benchmarks | xargs -d '\n' $(BIN)/python -m pip install -q
 	@mkdir -p $(STAMPS) && touch $@
 
-$(STAMPS)/requirements: $(STAMPS)/tools
+# With `ready` after the checkers too, for playwright may run apt as well.
+$(STAMPS)/requirements: $(STAMPS)/tools | $(if $(filter ready,$(MAKECMDGOALS)),$(STAMPS)/checkers)
 	@echo "installing build and test requirements into $(VENV) (6 GB, most of it torch)"
 	@$(BIN)/python scripts/requirements build test | xargs -d '\n' $(BIN)/python -m pip install -q
 	@command -v chromium >/dev/null || $(BIN)/python -m playwright install --with-deps chromium >/dev/null
@@ -134,18 +135,22 @@ wheel:
 
 # DLIO without DALI, which it wants as well; a path takes another one, with what it needs beside it.
 DLIO ?= dlio-benchmark==2.*
-build/dlio/dlio_benchmark: | $(STAMPS)/requirements
+# By what it is made of, so that another DLIO takes the place of the one before.
+DLIO_HERE := build/dlio/.of-$(subst /,_,$(DLIO))
+$(DLIO_HERE): | $(STAMPS)/requirements
 	@echo "installing DLIO with TensorFlow into build/dlio (1.6 GB)"
 	@[ -d build/dlio ] || $(BIN)/python scripts/requirements dlio | xargs -d '\n' $(BIN)/python -m pip install -q --target build/dlio
+	@rm -rf build/dlio/.of-* build/dlio/dlio_benchmark*
 	@$(BIN)/python -m pip install -q --no-deps --target build/dlio "$(DLIO)"
+	@touch "$@"
 
 # DLIO's own workloads on the plug-ins.
-dlio-test: build | build/dlio/dlio_benchmark
+dlio-test: build | $(DLIO_HERE)
 	@PYTHONPATH=$(CURDIR)/build/dlio $(BIN)/python -m pytest tests/dlio
 
 DLIO_OPTIONS ?= --scale 0.03125 --memory 1536MiB --epochs 2
-dlio-bench: build | build/dlio/dlio_benchmark
-	@PYTHONPATH=$(CURDIR)/build/dlio $(BIN)/nostall bench dlio $(DLIO_OPTIONS)
+dlio-bench: build | $(DLIO_HERE)
+	@$(if $(filter-out 0,$(shell id -u)),sudo) env PYTHONPATH=$(CURDIR)/build/dlio $(BIN)/nostall bench dlio $(DLIO_OPTIONS)
 
 # Ray and DeepSpeed: 310 MB, half a minute to start a cluster, and minutes to compile at the first use, so
 # they are no part of `make test`.
