@@ -472,6 +472,8 @@ class BackgroundWriter:
         try:
             there = durable.find(manifest.step, manifest.id)
             whole = there is not None and durable.has_all(there)
+            if whole and self.rank != 0 and not durable.is_directory:
+                there, whole = None, False  # rank 0 alone knows whether another job has it since
             if whole:
                 durable.check_owned()  # or another job may have removed it since
         except UnreachableError:

@@ -639,8 +639,12 @@ class ObjectStore(Store):
                         raise PeerError(f"{decision['reason']}; rank {rank}'s part stays")
                     return str(decision["reason"])
                 if mine is None and time.monotonic() >= look:
-                    # Rank 0 does not wait for this one: it may have retired the checkpoint since.
-                    if any(newer.order > manifest.order for newer in self.manifests()):
+                    # Rank 0 does not wait for this one: it may have retired the checkpoint since. A
+                    # newer one of another job says only that this job has lost the store.
+                    if any(
+                        newer.order > manifest.order and _run(newer) == _run(manifest)
+                        for newer in self.manifests()
+                    ):
                         return ""
                     look = time.monotonic() + LOOK_SECONDS
             if stopped():
@@ -762,6 +766,11 @@ class ObjectStore(Store):
 
 def _step(step: int) -> str:
     return f"step-{step:012d}"
+
+
+def _run(manifest: Manifest) -> str:
+    """The job that has saved it."""
+    return manifest.id.partition("-")[0]
 
 
 def _part_name(part: Part, id: str, token: str) -> str:

@@ -353,6 +353,56 @@ def test_a_job_that_begins_later_takes_the_store(make: Any, url: str) -> None:
     assert steps_on(url) == [1, 2]
 
 
+def test_a_rank_goes_by_the_decision_of_rank_0_of_its_own_job(
+    proxy: Proxy, url: str, tmp_path: Path
+) -> None:
+    failed, began = threading.Event(), []
+
+    def take_over(request: Request, forward: Callable[[], Answer]) -> Answer:
+        answer = forward()
+        if is_manifest(request) and not began:
+            began.append(store_at(url))
+            began[0].own()
+        return answer
+
+    def work(rank: int, gather: Any) -> None:
+        with nostall.Checkpointer(
+            tmp_path / "fast", url, rank=rank, world_size=2, gather=gather, job="test",
+            replicated=True, max_failures=100, timeout=20, priority="normal",
+        ) as ckpt:  # fmt: skip
+            if rank == 0:
+                proxy.meddle = take_over
+            else:  # it looks when the manifest is there
+                find = ckpt.durable.find
+
+                def find_late(step: int, id: str) -> Manifest | None:
+                    failed.wait(60)
+                    return find(step, id)
+
+                ckpt.durable.find = find_late
+            try:
+                with pytest.raises(IoError, match="taken over by process"):
+                    ckpt.save(state_of(1), 1, level="durable")
+            finally:
+                failed.set()
+
+    assert World(2).run(work) == [None, None]
+    assert steps_on(url) == [1] and began  # the manifest is there, and counts for the later job
+
+
+def test_a_newer_save_of_another_job_is_no_word_of_rank_0(
+    proxy: Proxy, url: str, tmp_path: Path
+) -> None:
+    store, (newer, path) = store_at(url), one_part(tmp_path, sequence=2 * STRIDE)
+    copy_all(store, newer, copying(store, path))
+    older = Manifest(1, "bbbbbbbb-000001", 2, (), sequence=STRIDE, replicated=True)
+    assert "rank 0 did not complete step 1" in store.commit(
+        older, 1, None, timeout=0, stopped=lambda: True
+    )
+    mine = dataclasses.replace(older, id="aaaaaaaa-000000")
+    assert store.commit(mine, 1, None, timeout=0, stopped=lambda: True) == ""
+
+
 @pytest.fixture
 def slow(server: Proxy) -> Iterator[Proxy]:
     """Another way to the server, for one job alone."""
