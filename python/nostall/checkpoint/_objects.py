@@ -561,9 +561,14 @@ class ObjectStore(Store):
             if e.manifest is not None and e.manifest.id == manifest.id
         ]
         whole = [e for e in entries if e.manifest is not None and _whole(names, e.manifest)]
-        if not whole or any(e.name in self._mine for e in whole):
+        if any(e.name in self._mine for e in whole):
             return
-        there = whole[0].manifest
+        if whole:
+            there = whole[0].manifest
+        elif _whole(names, manifest):
+            there = manifest  # the job before has just removed its name
+        else:
+            return
         assert there is not None
         name = f"manifest-{there.id}.{secrets.token_hex(8)}.json"
         key = self.key(_step(there.step), name)

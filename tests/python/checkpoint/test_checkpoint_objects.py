@@ -27,7 +27,7 @@ from nostall.checkpoint import _transfer
 from nostall.checkpoint._drain import copy_all
 from nostall.checkpoint._format import Branch, Manifest, Part
 from nostall.checkpoint._lineage import STRIDE
-from nostall.checkpoint._objects import ObjectStore
+from nostall.checkpoint._objects import ObjectStore, _step
 from nostall.checkpoint._open import open_store
 from nostall.checkpoint._place import Pacing, UnknownOutcomeError, UnreachableError, Url
 from nostall.checkpoint._store import part_name
@@ -591,6 +591,22 @@ def test_what_a_later_job_goes_on_from_stays(url: str, tmp_path: Path) -> None:
     later.adopt(found)  # it has
     assert len(later._sizes(1)) == 2
     later.remove(1, ID)
+    assert later._sizes(1) == {}
+
+
+def test_a_save_whose_name_goes_before_it_is_adopted_stays(url: str, tmp_path: Path) -> None:
+    first, (manifest, path) = store_at(url), one_part(tmp_path, sequence=STRIDE)
+    first.own()
+    copy_all(first, manifest, copying(first, path))
+    later = store_at(url)
+    later.own()
+    (found,) = later.manifests()
+    first._delete(first.key(_step(1), n) for n in first._sizes(1) if n.startswith("manifest"))
+    assert later.manifests() == []
+    later.adopt(found)
+    assert later.manifests() == [found] and later.has_all(found)
+    later.remove(1, ID)
+    later.adopt(found)  # of what has no parts there is nothing to go on from
     assert later._sizes(1) == {}
 
 
