@@ -10,7 +10,7 @@ from nostall.checkpoint._lineage import Record, newest
 from nostall.checkpoint._retention import decide
 from nostall.checkpoint._saved import Settings
 from nostall.checkpoint._store import Store
-from nostall.errors import Error
+from nostall.errors import Error, PeerError
 
 _log = logging.getLogger("nostall")
 
@@ -60,9 +60,14 @@ class Cleaner:
 
     def _look(self, fast: Store, durable: Store) -> dict[str, Manifest]:
         """Reads what is complete on the fast tier, and which of it is durable with all its parts."""
-        there, self._durable = self.complete(fast), self.complete(durable)
-        self._safe = {m.id for m in self._durable.values() if m.id in there and durable.has_all(m)}
+        there, kept = self.complete(fast), self.complete(durable)
+        safe = {m.id for m in kept.values() if m.id in there and durable.has_all(m)}
         self._begin = durable.branch()
+        try:
+            durable.check_owned()
+        except PeerError:  # which may remove any of it
+            kept, safe = {}, set()
+        self._durable, self._safe = kept, safe
         return there
 
     def retain(self, waiting: set[str]) -> None:
