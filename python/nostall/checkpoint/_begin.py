@@ -16,7 +16,7 @@ from nostall.checkpoint._lineage import Lineage, newest
 from nostall.checkpoint._nodes import Held, Nodes, holdings, together
 from nostall.checkpoint._retention import Keep, decide
 from nostall.checkpoint._store import Store, io_errors
-from nostall.errors import Error, UsageError
+from nostall.errors import Error, PeerError, UsageError
 from nostall.job import _secret as secret
 from nostall.job._cluster import compare
 from nostall.job._rendezvous import exposed
@@ -238,6 +238,8 @@ def lineage_of(
     for store in owned:
         try:
             store.note_sequence(lineage.first)
+        except PeerError:  # another job has it: this one could save nothing
+            raise
         except (
             Error,
             OSError,

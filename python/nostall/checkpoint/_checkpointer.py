@@ -29,6 +29,7 @@ from nostall.checkpoint._options import (
     CheckpointOptions,
     with_arguments,
 )
+from nostall.checkpoint._place import UnreachableError
 from nostall.checkpoint._restore import Restored, load_into
 from nostall.checkpoint._retention import Keep
 from nostall.checkpoint._saved import Drain, Failures, Job, Level, Saved, Settings
@@ -198,7 +199,17 @@ class Checkpointer:
             return
         by_id = {h.manifest.id: h for h in held}
         on_nodes = held if self._nodes is not None else None
-        for manifest in undrained(self.fast, self.durable, keep, on_nodes):
+        try:
+            left = undrained(self.fast, self.durable, keep, on_nodes)
+        except UnreachableError as error:  # the other ranks have begun, and do not ask
+            _log.warning(
+                "what an earlier job left in %s is copied to %s at the next start: %s",
+                self.fast.root,
+                self.durable.root,
+                error,
+            )
+            return
+        for manifest in left:
             self._background.submit_drain(Drain(manifest, alone=True, held=by_id.get(manifest.id)))
 
     @staticmethod
