@@ -47,6 +47,7 @@ _OURS = re.compile(
     r"(?P<kind>manifest-|rank-\d{5}\.|word-\d{5}\.|decision\.)(?P<id>[0-9a-f]{8}-\d{6,})"
     r"(?:\.(?P<token>[0-9a-f]{16}))?\.(?:json|safetensors)"
 )
+_OWNER = re.compile(r"(\d{12})\.json")  # all else there is the user's
 _OWNERS, _BRANCHES, _RUNS = ".owners", ".branches", ".runs"
 # Of the attempt that all ranks make together: there is one of a save, by the job that its id names.
 _TOGETHER = "0" * 16
@@ -103,7 +104,7 @@ class ObjectStore(Store):
         url = f"{self._bucket}/{key}"
         obstore = client.client(url)
         if self._client is None:
-            self._client = client.connect(self._bucket)
+            self._client = self._connect(doing, url)
         for attempt in itertools.count(1):
             try:
                 return call(obstore, self._client)
@@ -126,6 +127,17 @@ class ObjectStore(Store):
                 kind = UnreachableError if _is_final(error) else UnknownOutcomeError
                 raise kind(f"cannot {doing} {url}: {text}") from None
         raise AssertionError  # the loop has no end
+
+    def _connect(self, doing: str, url: str) -> Any:
+        try:
+            return client.connect(self._bucket)
+        except Error:
+            raise
+        except Exception as error:  # of the client, or of boto3 for a profile
+            raise UnreachableError(
+                f"cannot {doing} {url}: {client.brief(error)[:500]}: correct the URL, or what the "
+                "environment says of it (AWS_ENDPOINT_URL, AWS_PROFILE, credentials)"
+            ) from None
 
     def _create(self, key: str, data: bytes) -> bool:
         """Puts an object if there is none of its name; False if there is another one.
@@ -331,11 +343,10 @@ class ObjectStore(Store):
 
     def _last_owner(self) -> tuple[int, int]:
         """Its number, and from where it numbers its saves; of a list, which may be old."""
-        names = sorted(self._list(_OWNERS))
-        if not names:
+        numbers = [int(m[1]) for m in map(_OWNER.fullmatch, self._list(_OWNERS)) if m]
+        if not numbers:
             return 0, 0
-        number = int(names[-1].partition(".")[0])
-        return number, self._first_of(number)
+        return max(numbers), self._first_of(max(numbers))
 
     def _owner_key(self, number: int) -> str:
         return self.key(_OWNERS, f"{number:012d}.json")
@@ -427,8 +438,11 @@ class ObjectStore(Store):
         """Removes what owners before have left and no manifest names."""
         rubbish: list[str] = []
         empty: list[str] = []
+        highest = 0
         for step, names in self._scan().items():
             entries = self._in(step, names)
+            whole = [e.manifest for e in entries if e.manifest and _whole(names, e.manifest)]
+            highest = max([highest, *(m.sequence for m in whole)])
             if any(entry.manifest is None for entry in entries):
                 continue  # damaged: for the user to look at
             manifests = [entry.manifest for entry in entries if entry.manifest is not None]
@@ -445,12 +459,17 @@ class ObjectStore(Store):
                 match = _OURS.fullmatch(name)
                 if match is None or name in named or name in known:
                     continue
-                whole = f"manifest-{match['id']}.{match['token']}.json"
-                if match["token"] and self._size(step, whole) is not None:
+                its = f"manifest-{match['id']}.{match['token']}.json"
+                if match["token"] and self._size(step, its) is not None:
                     continue  # the list was old
                 rubbish.append(self.key(_step(step), name))
-        notes = sorted(self._list(_BRANCHES))
-        rubbish += [self.key(_BRANCHES, name) for name in notes[:-1] if name.endswith(".json")]
+        notes = sorted(name for name in self._list(_BRANCHES) if name.endswith(".json"))
+        # Those that a save outranks: the newest may be taken back by the job that is putting it.
+        rubbish += [
+            self.key(_BRANCHES, name)
+            for name in notes[:-1]
+            if name[:20].isdecimal() and int(name[:20]) < highest
+        ]
         uploads = self._uploads()
         self.check_owned()
         for key in empty:

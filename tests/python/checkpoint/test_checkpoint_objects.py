@@ -23,7 +23,7 @@ from test_checkpointer import World
 
 import nostall
 from nostall import Keep, _native
-from nostall.checkpoint import _transfer
+from nostall.checkpoint import _checkpointer, _transfer
 from nostall.checkpoint._drain import copy_all
 from nostall.checkpoint._format import Branch, Manifest, Part
 from nostall.checkpoint._lineage import STRIDE
@@ -499,11 +499,14 @@ def test_jobs_that_begin_at_once_have_numbers_of_their_own(
 ) -> None:
     arrived = threading.Barrier(3)
 
+    one = threading.Lock()  # moto looks at If-None-Match, and then puts: not in one step
+
     def meet(request: Request, forward: Callable[[], Answer]) -> Answer:
         if request.method == "PUT" and "owners/000000000001" in request.path and not met[0]:
             arrived.wait(60)
             met[0] = True
-        return forward()
+        with one:
+            return forward()
 
     met = [False]
     proxy.meddle = meet
@@ -746,6 +749,68 @@ def test_what_is_not_there_or_denied_is_told_at_the_start(
         assert ckpt.restore() is None
 
 
+def test_what_the_client_does_not_take_is_told_as_unreachable(
+    proxy: Proxy, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.setenv("AWS_PROFILE", "no-such-profile")
+    with pytest.raises(UnreachableError, match=r"cannot .* s3://.*correct the URL, or what the en"):
+        make()
+
+
+def test_a_store_that_goes_after_the_begin_keeps_no_job_from_starting(
+    proxy: Proxy, make: Any, url: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    begin = _checkpointer.begin
+
+    def then_go(*args: Any, **options: Any) -> Any:
+        begun = begin(*args, **options)
+        proxy.meddle = lambda *_: error(503, "SlowDown")
+        return begun
+
+    with make() as ckpt:
+        proxy.meddle = lambda *_: error(503, "SlowDown")
+        ckpt.save(state_of(1), 1, level="fast")
+        proxy.meddle = None
+    monkeypatch.setattr(_checkpointer, "begin", then_go)
+    with make():
+        assert f"is copied to {url} at the next start" in caplog.text
+    monkeypatch.setattr(_checkpointer, "begin", begin)
+    proxy.meddle = None
+    with make() as ckpt:
+        ckpt.wait(60)
+    assert steps_on(url) == [1]
+
+
+def test_what_another_job_has_is_not_safe(make: Any, url: str) -> None:
+    first = make("one", keep=5, max_failures=100)
+    for step in (1, 2, 3):
+        first.save(state_of(step), step, level="durable")
+    first.wait(60)
+    cleaner = first._background._cleaner
+    cleaner.begin()
+    (newest,) = first.fast.manifests()  # what is durable may go
+    assert cleaner._safe == {newest.id}
+    with make("two"):
+        cleaner.begin()
+        assert cleaner._safe == set()
+    first.close()
+
+
+def test_a_job_that_is_overtaken_at_its_begin_does_not_begin(
+    make: Any, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note_sequence = ObjectStore.note_sequence
+
+    def be_late(store: ObjectStore, number: int) -> None:
+        store_at(url).own()
+        note_sequence(store, store._first + STRIDE)
+
+    monkeypatch.setattr(ObjectStore, "note_sequence", be_late)
+    with pytest.raises(PeerError, match="taken over by process"):
+        make()
+
+
 def test_answers_that_are_cut_are_not_taken_for_damage(proxy: Proxy, make: Any) -> None:
     with make(level="durable") as ckpt:
         for step in (1, 2):
@@ -786,15 +851,22 @@ def test_damage_is_passed_over(bucket: Any, make: Any, how: str, caplog: Any) ->
 
 
 def test_a_note_of_a_branch_that_is_damaged_is_put_aside(
-    bucket: Any, url: str, make: Any, caplog: Any
+    bucket: Any, url: str, make: Any, tmp_path: Path, caplog: Any
 ) -> None:
+    def notes() -> list[Any]:
+        return [o for o in bucket.objects.all() if ".branches/" in o.key]
+
     store = store_at(url)
     store.own()
     for number in (1, 2):
         store.note_branch(Branch(STRIDE + number, (), number, ID))
     assert store.branch() == Branch(STRIDE + 2, (), 2, ID)
     store.clean()
-    (note,) = [o for o in bucket.objects.all() if ".branches/" in o.key]
+    assert len(notes()) == 2  # no save outranks the first, and the second may yet be taken back
+    manifest, path = one_part(tmp_path, sequence=STRIDE + 3)
+    copy_all(store, manifest, copying(store, path))
+    store.clean()
+    (note,) = notes()
     bucket.put_object(Key=note.key, Body=b"{}")
     with pytest.raises(CorruptionError, match="is damaged"):
         store.branch()
@@ -802,7 +874,7 @@ def test_a_note_of_a_branch_that_is_damaged_is_put_aside(
         assert "what was saved last counts as the newest" in caplog.text
         ckpt.save(state_of(1), 1)
     assert store.branch() is None
-    assert [o.key for o in bucket.objects.all() if ".branches/" in o.key] == [f"{note.key}.damaged"]
+    assert [o.key for o in notes()] == [f"{note.key}.damaged"]
 
 
 def test_what_the_fast_storage_damaged_is_not_uploaded(
@@ -838,6 +910,7 @@ def test_places_that_cannot_be_are_refused(tmp_path: Path, url: str) -> None:
 
 
 def test_an_owner_whose_note_is_removed_stops(bucket: Any, url: str) -> None:
+    bucket.put_object(Key="runs/one/.owners/readme.txt", Body=b"the user's")
     store = store_at(url)
     store.own()
     for note in bucket.objects.filter(Prefix="runs/one/.owners/"):
