@@ -39,6 +39,8 @@ SECONDS = 120.0
 HISTORIES = 10_000
 LEVELS = {"fast": 1, "durable": 2}
 SAVES = 6
+# Seconds that a rank waits for another one, which may be stopped; one that fails ends the wait.
+PATIENCE = 600
 CALLS = ("rename", "unlink", "fsync", "mkdir", "rmdir")
 
 
@@ -137,6 +139,7 @@ class Job:
         self.barrier = threading.Barrier(self.ranks)
         self.notes = [b""] * self.ranks
         self.full: set[str] = set()
+        self.failed: BaseException | None = None  # what ended a rank
 
     def say(self, **words: Any) -> None:
         os.write(self.tell, json.dumps(words).encode() + b"\n")
@@ -144,22 +147,35 @@ class Job:
     def gather(self, rank: int) -> Any:
         def allgather(mine: bytes) -> list[bytes]:
             self.notes[rank] = mine
-            self.barrier.wait(20)
+            self.barrier.wait(PATIENCE)
             notes = list(self.notes)
-            self.barrier.wait(20)
+            self.barrier.wait(PATIENCE)
             return notes
 
         return allgather
 
     def run(self) -> None:
         self._break_system()
-        threads = [threading.Thread(target=self._rank, args=(r,)) for r in range(1, self.ranks)]
+        threads = [threading.Thread(target=self._alone, args=(r,)) for r in range(1, self.ranks)]
         for thread in threads:
             thread.start()
-        self._rank(0)
+        try:
+            self._alone(0)
+        except threading.BrokenBarrierError as error:
+            raise self.failed or error from None
         for thread in threads:
-            thread.join(30)
+            thread.join(PATIENCE)
         self.say(closed=True)
+
+    def _alone(self, rank: int) -> None:
+        """As a rank does, after whose failure no other one waits."""
+        try:
+            self._rank(rank)
+        except BaseException as error:
+            if not isinstance(error, threading.BrokenBarrierError):
+                self.failed = self.failed or error
+            self.barrier.abort()
+            raise
 
     def _break_system(self) -> None:
         from nostall.checkpoint._store import Store
@@ -228,12 +244,12 @@ class Job:
         saved = []
         for value, step, level, full in orders["saves"]:
             if self.ranks > 1:
-                self.barrier.wait(20)
+                self.barrier.wait(PATIENCE)
             if rank == 0:
                 self.full = set(full)
                 self.say(tried=value, step=step)
             if self.ranks > 1:
-                self.barrier.wait(20)
+                self.barrier.wait(PATIENCE)
             with contextlib.suppress(Error):
                 one = ckpt.save(self.state(value, rank), step, level=level)
                 saved.append((value, one))

@@ -163,10 +163,12 @@ class ObjectHistory(History):
         # What was only on the other one is gone, also what retired a save that the store has; and so
         # may be the note of a branch that the store did not take.
         oracle = self.oracle
-        least = max(oracle.sure, default=0) if not self._branched else 0
-        oracle.perhaps |= {v for v in oracle.saves if v >= least}
-        oracle.perhaps = {v for v in oracle.perhaps if v is not None and v >= least}
-        if not oracle.sure:
+        # Acknowledged, also if a later one has retired it: then that one is there.
+        told = [v for v, save in oracle.saves.items() if save.id]
+        least = max(told, default=0) if not self._branched else 0
+        known = (*oracle.perhaps, *oracle.saves)
+        oracle.perhaps = {v for v in known if v is not None and v >= least}
+        if not told:
             oracle.perhaps.add(None)
 
     def _orders(self) -> dict[str, Any]:
