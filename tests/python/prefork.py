@@ -376,6 +376,10 @@ if __name__ == "__main__":
     import nostall.checkpoint
     import nostall.collective
 
+    with contextlib.suppress(ImportError):
+        import boto3  # noqa: F401
+        import obstore.store  # noqa: F401
+
     if sys.argv[2] == "torch":
         import torch._dynamo
         import torch.distributed.tensor
