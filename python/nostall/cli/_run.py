@@ -112,8 +112,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.library and (arguments.build or arguments.mpicxx):
         raise UsageError("--library names a library that is built: leave out --build and --mpicxx")
     launcher = words[0] if words else None
-    if launcher is not None and shutil.which(launcher) is None:
-        raise UsageError(f"cannot run {launcher}: there is no such program")
     if arguments.build or arguments.mpicxx:
         chosen = built_for(launcher, arguments.mpicxx)
         if not words:
@@ -125,6 +123,8 @@ def run(arguments: argparse.Namespace) -> int:
         chosen = Path(arguments.library).absolute() if arguments.library else library(launcher)
     if not chosen.exists():
         raise UsageError(f"{chosen} does not exist")
+    if shutil.which(words[0]) is None:
+        raise UsageError(f"cannot run {words[0]}: there is no such program")
     variables = environment(
         chosen, arguments.profile, not arguments.keep_mpi, verbose=arguments.verbose
     )
