@@ -17,6 +17,7 @@ import ctypes
 import os
 import queue
 import threading
+import time
 import types
 import uuid
 import weakref
@@ -83,6 +84,8 @@ _PART_BYTES = 4 << 20
 _MOST_SHARED_BYTES = 1 << 46
 # Seconds after which a thread that does not end is left behind at the end of the program.
 _LAST_WAIT = 5.0
+# Seconds for a thread to leave torch's native code after its call has ended.
+_LAST_STEPS = 0.05
 Tensors = Sequence[torch.Tensor]
 
 
@@ -731,6 +734,10 @@ class Group(ProcessGroup):  # type: ignore[misc]
         if not self._calls.wait(_LAST_WAIT):
             _keep_for_ever(self)  # that thread is not woken any more
             return
+        if is_called:
+            # The threads of those calls return through native frames of torch, which end the process
+            # if Python finalises before they have the interpreter's lock again.
+            time.sleep(_LAST_STEPS)
         self._node.close()
         thread, self._thread = self._thread, None
         if thread is not None:
