@@ -24,7 +24,7 @@ help:
 	@echo "make demo      train on a slow file system, with and without nostall (under 5 minutes); the first time it"
 	@echo "               installs system packages and 6 GB into .venv, most of it torch, and compiles for 3 minutes"
 	@echo "make test      native and Python tests; the first time as for make demo, and it fetches MPICH and Slurm"
-	@echo "make -j 2 ready  sets up and compiles for the tests, sanitizers and fuzz targets, both at a time"
+	@echo "make -j 2 ready  the package, and what sanitizers and fuzz targets need: pip beside the compilers"
 	@echo "make docs      the documentation as a site, with a search"
 	@echo "make wheel     wheels for any Linux of glibc 2.28 or later, into dist/ (also with ARCH=aarch64)"
 	@echo "make bench     nostall bench loader, with every peer that installs"
@@ -191,7 +191,7 @@ sanitize: address-build thread-build
 	@echo "native tests under the thread sanitizer"
 	@$(call native_tests,thread)
 
-# All that is fetched, and what takes long to compile. With make -j 2 compilers work while pip, which takes
+# The package, and what sanitizers and fuzz targets need. With make -j 2 compilers work while pip, which takes
 # one core and the network, installs; no test runs meanwhile.
 ready: $(STAMPS)/package address-build thread-build
 
