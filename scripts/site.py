@@ -39,6 +39,7 @@ def _expand(pages: str) -> Any:
 
 def on_files(files: Files, config: Any) -> Files:
     first = (ROOT / "README.md").read_text().replace("](docs/", "](")
+    first = first.replace("](tutorials/)", "](tutorials/waits.md)")  # a folder is no page
     first = re.sub(r"\[docs/([a-z-]+/)?([a-z-]+)(\.md|/)?\]", r"[\2]", first)
     files.append(File.generated(config, "index.md", content=first))
     for path in sorted((ROOT / "examples").glob("*.py")):
