@@ -20,6 +20,11 @@ BENCHMARKS := $(shell git ls-files benchmarks/native benchmarks/nostall_bench be
 
 .PHONY: ready address-build thread-build demo docs test wheel dlio-test dlio-bench trainers-test device-test native-test python-test build lint format sanitize sanitize-all fuzz campaign bench clean help
 
+# Recipes share .venv, the network and the cores, and what compiles or tests uses all cores by itself.
+ifneq ($(MAKECMDGOALS),ready)
+.NOTPARALLEL:
+endif
+
 help:
 	@echo "make demo      train on a slow file system, with and without nostall (under 5 minutes); the first time it"
 	@echo "               installs system packages and 6 GB into .venv, most of it torch, and compiles for 3 minutes"
