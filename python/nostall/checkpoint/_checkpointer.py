@@ -478,8 +478,14 @@ class Checkpointer:
             if self.world_size > 1:
                 self._allgather(b"")  # no rank looks before all have stopped removing
             restored = search.run(step, progress)
-        if restored is None:
-            return None
+            if restored is not None:
+                self._go_on_from(restored, into, chosen=step is not None)
+        return restored
+
+    def _go_on_from(
+        self, restored: Restored, into: MutableMapping[str, Any] | None, chosen: bool
+    ) -> None:
+        """Fills `into`, and keeps the checkpoint from the rules of the branch that it may leave."""
         if into is not None:
             try:
                 load_into(into, restored.state)
@@ -491,9 +497,8 @@ class Checkpointer:
             except (Error, OSError) as error:
                 _log.warning("%s", error)
         behind = self._lineage.restored(restored.manifest)
-        if step is not None:
+        if chosen:
             self._begin_branch(restored.manifest, behind)
-        return restored
 
     def _begin_branch(self, manifest: files.Manifest, behind: bool) -> None:
         """Writes durably that the training went back, so that the next start goes back too."""

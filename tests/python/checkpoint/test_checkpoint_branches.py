@@ -18,6 +18,7 @@ from nostall.checkpoint._background import BackgroundWriter
 from nostall.checkpoint._format import Branch, Manifest, Part
 from nostall.checkpoint._lineage import STRIDE, Lineage, add, branches, is_past
 from nostall.checkpoint._retention import decide
+from nostall.checkpoint._search import Search
 from nostall.checkpoint._store import Store
 from nostall.cli import main
 from nostall.errors import CorruptionError
@@ -61,6 +62,30 @@ def newest(root: Path) -> tuple[int, int]:
         found = ckpt.restore()
     assert found is not None
     return found.step, found.state["value"]
+
+
+def test_what_a_restore_goes_back_to_is_not_retired_before_its_branch_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with nostall.Checkpointer(durable=tmp_path, keep=1, level="durable") as ckpt:
+        ckpt.save(state_of(1), 1)
+        restored, run = ckpt._lineage.restored, Search.run
+
+        def with_a_save(search: Search, *arguments: Any) -> Any:
+            found = run(search, *arguments)
+            ckpt.save(state_of(2), 2)
+            return found
+
+        def late(saved: Any) -> bool:
+            ckpt.wait(60)  # also for retention, where it may run
+            return restored(saved)
+
+        monkeypatch.setattr(Search, "run", with_a_save)
+        monkeypatch.setattr(ckpt._lineage, "restored", late)
+        ckpt.restore(1)
+        monkeypatch.undo()
+        ckpt.wait(60)
+    assert newest(tmp_path) == (1, 0) and saves_in(tmp_path) == [1, 2]
 
 
 @pytest.mark.parametrize("keep", [Keep(1, every=50), Keep(3)])
