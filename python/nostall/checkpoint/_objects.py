@@ -265,17 +265,15 @@ class ObjectStore(Store):
         return self._best(names, self._in(step, names))
 
     def entries(self) -> list[Entry]:
-        found = self._scan().items()
-        return [e for step, names in found for e in self._best(names, self._in(step, names))]
-
-    def manifests(self) -> list[Manifest]:
-        """Of the complete checkpoints, by step: of those that lack parts none was acknowledged, or
-        they are damaged."""
+        """As of a directory; one that lacks parts was never acknowledged, or is damaged. It says
+        nothing of branches."""
         found = []
         for step, names in self._scan().items():
             for entry in self._best(names, self._in(step, names)):
-                if entry.manifest is not None and _whole(names, entry.manifest):
-                    found.append(entry.manifest)
+                if entry.manifest is not None and not _whole(names, entry.manifest):
+                    damage = f"{entry.path / entry.name} names parts that are not there"
+                    entry = Entry(step, entry.path, None, damage, entry.name)
+                found.append(entry)
         return found
 
     def find(self, step: int, id: str) -> Manifest | None:

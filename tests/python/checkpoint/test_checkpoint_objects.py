@@ -634,6 +634,100 @@ def test_a_save_whose_name_goes_before_it_is_adopted_stays(url: str, tmp_path: P
     assert later._sizes(1) == {}
 
 
+def test_a_late_manifest_without_parts_says_nothing_of_branches(
+    url: str, tmp_path: Path, make: Any
+) -> None:
+    with make("zero", level="durable") as ckpt:
+        ckpt.save(state_of(9), 9)
+    first = store_at(url)
+    first.own()
+    (newest,) = first.manifests()
+    lost, _ = one_part(tmp_path, step=2, sequence=first._first)
+    (name,) = first.copy_names(lost, None, 0).values()
+    lost = dataclasses.replace(
+        lost,
+        parts=(dataclasses.replace(lost.parts[0], name=name),),
+        abandoned=((newest.sequence, newest.sequence),),
+    )
+    with make("later", level="durable") as later:
+        first._put_manifest(lost)  # of an attempt whose parts the later job has removed
+        assert is_whole(later.restore(), 9)
+        later.save(state_of(3), 3)
+    assert [m.sequence in range(*lost.abandoned[0]) for m in first.manifests()] == [False, False]
+
+
+def test_what_only_the_fast_directory_had_retires_nothing(
+    proxy: Proxy, make: Any, url: str
+) -> None:
+    def away(request: Request, forward: Callable[[], Answer]) -> Answer:
+        return error(503, "SlowDown") if _step(2) in request.path else forward()
+
+    with make(keep=1, level="durable", max_failures=100) as ckpt:
+        ckpt.save(state_of(1), 1)
+        proxy.meddle = away
+        ckpt.save(state_of(2), 2, level="fast")
+    with make(keep=1, max_failures=100) as ckpt:
+        assert is_whole(ckpt.restore(), 2, "fast")
+        ckpt.save(state_of(2), 2, level="fast")
+    proxy.meddle = None
+    with make("another", keep=1) as ckpt:
+        assert is_whole(ckpt.restore(), 1)
+
+
+def test_a_note_of_a_branch_that_only_the_fast_directory_has(
+    proxy: Proxy, make: Any, url: str, caplog: Any
+) -> None:
+    def away(request: Request, forward: Callable[[], Answer]) -> Answer:
+        note = request.method == "PUT" and ".branches/" in request.path
+        return error(503, "SlowDown") if note else forward()
+
+    with make(keep=1, level="durable") as ckpt:
+        ckpt.save(state_of(1), 1)
+    with make(keep=2, level="durable") as ckpt:
+        ckpt.save(state_of(2), 2)
+        proxy.meddle = away
+        assert is_whole(ckpt.restore(1), 1, "fast" if ckpt.fast.steps() == [1, 2] else "durable")
+        assert "until then a restart does not know" in caplog.text
+    proxy.meddle = None
+    with make("another", keep=1) as ckpt:  # it does not know; both are tips of branches, or may be
+        assert is_whole(ckpt.restore(), 2)
+    assert steps_on(url) == [1, 2]
+    with make(keep=1) as ckpt:
+        assert ckpt.restore().step == 1
+        ckpt.save(state_of(3), 3, level="durable")
+        ckpt.wait(60)
+    assert steps_on(url) == [2, 3]  # the tips of both
+    with make("new", keep=1) as ckpt:
+        assert is_whole(ckpt.restore(), 3)
+
+
+def test_a_note_of_a_branch_that_is_taken_back_harms_no_save(
+    bucket: Any, proxy: Proxy, make: Any, url: str
+) -> None:
+    """A job is overtaken while it puts the note; the later one sees the note, and then it is gone."""
+    with make("zero", level="durable") as ckpt:
+        for step in (1, 2):
+            ckpt.save(state_of(step), step)
+    began: list[Any] = []
+
+    def be_late(request: Request, forward: Callable[[], Answer]) -> Answer:
+        answer = forward()
+        if request.method == "PUT" and ".branches/" in request.path and not began:
+            began.append(make("later", level="durable"))
+            assert is_whole(began[0].restore(), 1)
+        return answer
+
+    proxy.meddle = be_late
+    with make("earlier") as ckpt:
+        ckpt.restore(1)
+    assert not any(".branches/" in o.key for o in bucket.objects.all())
+    with began[0] as later:
+        later.save(state_of(3), 3)
+    with make("final") as ckpt:
+        assert is_whole(ckpt.restore(), 3)
+        assert is_whole(ckpt.restore(2), 2)  # of the branch that the later job has left
+
+
 # ---------------------------------------------------------------------- answers that are lost
 
 
