@@ -49,6 +49,8 @@ _OURS = re.compile(
 )
 _OWNER = re.compile(r"(\d{12})\.json")  # all else there is the user's
 _OWNERS, _BRANCHES, _RUNS = ".owners", ".branches", ".runs"
+# In a manifest's place: the parts are being removed, and their job can complete them no more.
+_GIVEN_UP = b'{"given up": true}'
 # Of the attempt that all ranks make together: there is one of a save, by the job that its id names.
 _TOGETHER = "0" * 16
 # Attempts of a request whose connection ends, which the client's own retries do not all cover.
@@ -234,7 +236,7 @@ class ObjectStore(Store):
             data = self._read(self.key(_step(step), name))
         except FileNotFoundError:
             return None
-        return entry_of(step, self.place(step), name, data)
+        return entry_of(step, self.place(step), name, data) if data != _GIVEN_UP else None
 
     def _in(self, step: int, names: dict[str, int]) -> list[Entry]:
         """All manifests among these names; one that went meanwhile is none."""
@@ -436,6 +438,7 @@ class ObjectStore(Store):
         """Removes what owners before have left and no manifest names."""
         rubbish: list[str] = []
         empty: list[str] = []
+        attempts: dict[str, list[str]] = defaultdict(list)  # parts, by what would name them
         highest = 0
         for step, names in self._scan().items():
             entries = self._in(step, names)
@@ -457,10 +460,13 @@ class ObjectStore(Store):
                 match = _OURS.fullmatch(name)
                 if match is None or name in named or name in known:
                     continue
-                its = f"manifest-{match['id']}.{match['token']}.json"
-                if match["token"] and self._size(step, its) is not None:
-                    continue  # the list was old
-                rubbish.append(self.key(_step(step), name))
+                if match["token"] is None:
+                    rubbish.append(self.key(_step(step), name))
+                    continue
+                its = self.key(_step(step), f"manifest-{match['id']}.{match['token']}.json")
+                attempts[its] += (
+                    [self.key(_step(step), name)] if match["kind"] != "manifest-" else []
+                )
         notes = sorted(name for name in self._list(_BRANCHES) if name.endswith(".json"))
         # Those that a save outranks: the newest may be taken back by the job that is putting it.
         rubbish += [
@@ -475,8 +481,12 @@ class ObjectStore(Store):
                 "%s/%s is removed: none of the parts that it names is there", self._bucket, key
             )
         try:
+            # An earlier job may be about to complete them: one of both has the manifest's name.
+            given_up = [its for its in attempts if self._create(its, _GIVEN_UP)]
+            rubbish += [key for its in given_up for key in attempts[its]]
             self._delete(empty)
             self._delete(rubbish)
+            self._delete(given_up)
             for upload in uploads:
                 upload()
         except OSError as error:
@@ -557,6 +567,7 @@ class ObjectStore(Store):
         name = f"manifest-{manifest.id}.{token}.json"
         try:
             if not self._create(self.key(_step(manifest.step), name), manifest.to_bytes()):
+                self.check_owned()  # a later job has given the parts up
                 raise IoError(f"{self.place(manifest.step) / name} is there, and is another one")
         except UnreachableError:
             # Also if it was refused: an attempt before, by the client, may have been carried out.

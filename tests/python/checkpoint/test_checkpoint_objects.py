@@ -656,6 +656,63 @@ def test_a_late_manifest_without_parts_says_nothing_of_branches(
     assert [m.sequence in range(*lost.abandoned[0]) for m in first.manifests()] == [False, False]
 
 
+def test_parts_that_are_being_removed_are_completed_no_more(
+    proxy: Proxy, url: str, make: Any
+) -> None:
+    """The second job stops while it removes what the first one has not completed; a third begins."""
+    first, second = make("one", level="durable", max_failures=100), store_at(url)
+    first.save(state_of(9), 9)
+    first.wait(60)
+    began: list[Any] = []
+
+    def be_late(request: Request, forward: Callable[[], Answer]) -> Answer:
+        if not is_manifest(request) or began:
+            return forward()
+        began.append(None)
+        second.own()
+        delete, answers = second._delete, []
+
+        def be_slow(names: Any) -> None:
+            names = list(names)
+            if any("/rank-" in name for name in names):
+                second._delete = delete
+                answers.append(forward())
+                with make("third", keep=1) as third:
+                    began.append(third.restore().step)
+                    third._background._cleaner.retain(set())
+            delete(names)
+
+        second._delete = be_slow
+        second.clean()
+        return answers[0]
+
+    proxy.meddle = be_late
+    with pytest.raises(IoError, match="taken over by process"):
+        first.save(state_of(11), 11)
+    first.close()
+    assert began == [None, 9]
+    with make("final") as ckpt:
+        assert is_whole(ckpt.restore(), 9)
+    assert steps_on(url) == [9]
+
+
+def test_what_was_given_up_is_removed_by_the_next_owner(
+    bucket: Any, url: str, tmp_path: Path
+) -> None:
+    first, (manifest, path) = store_at(url), one_part(tmp_path, sequence=STRIDE)
+    names = first.copy_names(manifest, None, 0)
+    first.copy(path, 1, *names.values(), manifest.parts[0], Pacing()).run()
+    second = store_at(url)
+    second.own()
+    second._delete = lambda names: (_ for _ in ()).throw(UnreachableError("away"))
+    second.clean()
+    assert kinds(bucket) == ["manifest", "rank"] and second.entries() == []
+    third = store_at(url)
+    third.own()
+    third.clean()
+    assert kinds(bucket) == []
+
+
 def test_what_only_the_fast_directory_had_retires_nothing(
     proxy: Proxy, make: Any, url: str
 ) -> None:
