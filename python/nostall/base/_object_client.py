@@ -8,24 +8,46 @@ repeated at most ``NOSTALL_OBJECT_RETRIES`` (8) times if that can help.
 from __future__ import annotations
 
 import os
+import re
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from nostall.base import _options as options
 from nostall.errors import IoError, UsageError
 
+# What the client reads of the environment for a scheme: all of it, URLs, and what goes into headers. It
+# panics at a request, where one of the last two is malformed.
+_VARIABLES = {
+    scheme: re.compile(rf"{cloud}_\w+")
+    for cloud, schemes in (("AWS", "s3 s3a"), ("AZURE", "az abfs abfss azure"), ("GOOGLE", "gs"))
+    for scheme in schemes.split()
+}
+_URLS = re.compile(
+    r"AWS_(ENDPOINT(_URL(_S3)?)?|METADATA_ENDPOINT)|AZURE_((STORAGE_|MSI_|IDENTITY_)?ENDPOINT|"
+    r"(STORAGE_)?AUTHORITY_HOST)|GOOGLE_BASE_URL"
+)
+_URL = re.compile(r"https?://[\w!#$%&'()*+,./:;=?@\[\]~-]+", re.IGNORECASE | re.ASCII)
+_HEADERS = re.compile(r"AWS_((DEFAULT_)?REGION|ACCESS_KEY_ID|(SESSION_)?TOKEN)|AZURE_\w*TOKEN")
+_SECRET = re.compile(r".*(KEY|TOKEN|SECRET|PASSWORD).*")
 # The process in which the client was first used: its threads do not survive a fork, and in a forked
 # process it would wait for them for ever.
 _client_process: int | None = None
 
 
 def connect(root: str, headers: dict[str, str] | None = None) -> Any:
-    """The store of ``scheme://bucket``, as the environment configures it."""
+    """The store of ``scheme://bucket``, as the environment configures it.
+
+    Raises:
+        UsageError: the client is not installed, or a variable of the environment is malformed.
+    """
     try:
+        from obstore.exceptions import BaseError
         from obstore.store import from_url
     except ImportError:
         raise UsageError(_needed(root)) from None
+    variables = _variables(root)
     endpoint = os.environ.get("AWS_ENDPOINT_URL", "")
     timeout = options.value("source.object_timeout_s")
     client: dict[str, Any] = {"timeout": f"{timeout:g}s", "connect_timeout": "5s"}
@@ -33,20 +55,59 @@ def connect(root: str, headers: dict[str, str] | None = None) -> Any:
         client["default_headers"] = headers
     if endpoint.startswith("http://") or root.startswith("http://"):
         client["allow_http"] = True
-    return from_url(
-        root,
-        client_options=client,
-        **_profile(root),
-        retry_config={
-            "max_retries": options.value("source.object_retries"),
-            "retry_timeout": timedelta(seconds=2 * timeout),
-            "backoff": {
-                "init_backoff": timedelta(milliseconds=50),
-                "max_backoff": timedelta(seconds=5),
-                "base": 2,
+    profile = _profile(root)
+    try:
+        return from_url(
+            root,
+            client_options=client,
+            **profile,
+            retry_config={
+                "max_retries": options.value("source.object_retries"),
+                "retry_timeout": timedelta(seconds=2 * timeout),
+                "backoff": {
+                    "init_backoff": timedelta(milliseconds=50),
+                    "max_backoff": timedelta(seconds=5),
+                    "base": 2,
+                },
             },
-        },
-    )
+        )
+    except BaseError as error:
+        text = brief(error)
+        for name, value in variables.items():
+            if value and re.search(rf"(?<!\w){re.escape(value)}(?!\w)", text):
+                raise UsageError(f"{root}: {name}={value} in the environment: {text}") from None
+        raise
+
+
+def _variables(root: str) -> dict[str, str]:
+    """What the environment says of such a store, without secrets.
+
+    Raises:
+        UsageError: the client would panic at one of them.
+    """
+    ours = _VARIABLES.get(urlsplit(root).scheme, re.compile("(?!)"))
+    found = {name: value for name, value in os.environ.items() if ours.fullmatch(name)}
+    for name, value in found.items():
+        if _URLS.fullmatch(name) and not _is_url(value):
+            raise UsageError(
+                f"{root}: {name}={value!r} in the environment is not a URL such as "
+                "https://host:9000: correct it, or unset it"
+            )
+        odd = re.search("[^ -~]", value) if _HEADERS.fullmatch(name) else None
+        if odd is not None:
+            raise UsageError(
+                f"{root}: {name} in the environment has the character {odd[0]!r} at place "
+                f"{odd.start()}, which no request can carry: correct it"
+            )
+    return {name: value for name, value in found.items() if not _SECRET.fullmatch(name)}
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return bool(_URL.fullmatch(text) and parts.hostname and parts.port != 0)
+    except ValueError:  # its port, or what is in brackets
+        return False
 
 
 def _needed(url: str) -> str:
