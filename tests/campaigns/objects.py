@@ -191,7 +191,8 @@ class ObjectHistory(History):
                 if "paused" not in words:
                     said.append(words)
                     continue
-                os.waitpid(pid, os.WUNTRACED)
+                # Another thread may have met the job's last request before all of them stopped.
+                os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
                 problem = self._hear(said)
                 if not any("went_back" in w for w in said):
                     going_back = {w["going_back"] for w in said if "going_back" in w}
