@@ -41,6 +41,7 @@ LOADERS: dict[str, tuple[str, ...]] = {"nostall": _PLUGINS, "DLIO's own": ()}
 _TRAIN = ("++workload.workflow.generate_data=False", "++workload.workflow.train=True")
 _GENERATE = ("++workload.workflow.generate_data=True", "++workload.workflow.train=False")
 _TIMEOUT = 3600.0
+_SLOWEST = 10e6  # bytes a second at which DLIO still generates its data
 
 
 @dataclass(frozen=True)
@@ -171,12 +172,21 @@ def _generated(home: Path, workload: Workload, files: int, scale: float) -> Path
     if (data / "complete").exists():
         return data
     data.mkdir(parents=True, exist_ok=True)
+    size = files * workload.samples * workload.profile.record
+    limit = _TIMEOUT + size / _SLOWEST
     with tempfile.TemporaryDirectory(prefix="nostall-dlio-") as out:
-        made = subprocess.run(
-            [sys.executable, "-m", "dlio_benchmark.main",
-             *workload.overrides(data, files, Path(out), scale), *_GENERATE],
-            cwd=out, env=child_environment(), capture_output=True, text=True, check=False,
-        )  # fmt: skip
+        try:
+            made = subprocess.run(
+                [sys.executable, "-m", "dlio_benchmark.main",
+                 *workload.overrides(data, files, Path(out), scale), *_GENERATE],
+                cwd=out, env=child_environment(), capture_output=True, text=True, check=False,
+                timeout=limit,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            raise UsageError(
+                f"DLIO did not generate {size / 1e6:.0f} MB in {data} within {limit:.0f} s: give a "
+                "folder on faster storage (--dir), or fewer data (--data, --scale)"
+            ) from None
     if made.returncode:
         raise UsageError(f"DLIO did not generate its data: {made.stderr.strip()[-2000:]}")
     (data / "complete").touch()

@@ -36,13 +36,14 @@ def missing() -> str | None:
     return None
 
 
-def _controller() -> tuple[Path, str] | None:
-    """Where groups are made, and the name of their limit: control groups v1, or v2."""
+def _controller() -> tuple[Path, str, str] | None:
+    """Where groups are made, and the names of their limits of memory and with swap (control groups v1)
+    or of swap (v2)."""
     if (_GROUPS / "memory" / "memory.limit_in_bytes").exists():
-        return _GROUPS / "memory", "memory.limit_in_bytes"
+        return _GROUPS / "memory", "memory.limit_in_bytes", "memory.memsw.limit_in_bytes"
     delegated = _GROUPS / "cgroup.subtree_control"
     if delegated.exists() and "memory" in delegated.read_text().split():
-        return _GROUPS, "memory.max"
+        return _GROUPS, "memory.max", "memory.swap.max"
     return None
 
 
@@ -68,7 +69,7 @@ class Hosts:
             raise UsageError(f"cannot emulate hosts: {reason}")
         controller = _controller()
         assert controller is not None
-        root, self._limit = controller
+        root, self._limit, self._swap = controller
         self.names = [f"nsb{os.getpid()}-{i}" for i in range(count)]
         self._memory = memory
         self._groups = {name: root / name for name in self.names}
@@ -79,27 +80,51 @@ class Hosts:
             for group in self._groups.values():
                 group.mkdir()
                 (group / self._limit).write_text(str(self._memory))
+                self._forbid_swap(group)
         except OSError as error:
-            self.close()
+            with contextlib.suppress(UsageError, OSError):  # the first error is the one to tell
+                self.close()
             raise UsageError(f"cannot emulate hosts: {error}") from None
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def _forbid_swap(self, group: Path) -> None:
+        """A host has no memory beside its own. A kernel that does not account swap has no such file."""
+        if (group / self._swap).exists():
+            most = self._memory if self._swap.startswith("memory.memsw") else 0
+            (group / self._swap).write_text(str(most))
+        elif len(Path("/proc/swaps").read_text().splitlines()) > 1:
+            raise OSError(f"{group} cannot limit swap, and this machine has some: swapoff -a")
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.close()
+        except (UsageError, OSError) as error:
+            if kind is None:
+                raise
+            print(f"nostall bench: {error}", file=sys.stderr)  # beside what ended the run
 
     def close(self) -> None:
-        """Ends what still runs on the hosts, and removes their groups."""
-        for group in self._groups.values():
-            deadline = time.monotonic() + _EMPTIED
-            while group.exists():
-                for pid in (group / "cgroup.procs").read_text().split():
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(int(pid), signal.SIGKILL)
-                with contextlib.suppress(OSError):
-                    group.rmdir()
-                if time.monotonic() > deadline:
-                    raise UsageError(f"{group} does not empty: its processes do not end")
-                time.sleep(0.02)
+        """Ends what still runs on the hosts, and removes their groups.
+
+        Raises:
+            UsageError: those that stay; the others are gone.
+        """
+        left = [str(group) for group in self._groups.values() if not self._remove(group)]
+        if left:
+            raise UsageError(f"{', '.join(left)} does not empty: its processes do not end")
+
+    def _remove(self, group: Path) -> bool:
+        deadline = time.monotonic() + _EMPTIED
+        while group.exists():
+            for pid in (group / "cgroup.procs").read_text().split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            with contextlib.suppress(OSError):
+                group.rmdir()
+            if time.monotonic() > deadline:
+                return not group.exists()
+            time.sleep(0.02)
+        return True
 
     def run(
         self,

@@ -40,3 +40,15 @@ def test_without_dlio_it_says_what_it_runs(tmp_path: Path) -> None:
     dlio.add_arguments(parser)
     with pytest.raises(UsageError, match="install dlio-benchmark"):
         dlio.run(parser.parse_args(["--dir", str(tmp_path)]))
+
+
+def test_data_that_take_too_long_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "dlio_benchmark").mkdir()
+    (tmp_path / "dlio_benchmark" / "main.py").write_text("import time\ntime.sleep(600)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(dlio, "_TIMEOUT", 0.0)
+    with pytest.raises(UsageError, match=r"did not generate 0 MB in .* within 0 s: give a folder"):
+        dlio._generated(tmp_path, WORKLOAD, 5, 1.0)
+    assert not list(tmp_path.rglob("complete"))

@@ -69,3 +69,37 @@ def test_a_job_that_takes_too_long_is_ended(two: tuple[Path, dict[str, list[Path
         pytest.raises(UsageError, match="took more than 3 s"),
     ):
         on.run(["sleep", "1000"], 1, mounts, log=folder / "log", timeout=3)
+
+
+@NEEDS
+def test_a_host_has_no_swap_beside_its_memory(tmp_path: Path) -> None:
+    with hosts.Hosts(1, MEMORY, tmp_path) as on:
+        (group,) = on._groups.values()
+        limit = group / on._swap
+        if limit.exists():
+            most = MEMORY if on._swap.startswith("memory.memsw") else 0
+            assert int(limit.read_text()) == most
+        else:  # this kernel accounts none
+            assert len(Path("/proc/swaps").read_text().splitlines()) == 1
+
+
+@NEEDS
+def test_the_first_error_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on = hosts.Hosts(2, MEMORY, tmp_path)
+    first, second = on._groups.values()
+    second.mkdir()  # another one's
+    with pytest.raises(UsageError, match=r"cannot emulate hosts: .*File exists"), on:
+        pass
+    assert not first.exists()
+
+    def stay(group: Path) -> bool:
+        raise UsageError("it does not empty")
+
+    for inside in (None, KeyError("what ended the run")):
+        on = hosts.Hosts(1, MEMORY, tmp_path)
+        monkeypatch.setattr(on, "_remove", stay)
+        with pytest.raises(KeyError if inside else UsageError), on:
+            if inside:
+                raise inside
+        monkeypatch.undo()
+        on.close()
