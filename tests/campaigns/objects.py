@@ -243,6 +243,8 @@ class ObjectHistory(History):
         there: set[tuple[str, int]] = set()
         for key in (key for key in keys if re.search(r"/manifest[^/]*\.json$", key)):
             values = json.loads(self._get(key))
+            if "given up" in values:  # of an attempt that nobody acknowledged
+                continue
             values_found = set()
             for part in values["files"]:
                 name = f"{key.rpartition('/')[0]}/{part['name']}"

@@ -9,7 +9,6 @@ all the same is nothing that the later job relies on: docs/formats/checkpoint.md
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import itertools
 import json
@@ -19,9 +18,8 @@ import re
 import secrets
 import socket
 import threading
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +35,7 @@ from nostall.checkpoint._place import (
     UnreachableError,
     Url,
 )
-from nostall.checkpoint._store import GRACE_SECONDS, LOOK_SECONDS, Entry, Store, entry_of
+from nostall.checkpoint._store import Entry, Store, entry_of, part_stays
 from nostall.checkpoint._transfer import ObjectPart, Upload, read_blocks
 from nostall.errors import CorruptionError, Error, IoError, PeerError, UsageError
 
@@ -55,8 +53,10 @@ _GIVEN_UP = b'{"given up": true}'
 _TOGETHER = "0" * 16
 # Attempts of a request whose connection ends, which the client's own retries do not all cover.
 _ATTEMPTS = 3
-# A rank looks for what another one has left at this interval.
-_WAIT_SECONDS = 0.2
+# Looks of all ranks of a job together for rank 0's decision: the pauses of each rise until there are so
+# many a second, or to so many seconds.
+_LOOKS_PER_SECOND = 20
+_LONGEST_PAUSE = 5.0
 
 _log = logging.getLogger("nostall")
 
@@ -65,6 +65,7 @@ class ObjectStore(Store):
     """Checkpoints below a URL such as ``s3://bucket/run1``; `kind` is for messages."""
 
     is_directory = False
+    _look_seconds = 0.2
 
     def __init__(self, url: Url, kind: str) -> None:
         self.root, self.kind = url, kind
@@ -649,111 +650,49 @@ class ObjectStore(Store):
 
     # ------------------------------------------------------------------ agreeing
 
-    def commit(
-        self,
-        manifest: Manifest,
-        rank: int,
-        mine: Part | str | None,
-        *,
-        timeout: float,
-        stopped: Callable[[], bool] = lambda: False,
-    ) -> str:
-        deadline = time.monotonic() + timeout
-        if rank == 0:
-            return self._gather_words(manifest, mine, deadline, stopped)
-        if mine is not None:
-            note = {"failed": mine} if isinstance(mine, str) else mine.to_dict()
-            self._create(self._word(manifest, rank), json.dumps(note).encode())
-        within, look = f"in {timeout:g} s", 0.0
-        while time.monotonic() < deadline + GRACE_SECONDS:
-            with contextlib.suppress(UnreachableError):
-                if (decision := self._decision(manifest)) is not None:
-                    if not decision["complete"] and not decision["certain"]:
-                        raise PeerError(f"{decision['reason']}; rank {rank}'s part stays")
-                    return str(decision["reason"])
-                if mine is None and time.monotonic() >= look:
-                    # Rank 0 does not wait for this one: it may have retired the checkpoint since. A
-                    # newer one of another job says only that this job has lost the store.
-                    if any(
-                        newer.order > manifest.order and _run(newer) == _run(manifest)
-                        for newer in self.manifests()
-                    ):
-                        return ""
-                    look = time.monotonic() + LOOK_SECONDS
-            if stopped():
-                within = "before this job's end"
-                break
-            time.sleep(_WAIT_SECONDS)
-        reason = f"rank 0 did not complete step {manifest.step} in {self.root} {within}"
-        if not isinstance(mine, Part):
-            return reason
-        raise PeerError(f"{reason}; it may still, so rank {rank}'s part stays")
+    def _longest_pause(self, manifest: Manifest) -> float:
+        return min(_LONGEST_PAUSE, max(self._look_seconds, manifest.world_size / _LOOKS_PER_SECOND))
 
-    def _gather_words(
-        self,
-        manifest: Manifest,
-        mine: Part | str | None,
-        deadline: float,
-        stopped: Callable[[], bool],
-    ) -> str:
-        writers = [0] if manifest.replicated else list(range(manifest.world_size))
-        parts = {0: mine} if isinstance(mine, Part) else {}
-        reason = f"rank 0: {mine}" if isinstance(mine, str) else ""
-        away = ""
-        while len(parts) < len(writers) and not reason:
-            for rank in [rank for rank in writers if rank not in parts]:
-                try:
-                    note = json.loads(self._read(self._word(manifest, rank)))
-                    if "failed" in note:
-                        reason = f"rank {rank}: {note['failed']}"
-                        break
-                    parts[rank] = Part.from_dict(note)
-                except FileNotFoundError:
-                    pass
-                except UnreachableError as error:
-                    away = f": {error}"
-                except (ValueError, KeyError, TypeError) as error:
-                    reason = f"rank {rank}: its word cannot be read: {error}"
-            late = [rank for rank in writers if rank not in parts]
-            if late and not reason:
-                if stopped():
-                    reason = "stopped"
-                elif time.monotonic() > deadline:
-                    reason = f"ranks {late} did not finish their part in time{away}"
-                time.sleep(_WAIT_SECONDS)
-        if reason:
-            self.abort(manifest, reason)
-            return reason
-        try:
-            self.publish(dataclasses.replace(manifest, parts=tuple(parts[r] for r in writers)))
-        except (Error, OSError) as error:
-            with contextlib.suppress(Error, OSError):
-                if self.lacks(manifest):
-                    self.abort(manifest, str(error))
-                    return str(error)
-            self._decide(manifest, complete=False, certain=False, reason=str(error))
-            raise
-        self._decide(manifest, complete=True, certain=True, reason="")
-        with contextlib.suppress(Error, OSError):
-            self._delete(self._word(manifest, rank) for rank in writers if rank)
+    def _leave_word(self, manifest: Manifest, rank: int, word: bytes) -> str:
+        self._create(self._word(manifest, rank), word)
         return ""
 
-    def _decide(self, manifest: Manifest, **decision: Any) -> None:
+    def _words(self, manifest: Manifest, ranks: Iterable[int]) -> Iterator[tuple[int, bytes]]:
+        names = self._sizes(manifest.step)  # one request, however many ranks are late
+        for rank in ranks:
+            key = self._word(manifest, rank)
+            if key.rpartition("/")[2] in names:
+                yield rank, self._read(key)
+
+    def _forget_words(self, manifest: Manifest, ranks: Iterable[int]) -> None:
+        self._delete(self._word(manifest, rank) for rank in ranks)
+
+    def _give_up(self, manifest: Manifest, rank: int, mine: Part | str | None, reason: str) -> str:
+        if isinstance(mine, Part):  # no word can be taken back
+            raise part_stays(reason, rank)
+        return reason
+
+    def _decide(self, manifest: Manifest, *, complete: bool, certain: bool, reason: str) -> None:
         if manifest.world_size > 1:
             with contextlib.suppress(Error, OSError):  # the others do not wait for ever
-                data = json.dumps(decision).encode()
-                self._create(self._decided(manifest), data)
+                decision = {"complete": complete, "certain": certain, "reason": reason}
+                self._create(self._decision_key(manifest), json.dumps(decision).encode())
+
+    def _decided(self, manifest: Manifest, rank: int, mine: Part | str | None) -> str | None:
+        decision = self._decision(manifest)
+        if decision is None:
+            return None
+        if not decision["complete"] and not decision["certain"]:
+            raise PeerError(f"{decision['reason']}; rank {rank}'s part stays")
+        return str(decision["reason"])
 
     def _decision(self, manifest: Manifest) -> dict[str, Any] | None:
         """What rank 0 has decided, if it has."""
         try:
-            found = json.loads(self._read(self._decided(manifest)))
+            found = json.loads(self._read(self._decision_key(manifest)))
             return {name: found[name] for name in ("complete", "certain", "reason")}
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
-
-    def abort(self, manifest: Manifest, reason: str) -> None:
-        self._decide(manifest, complete=False, certain=True, reason=reason)
 
     def aborted(self, manifest: Manifest) -> str | None:
         try:
@@ -767,7 +706,7 @@ class ObjectStore(Store):
     def _word(self, manifest: Manifest, rank: int) -> str:
         return self.key(_step(manifest.step), f"word-{rank:05d}.{manifest.id}.json")
 
-    def _decided(self, manifest: Manifest) -> str:
+    def _decision_key(self, manifest: Manifest) -> str:
         return self.key(_step(manifest.step), f"decision.{manifest.id}.json")
 
     # ------------------------------------------------------------------ parts
@@ -799,11 +738,6 @@ class ObjectStore(Store):
 
 def _step(step: int) -> str:
     return f"step-{step:012d}"
-
-
-def _run(manifest: Manifest) -> str:
-    """The job that has saved it."""
-    return manifest.id.partition("-")[0]
 
 
 def _part_name(part: Part, id: str, token: str) -> str:

@@ -26,7 +26,7 @@ from typing import Any
 from nostall import _native
 from nostall.checkpoint._format import Branch, Manifest, Part
 from nostall.checkpoint._lineage import is_past
-from nostall.checkpoint._place import CheckedPart, Copy, Pacing, Place
+from nostall.checkpoint._place import CheckedPart, Copy, Pacing, Place, UnreachableError
 from nostall.errors import CorruptionError, Error, IoError, PeerError, UsageError
 
 _STEP = re.compile(r"step-(\d{12})")
@@ -162,6 +162,8 @@ class Store:
     """
 
     is_directory = True
+    # A rank looks for what another one has left at this interval, or at rising ones.
+    _look_seconds = 0.02
 
     def __init__(self, root: str | os.PathLike[str], kind: str) -> None:
         self._path = Path(os.path.abspath(root))
@@ -582,44 +584,135 @@ class Store:
             PeerError, IoError: it may be complete, now or soon: the part must stay. Of rank 0 only
                 where `lacks` denies it.
         """
-        writers = [0] if manifest.replicated else list(range(manifest.world_size))
-        if manifest.world_size == 1:
-            if isinstance(mine, str):
-                return mine
-            assert mine is not None
-            self.publish(dataclasses.replace(manifest, parts=(mine,)))
-            return ""
-        directory = self.directory(manifest.step)
-        left = False
-        if mine is not None:
-            note = {"failed": mine} if isinstance(mine, str) else mine.to_dict()
-            try:
-                with io_errors("leave word in", directory):
-                    directory.mkdir(exist_ok=True)
-                    _write_durably(self._note(manifest, rank), json.dumps(note).encode())
-                left = True
-            except IoError as error:
-                return self._give_up(manifest, rank, str(error), left)
         deadline = time.monotonic() + timeout
         if rank == 0:
-            return self._gather(manifest, writers, deadline, stopped)
-        within, look = f"in {timeout:g} s", 0.0
-        while time.monotonic() < deadline + GRACE_SECONDS:
-            if not isinstance(mine, str) and self._completed(manifest, rank, left):
-                return ""
-            if (reason := self.aborted(manifest)) is not None:
+            return self._gather(manifest, mine, deadline, stopped)
+        if mine is not None:
+            note = {"failed": mine} if isinstance(mine, str) else mine.to_dict()
+            if reason := self._leave_word(manifest, rank, json.dumps(note).encode()):
                 return reason
-            if mine is None and time.monotonic() >= look:
-                # Rank 0 does not wait for this one: it may have retired the checkpoint since.
-                if any(newer.order > manifest.order for newer in self.manifests()):
-                    return ""
-                look = time.monotonic() + LOOK_SECONDS
+        within, pause, look, listen = f"in {timeout:g} s", self._look_seconds, 0.0, 0.0
+        while (now := time.monotonic()) < deadline + GRACE_SECONDS:
+            if now >= look:
+                with contextlib.suppress(UnreachableError):
+                    if (decided := self._decided(manifest, rank, mine)) is not None:
+                        return decided
+                    if mine is None and now >= listen:
+                        # Rank 0 does not wait for this one: it may have retired the checkpoint since. A
+                        # newer one of another job says only that this job has lost the store.
+                        if any(
+                            newer.order > manifest.order and _run(newer) == _run(manifest)
+                            for newer in self.manifests()
+                        ):
+                            return ""
+                        listen = now + LOOK_SECONDS
+                look, pause = now + pause, min(2 * pause, self._longest_pause(manifest))
             if stopped():
                 within = "before this job's end"
                 break
-            time.sleep(0.02)
+            time.sleep(self._look_seconds)
         reason = f"rank 0 did not complete step {manifest.step} in {self.root} {within}"
-        return self._give_up(manifest, rank, reason, left)
+        return self._give_up(manifest, rank, mine, reason)
+
+    def _gather(
+        self,
+        manifest: Manifest,
+        mine: Part | str | None,
+        deadline: float,
+        stopped: Callable[[], bool],
+    ) -> str:
+        """Rank 0's side."""
+        writers = [0] if manifest.replicated else list(range(manifest.world_size))
+        parts = {0: mine} if isinstance(mine, Part) else {}
+        reason = f"rank 0: {mine}" if isinstance(mine, str) else ""
+        away = ""
+        while (late := [rank for rank in writers if rank not in parts]) and not reason:
+            try:
+                for rank, word in self._words(manifest, late):
+                    try:
+                        note: dict[str, Any] = json.loads(word)
+                        if "failed" in note:
+                            reason = f"rank {rank}: {note['failed']}"
+                            break
+                        parts[rank] = Part.from_dict(note)
+                    except (ValueError, KeyError, TypeError) as error:
+                        reason = f"rank {rank}: its word cannot be read: {error}"
+                        break
+            except UnreachableError as error:
+                away = f": {error}"
+            except OSError as error:
+                reason = f"a rank's word cannot be read: {error}"
+            late = [rank for rank in late if rank not in parts]
+            if late and not reason:
+                if stopped():
+                    reason = "stopped"
+                elif time.monotonic() > deadline:
+                    reason = f"ranks {late} did not finish their part in time{away}"
+                time.sleep(self._look_seconds)
+        if reason:
+            self.abort(manifest, reason)
+            return reason
+        try:
+            self.publish(dataclasses.replace(manifest, parts=tuple(parts[r] for r in writers)))
+        except (Error, OSError) as error:
+            certain = False
+            with contextlib.suppress(Error, OSError):
+                certain = self.lacks(manifest)
+            self._decide(manifest, complete=False, certain=certain, reason=str(error))
+            if certain:
+                return str(error)
+            raise
+        self._decide(manifest, complete=True, certain=True, reason="")
+        with contextlib.suppress(Error, OSError):
+            self._forget_words(manifest, [rank for rank in writers if rank])
+        return ""
+
+    def abort(self, manifest: Manifest, reason: str) -> None:
+        """Notifies ranks that go on with a checkpoint that it will not be completed."""
+        self._decide(manifest, complete=False, certain=True, reason=reason)
+
+    # How a rank's word gets to rank 0, and what it decides to the others; another store has its own.
+
+    def _longest_pause(self, manifest: Manifest) -> float:
+        """Between two looks for rank 0's decision: seconds."""
+        return self._look_seconds
+
+    def _leave_word(self, manifest: Manifest, rank: int, word: bytes) -> str:
+        """Why it cannot be left, so that rank 0 completes nothing; or ""."""
+        directory = self.directory(manifest.step)
+        try:
+            with io_errors("leave word in", directory):
+                directory.mkdir(exist_ok=True)
+                _write_durably(self._note(manifest, rank), word)
+        except IoError as error:
+            return self._take_back(manifest, rank, str(error), left=False)
+        return ""
+
+    def _words(self, manifest: Manifest, ranks: Iterable[int]) -> Iterator[tuple[int, bytes]]:
+        """What those of the ranks say that have left word."""
+        for rank in ranks:
+            # One of both has the word from here on: rank 0, or the rank that gives up. What is taken
+            # already was so by a rename whose answer was lost.
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(self._note(manifest, rank), self._taken(manifest, rank))
+            with contextlib.suppress(FileNotFoundError):
+                yield rank, self._taken(manifest, rank).read_bytes()
+
+    def _forget_words(self, manifest: Manifest, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            os.unlink(self._taken(manifest, rank))
+
+    def _decide(self, manifest: Manifest, *, complete: bool, certain: bool, reason: str) -> None:
+        """Notifies the other ranks. Of a complete checkpoint its manifest does."""
+        if manifest.world_size > 1 and certain and not complete:
+            with contextlib.suppress(OSError):
+                self.directory(manifest.step).mkdir(exist_ok=True)
+                _write_durably(self._abort(manifest), json.dumps(reason).encode())
+
+    def _decided(self, manifest: Manifest, rank: int, mine: Part | str | None) -> str | None:
+        """What `commit` returns or raises, once rank 0 has decided."""
+        complete = not isinstance(mine, str) and self._completed(manifest, rank, mine is not None)
+        return "" if complete else self.aborted(manifest)
 
     def _completed(self, manifest: Manifest, rank: int, left: bool) -> bool:
         """Whether rank 0 has made the checkpoint complete; `left`: of this rank's word, too."""
@@ -635,11 +728,12 @@ class Store:
         except FileNotFoundError:
             return True
 
-    def _give_up(self, manifest: Manifest, rank: int, reason: str, left: bool) -> str:
+    def _give_up(self, manifest: Manifest, rank: int, mine: Part | str | None, reason: str) -> str:
+        """The end of a rank's wait: `reason`, or PeerError where rank 0 may still complete it."""
+        return self._take_back(manifest, rank, reason, left=mine is not None)
+
+    def _take_back(self, manifest: Manifest, rank: int, reason: str, *, left: bool) -> str:
         """Takes a rank's word back; what rank 0 has taken by then stands."""
-        if rank == 0:
-            self.abort(manifest, reason)
-            return reason
         note, taken = self._note(manifest, rank), self._taken(manifest, rank)
         with io_errors("take a word back from", note.parent):
             try:
@@ -648,65 +742,8 @@ class Store:
                 # Rank 0 has it, or over NFS the answer was lost: a word that was left is not there
                 # by itself. A listing is newer than what a client has cached of a single name.
                 if left or taken.name in self._names(manifest.step):
-                    raise PeerError(
-                        f"{reason}; it may still, so rank {rank}'s part stays"
-                    ) from None
+                    raise part_stays(reason, rank) from None
         return reason
-
-    def _gather(
-        self,
-        manifest: Manifest,
-        writers: list[int],
-        deadline: float,
-        stopped: Callable[[], bool],
-    ) -> str:
-        parts: dict[int, Part] = {}
-        reason = ""
-        while len(parts) < len(writers) and not reason:
-            for rank in writers:
-                if rank in parts or reason:
-                    continue
-                try:
-                    # One of both has the word from here on: rank 0, or the rank that gives up. What is
-                    # taken already was so by a rename whose answer was lost.
-                    with contextlib.suppress(FileNotFoundError):
-                        os.rename(self._note(manifest, rank), self._taken(manifest, rank))
-                    note: dict[str, Any] = json.loads(self._taken(manifest, rank).read_bytes())
-                    if "failed" in note:
-                        reason = f"rank {rank}: {note['failed']}"
-                    else:
-                        parts[rank] = Part.from_dict(note)
-                except FileNotFoundError:
-                    pass
-                except (OSError, ValueError, KeyError, TypeError) as error:
-                    reason = f"rank {rank}: its word cannot be read: {error}"
-            late = [rank for rank in writers if rank not in parts]
-            if late and not reason:
-                if stopped():
-                    reason = "stopped"
-                elif time.monotonic() > deadline:
-                    reason = f"ranks {late} did not finish their part in time"
-                time.sleep(0.02)
-        if reason:
-            with contextlib.suppress(OSError):
-                _write_durably(self._abort(manifest), json.dumps(reason).encode())
-            return reason
-        try:
-            self.publish(dataclasses.replace(manifest, parts=tuple(parts[r] for r in writers)))
-        except (Error, OSError) as error:
-            if not self.lacks(manifest):
-                raise
-            return self._give_up(manifest, 0, str(error), False)
-        with contextlib.suppress(OSError):
-            for rank in writers:
-                os.unlink(self._taken(manifest, rank))
-        return ""
-
-    def abort(self, manifest: Manifest, reason: str) -> None:
-        """Notifies ranks that go on with a checkpoint that it will not be completed."""
-        with contextlib.suppress(OSError):
-            self.directory(manifest.step).mkdir(exist_ok=True)
-            _write_durably(self._abort(manifest), json.dumps(reason).encode())
 
     def aborted(self, manifest: Manifest) -> str | None:
         """Why rank 0 gave this checkpoint up, if it did."""
@@ -728,6 +765,16 @@ class Store:
 def _aside(id: str) -> str:
     """The manifest of a save whose step was saved again on another branch."""
     return f"manifest-{id}.json"
+
+
+def _run(manifest: Manifest) -> str:
+    """The job that has saved it."""
+    return manifest.id.partition("-")[0]
+
+
+def part_stays(reason: str, rank: int) -> PeerError:
+    """What a rank raises that no longer waits, and whose part may become one of a checkpoint."""
+    return PeerError(f"{reason}; it may still, so rank {rank}'s part stays")
 
 
 def part_name(rank: int, id: str, attempt: int = 0) -> str:

@@ -23,7 +23,7 @@ from test_checkpointer import World
 
 import nostall
 from nostall import Keep, _native
-from nostall.checkpoint import _checkpointer, _transfer
+from nostall.checkpoint import _checkpointer, _store, _transfer
 from nostall.checkpoint._drain import copy_all
 from nostall.checkpoint._format import Branch, Manifest, Part
 from nostall.checkpoint._lineage import STRIDE
@@ -401,6 +401,44 @@ def test_a_newer_save_of_another_job_is_no_word_of_rank_0(
     )
     mine = dataclasses.replace(older, id="aaaaaaaa-000000")
     assert store.commit(mine, 1, None, timeout=0, stopped=lambda: True) == ""
+
+
+@pytest.mark.parametrize("world", [2, 8, 64, 1000])
+def test_requests_for_a_decision_do_not_grow_with_the_ranks(
+    monkeypatch: pytest.MonkeyPatch, world: int
+) -> None:
+    class Clock:
+        now = 0.0
+
+        def monotonic(self) -> float:
+            return self.now
+
+        def sleep(self, seconds: float) -> None:
+            self.now += seconds
+
+    clock, reads, lists = Clock(), [], []
+
+    def nothing(store: ObjectStore, key: str) -> bytes:
+        reads.append(key)
+        raise FileNotFoundError
+
+    monkeypatch.setattr(_store, "time", clock)
+    monkeypatch.setattr(ObjectStore, "_read", nothing)
+    monkeypatch.setattr(ObjectStore, "_list", lambda store, *names: lists.append(names) or {})
+    monkeypatch.setattr(ObjectStore, "_create", lambda store, key, data: True)
+    store, manifest = store_at("s3://bucket/run"), Manifest(1, ID, world, ())
+    with pytest.raises(PeerError, match=r"rank 0 did not complete step 1 in .* in 600 s"):
+        store.commit(manifest, 1, Part(1, "a", 1, ()), timeout=600)
+    seconds = 600 + _store.GRACE_SECONDS
+    assert seconds / 5 <= len(reads) <= seconds / min(5, max(0.2, world / 20)) + 6 and not lists
+    before, clock.now = len(reads), 0.0
+    assert "did not finish their part in time" in store.commit(
+        manifest, 0, Part(0, "b", 1, ()), timeout=600
+    )
+    assert len(reads) == before and len(lists) <= 600 / 0.2 + 2
+    clock.now = 0.0
+    assert store.commit(manifest, 1, None, timeout=600, stopped=lambda: clock.now > 1)
+    assert clock.now < 1.5  # it does not sleep through the end of the job
 
 
 @pytest.fixture
