@@ -25,7 +25,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -315,7 +315,7 @@ class History:
         back_to = None
         if oracle.sure and rand.random() < 0.4:
             back_to = oracle.saves[rand.choice(sorted(oracle.sure))].step
-            self.counts["restores of a step"] += 1
+            self.counts["restores of an older step"] += 1
         levels = [*(tier for tier in self.tiers if tier in self.job.safe), "memory"]
         saves = []
         step = self.step if back_to is None else back_to
@@ -368,7 +368,7 @@ class History:
         """Waits for the end of a job, which is not to fail."""
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         killed = status == -signal.SIGKILL
-        self.counts["kills"] += killed
+        self.counts["killed"] += killed
         return f"a job ended with {status}: {said[-1:]}" if status and not killed else ""
 
     def _hear(self, said: list[dict[str, Any]]) -> str:
@@ -447,27 +447,27 @@ class History:
             self.counts["files of users"] += 1
 
 
-def run(task: Task) -> Outcome:
-    import nostall
-
-    assert nostall.Checkpointer  # its modules are read once, before the forks
-
-    outcome = Outcome(cases=task.count(HISTORIES))
+def play(
+    outcome: Outcome, task: Task, history: Callable[[str, Path, Counter[str]], History], figure: str
+) -> Outcome:
+    """Runs the histories of a task, each in a folder of its own; `figure` a number of theirs alone."""
     counts: Counter[str] = Counter()
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="nostall-histories-", dir=memory) as name:
         for case in range(outcome.cases):
-            home = Path(name) / str(case)
+            home = Path(name) / f"{task.seed}-{case}"
             home.mkdir()
-            problem = History(f"{task.seed} {case}", home, counts).run()
+            problem = history(f"{task.seed} {case}", home, counts).run()
             if problem:
                 outcome.failures.append(f"history {case} of seed {task.seed}: {problem}")
             shutil.rmtree(home)
-    outcome.figures = {
-        "jobs": counts["jobs"],
-        "killed": counts["kills"],
-        "saves": counts["saves"],
-        "restores of an older step": counts["restores of a step"],
-        "files of users": counts["files of users"],
-    }
+    names = ("jobs", "killed", "saves", "restores of an older step", *counts, figure)
+    outcome.figures = {name: counts[name] for name in names}
     return outcome
+
+
+def run(task: Task) -> Outcome:
+    import nostall
+
+    assert nostall.Checkpointer  # its modules are read once, before the forks
+    return play(Outcome(cases=task.count(HISTORIES)), task, History, "files of users")

@@ -22,14 +22,13 @@ import re
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from campaigns.histories import History, Job
+from campaigns.histories import History, Job, play
 from campaigns.outcome import Outcome, Task
 
 FULL = "2,000 histories of up to five jobs with six saves each"
@@ -224,7 +223,7 @@ class ObjectHistory(History):
         with lines:
             said = [json.loads(line) for line in lines]
         self._paused = False
-        self.counts["pauses"] += 1
+        self.counts["jobs stopped while another one ran"] += 1
         return self._end(pid, said), said
 
     def _last_owner(self) -> int:
@@ -285,27 +284,14 @@ def run(task: Task) -> Outcome:
 
     assert nostall.Checkpointer  # their modules are read once, before the forks
 
-    outcome = Outcome(cases=task.count(HISTORIES))
-    counts: Counter[str] = Counter()
-    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with s3_server() as port, tempfile.TemporaryDirectory(dir=memory) as name:
+    with s3_server() as port:
         server = f"http://127.0.0.1:{port}"
         os.environ.update(ENVIRONMENT, AWS_ENDPOINT_URL=server)
         s3 = boto3.client("s3", endpoint_url=server)
         s3.create_bucket(Bucket=BUCKET)
-        for case in range(outcome.cases):
-            home = Path(name) / f"{task.seed}-{case}"
-            home.mkdir()
-            problem = ObjectHistory(f"{task.seed} {case}", home, counts, s3).run()
-            if problem:
-                outcome.failures.append(f"history {case} of seed {task.seed}: {problem}")
-            shutil.rmtree(home)
-    outcome.figures = {
-        "jobs": counts["jobs"],
-        "killed": counts["kills"],
-        "saves": counts["saves"],
-        "restores of an older step": counts["restores of a step"],
-        "jobs stopped while another one ran": counts["pauses"],
-        "fast directories lost": counts["fast directories lost"],
-    }
-    return outcome
+        return play(
+            Outcome(cases=task.count(HISTORIES)),
+            task,
+            lambda seed, home, counts: ObjectHistory(seed, home, counts, s3),
+            "fast directories lost",
+        )
