@@ -2,6 +2,7 @@
 #include "stage/buffer.h"
 
 #include <sched.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <limits>
@@ -18,10 +19,19 @@ size_t possible(size_t bytes) {
   return std::max<size_t>(bytes, 1);
 }
 constexpr size_t kSlack = size_t{64} << 10;
+// From here on memory is mapped. glibc's malloc learns from blocks that come and go to keep those of up
+// to 32 MiB in its arenas, one for each thread, and gives little of that back.
+constexpr size_t kMapped = size_t{1} << 20;
 constexpr unsigned kLooks = 16;  // at free buffers, for one that lies in this processor's cache
 }  // namespace
 
 std::shared_ptr<std::byte> take_from_heap(size_t bytes) {
+  if (possible(bytes) >= kMapped) {
+    void* mapped =
+        ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (mapped == MAP_FAILED) throw std::bad_alloc();
+    return {static_cast<std::byte*>(mapped), [bytes](std::byte* p) { ::munmap(p, bytes); }};
+  }
   return {static_cast<std::byte*>(::operator new (possible(bytes), std::align_val_t{kAlignment})),
           [](std::byte* p) { ::operator delete (p, std::align_val_t{kAlignment}); }};
 }

@@ -956,6 +956,10 @@ class DataLoader:
             config.take_batch_memory(self._recipe.place.memory)
             config.labels_in_slab = True
             config.keep_bytes = 2 * self._staging  # beside what is staged, what is being copied
+        if self._recipe.stage is not None and self._recipe.program is None:
+            self._recipe.stage.staging = self._staging
+            # Raw batches differ in size: one that is free is often too small for the next.
+            config.keep_bytes = max(1, self._staging // 4)
         self._expect(config)
         if self._shared is not None:
             numbers = self._shared.numbers_of(self.dataset)

@@ -243,6 +243,7 @@ class PythonStage:
         self._collate = collate or (_stack_torch if output == "torch" else _stack_numpy)
         self._substitute = on_error == "substitute"
         self.seed = seed
+        self.staging = 0  # bytes of raw batches at work; 0: no limit
         self._executor: ThreadPoolExecutor | Processes | None = None
         self._pending: deque[tuple[_native.Batch, Sequence[Any], list[Results]]] = deque()
 
@@ -257,7 +258,13 @@ class PythonStage:
         return self
 
     def wants_more(self) -> bool:
-        return len(self._pending) < 1 + _BATCHES_AHEAD
+        """Whether there is to be one more batch at work: two are, while the consumer is; others
+        as `staging` allows."""
+        count = len(self._pending)
+        if count < 2 or count > _BATCHES_AHEAD or not self.staging or self._unpacked is not None:
+            return count <= _BATCHES_AHEAD
+        held = sum(batch.data.nbytes for batch, _, _ in self._pending)
+        return held + held // count <= self.staging
 
     def submit(self, batch: _native.Batch) -> None:
         """Starts the work on a batch; returns at once."""

@@ -2,9 +2,11 @@
 #include "stage/loader.h"
 
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <cstring>
 #include <filesystem>
 #include <functional>
@@ -246,6 +248,19 @@ TEST(Loader, TheConsumerReadsWhatItWouldWaitFor) {
   EXPECT_GT(by_others, taken);
   EXPECT_EQ(by_consumer, 0u);
   EXPECT_EQ(source->reads, 900u);
+}
+
+TEST(Buffer, LargeMemoryGoesBackToTheSystem) {
+  for (int i = 0; i < 8; ++i) {  // malloc learns from the first ones
+    std::shared_ptr<std::byte> memory = take_from_heap(size_t{8} << 20);
+    std::byte* const at = memory.get();
+    memory.get()[(size_t{8} << 20) - 1] = std::byte{1};
+    ASSERT_EQ(reinterpret_cast<uintptr_t>(at) % 64, 0u);
+    memory.reset();
+    unsigned char there = 0;
+    EXPECT_EQ(::mincore(at - reinterpret_cast<uintptr_t>(at) % 4096, 4096, &there), -1);
+    EXPECT_EQ(errno, ENOMEM);
+  }
 }
 
 // Memory of a device may take long to get, and its function may need threads that use the loader.

@@ -318,3 +318,21 @@ def test_a_consumer_wakes_only_a_thread_that_waits() -> None:
     assert [ahead.take()[1] for _ in range(5)] == list(range(5))
     assert ahead._room.empty()
     ahead.close()
+
+
+def test_raw_batches_of_a_callable_stay_near_what_is_given(tmp_path: Path) -> None:
+    sizes = np.random.default_rng(0).integers(500_000, 1_500_000, 60)
+    files = [tmp_path / f"{number:03}" for number in range(len(sizes))]
+    for path, size in zip(files, sizes, strict=True):
+        path.write_bytes(bytes(int(size)))
+    staging, largest = 8_000_000, int(np.sort(sizes)[-4:].sum())  # of a batch
+    with nostall.DataLoader(
+        nostall.FileList([str(file) for file in files], root="/"), 4, epochs=2, seed=0, tiers=[],
+        transforms=len, collate=list, staging=staging, threads=2, output="numpy",
+    ) as loader:  # fmt: skip
+        for epoch in loader.epochs():
+            for batch in epoch:
+                assert len(batch) in (2, 4)
+        held = loader.stats().memory["staging"]
+    # What is staged, the two that are at work, the one in hand, and what is kept for the next.
+    assert held <= max(staging, 2 * largest) + 3 * largest + staging // 4
