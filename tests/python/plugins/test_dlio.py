@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import io
 import sys
+import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -224,6 +226,28 @@ def test_threads_unpack_arrays_at_once(
 
     with ThreadPoolExecutor(8) as threads:
         assert set(threads.map(unpack, range(8000))) == {15}
+
+
+def test_npz_is_unpacked_into_memory_that_stays(dlio: ModuleType) -> None:
+    arrays = (
+        np.random.default_rng(0).integers(0, 255, (2000, 2001), np.uint8),
+        np.asfortranarray(np.arange(12.0).reshape(3, 4)),
+        np.array(5.0),
+        np.empty((0, 3), np.float32),
+    )
+    for save in (np.savez, np.savez_compressed):
+        for array in arrays:
+            file = io.BytesIO()
+            save(file, x=array)
+            data = np.frombuffer(file.getvalue(), np.uint8)
+            dlio._npz(data)
+            tracemalloc.start()
+            found = dlio._npz(data)
+            most = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+            assert found.dtype == array.dtype and found.shape == array.shape
+            np.testing.assert_array_equal(found, array)
+            assert most < 2_000_000  # of 4 MB
 
 
 def test_a_loader_reads_the_columns_of_dlios_storage_options(
