@@ -201,6 +201,7 @@ class ObjectHistory(History):
         ended = self._end(pid, said)
         if later is None or self._last_owner() == pid:
             # The other one was killed before it had the store.
+            said = [*({"going_back": step} for step in going_back), *said]
             return problem or ended or (later or ("", []))[0] or self._hear(said)
         if ended and not str(said[-1].get("ended")).startswith(REFUSALS):
             return ended

@@ -39,10 +39,10 @@ def s3_server() -> Iterator[int]:
     with tempfile.TemporaryDirectory(prefix=f"nostall-{name}-") as home:
         command, port = _SERVERS[name](Path(home))
         log = Path(home) / "log"
+        # Of SeaweedFS: a bucket takes one of its volumes, not seven.
+        environment = {**os.environ, **ENVIRONMENT, "WEED_MASTER_VOLUME_GROWTH_COPY_1": "1"}
         with log.open("wb") as out:
-            process = subprocess.Popen(
-                command, stdout=out, stderr=out, env={**os.environ, **ENVIRONMENT}
-            )
+            process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
         try:
             deadline = time.monotonic() + 60
             while not _answers(port):
@@ -90,7 +90,7 @@ def _seaweedfs(home: Path) -> tuple[list[str], int]:
     }
     return [
         program, "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={home / 'data'}",
-        "-master.telemetry=false", "-master.volumeSizeLimitMB=64", "-volume.max=200",
+        "-master.telemetry=false", "-master.volumeSizeLimitMB=64", "-volume.max=1000",
         "-s3.port.iceberg=0", "-s3.port.lance=0", "-filer", "-s3",
         f"-s3.config={home / 'users.json'}", *(f"-{name}={port}" for name, port in ports.items()),
     ], ports["s3.port"]  # fmt: skip
