@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pickle
+import pickletools
 import signal
 import sys
 import traceback
@@ -199,11 +200,29 @@ def check_pickles(
             f'{remedy}, or use workers="threads"'
         ) from error
     typed = getattr(sys.modules["__main__"], "__file__", "<").startswith("<")
-    if typed and b"__main__" in sent:
+    if typed and b"__main__" in sent and "__main__" in _modules_of(sent):
         raise UsageError(
             f'workers="processes" cannot send {what} to its processes: it was typed into a notebook or '
             'an interpreter, which they cannot import. Put it into a module, or use workers="threads"'
         )
+
+
+def _modules_of(sent: bytes) -> set[str]:
+    """The modules that a pickle takes functions and classes from."""
+    modules: set[str] = set()
+    memo: list[str] = []  # "" for what is not a string
+    below = top = ""  # of the pickle's stack, which has module and name on top at STACK_GLOBAL
+    for opcode, argument, _ in pickletools.genops(sent):
+        if opcode.name == "MEMOIZE":
+            memo.append(top)
+        elif opcode.name == "STACK_GLOBAL":
+            modules.add(below)
+            below = top = ""
+        elif opcode.name != "FRAME":
+            if isinstance(argument, int) and opcode.name in ("BINGET", "LONG_BINGET"):
+                argument = memo[argument]
+            below, top = top, argument if isinstance(argument, str) else ""
+    return modules
 
 
 class PythonStage:

@@ -140,6 +140,8 @@ def test_what_is_no_state_of_a_loader_is_refused(image_folder: Path, state: Any)
 
 
 TYPED = """
+import functools
+import operator
 import sys
 import nostall
 
@@ -148,6 +150,9 @@ def first(raw):
 
 data = nostall.ImageFolder(sys.argv[1], index=False)
 nostall.DataLoader(data, 4, transforms=first, tiers=[])
+named = functools.partial(operator.is_not, {"__main__": ["__main__", "first"], "at": "__main__"})
+nostall.DataLoader(data, 4, transforms=named, tiers=[], workers="processes").close()
+print("data are sent", flush=True)
 nostall.DataLoader(data, 4, transforms=first, tiers=[], workers="processes")
 """
 
@@ -155,6 +160,7 @@ nostall.DataLoader(data, 4, transforms=first, tiers=[], workers="processes")
 def test_a_callable_of_an_interpreter_is_not_sent_to_processes(image_folder: Path) -> None:
     run = prefork.run(["-c", TYPED, str(image_folder)], timeout=60)
     assert run.returncode == 1
+    assert "data are sent" in run.stdout, run.stderr
     assert "typed into a notebook or an interpreter" in run.stderr.splitlines()[-1]
 
 
