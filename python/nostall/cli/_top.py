@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from nostall.base import _process as process
 from nostall.base._words import counted
 from nostall.errors import IoError, UsageError
 from nostall.observe._stats import ORIGINS
@@ -132,6 +133,9 @@ def read(home: Path) -> dict[str, dict[str, Any]]:
         try:
             data = json.loads(path.read_text())
             if isinstance(data, dict) and {"rank", "time", "seconds"} <= data.keys():
+                # A killed process has not said that it ends.
+                if "process" in data and process.has_ended(data["pid"], data["process"]):
+                    data.setdefault("ended", data["time"])
                 found[path.name] = data
         except (OSError, ValueError):
             continue
@@ -165,8 +169,17 @@ def table(now: dict[str, dict[str, Any]], before: dict[str, dict[str, Any]]) -> 
             f"{samples / seconds:.0f}" if seconds > 0 else "",
             f"{stall / seconds:.0%}" if seconds > 0 else "",
             *(f"{origins[o] / samples:.0%}" if samples > 0 else "" for o in ORIGINS),
-            str(data["queue"]),
+            "" if data.get("ended") else str(data["queue"]),
             f"{data['memory'] / 1e6:.0f}",
-            f"{max(0.0, time.time() - data['time']):.0f} s",
+            _seen(data),
         )
     return out
+
+
+def _seen(data: dict[str, Any]) -> str:
+    """How long ago the loader was seen, or when it ended."""
+    if "ended" not in data:
+        return f"{max(0.0, time.time() - data['time']):.0f} s"
+    ended, now = time.localtime(data["ended"]), time.localtime()
+    # Two lines of at most six characters: the table has no more room.
+    return time.strftime("ended\n%H:%M" if ended[:3] == now[:3] else "ended\n%d %b", ended)

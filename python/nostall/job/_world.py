@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from nostall.base import _process as process
 from nostall.base._words import counted
 from nostall.errors import UsageError
 
@@ -193,7 +194,7 @@ def _from_environment(env: Mapping[str, str]) -> World:
             # Ranks of a node descend from one process where the launcher names no job.
             job=f"{launcher} " + (" ".join(names) or _launching_process(rank)),
         )
-    return World(0, 1, 0, 1, f"single {os.getpid()} {_stat('self')[19]}")
+    return World(0, 1, 0, 1, f"single {os.getpid()} {process.stat('self')[19]}")
 
 
 def under_srun(env: Mapping[str, str]) -> bool:
@@ -241,7 +242,7 @@ def _launching_process(variable: str) -> str:
     if pid == 0:
         return f"launched from outside of {os.readlink('/proc/self/ns/pid')}"
     while True:
-        fields = _stat(pid)
+        fields = process.stat(pid)
         parent = int(fields[1])
         try:
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
@@ -250,8 +251,3 @@ def _launching_process(variable: str) -> str:
         if parent == 0 or not any(v.startswith(f"{variable}=".encode()) for v in variables):
             return f"launched by {pid} {fields[19]}"
         pid = parent
-
-
-def _stat(pid: int | str) -> list[str]:
-    """The fields of /proc/PID/stat from the state on: 1 is the parent, 19 the start in clock ticks."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nostall.base import _options as options
+from nostall.base import _process as process
 from nostall.errors import Error, IoError, UsageError
 from nostall.observe._stats import ORIGINS, EpochStats, Stats
 
@@ -203,16 +204,18 @@ class Live:
 
     def __init__(self, path: Path, rank: int, name: str) -> None:
         self._path = path
-        self._fixed = {"rank": rank, "loader": name, "pid": os.getpid()}
+        self._pid = os.getpid()
+        self._fixed = {"rank": rank, "loader": name, "pid": self._pid, "process": process.mark()}
         self._next = 0.0
+        self._last: dict[str, Any] = {}
 
     def __call__(self, recorder: Recorder, epoch: int, batch: int, queue: int) -> None:
         now = time.monotonic()
-        if now < self._next or os.getpid() != self._fixed["pid"]:
+        if now < self._next or os.getpid() != self._pid:
             return
         self._next = now + LIVE_SECONDS
         total, memory = recorder.totals()
-        data = {
+        self._last = {
             **self._fixed,
             "time": time.time(),
             "epoch": epoch,
@@ -225,6 +228,15 @@ class Live:
             "source_bytes": total.origins["source"].bytes,
             "memory": sum(memory.values()),
         }
+        self._write(self._last)
+
+    def end(self) -> None:
+        """The loader has ended, or what records it."""
+        if self._last and os.getpid() == self._pid:
+            self._next = float("inf")
+            self._write({**self._last, "ended": time.time()})
+
+    def _write(self, data: dict[str, Any]) -> None:
         beside = self._path.with_suffix(".tmp")
         try:
             beside.write_text(json.dumps(data))

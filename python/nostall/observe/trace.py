@@ -50,6 +50,7 @@ class _Entry:
     loader: weakref.ref[Observed]
     settings: dict[str, Any]
     stats: Callable[[], Stats]
+    live: metrics.Live
 
 
 class _Run:
@@ -178,11 +179,12 @@ def begin(loader: Observed, stats: Callable[[], Stats]) -> None:
             _refused = True
             logging.getLogger("nostall").warning("%s; training goes on without a record", error)
     if _run is not None and _run.pid == os.getpid():
-        entry = _Entry(weakref.ref(loader), describe(loader), stats)
-        _run.entries.append(entry)
         path = _run.directory / f"{_run.stem}.{_run.begun}.live.json"
         _run.begun += 1
-        loader.on_batch(metrics.Live(path, loader.world.rank, loader.name))
+        live = metrics.Live(path, loader.world.rank, loader.name)
+        entry = _Entry(weakref.ref(loader), describe(loader), stats, live)
+        _run.entries.append(entry)
+        loader.on_batch(live)
         weakref.finalize(loader, _write, _run, entry)
 
 
@@ -197,6 +199,7 @@ def _write(run: _Run, entry: _Entry) -> None:
     if run.pid != os.getpid() or entry not in run.entries:
         return
     run.entries.remove(entry)
+    entry.live.end()
     _device_clock.settle()
     path = run.directory / f"{run.stem}.{run.kept}.run.json"
     run.kept += 1

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -194,8 +196,49 @@ def test_top_shows_what_a_recorded_run_does(
         "2",
         "50%",
     ]
+    # The loader is closed, which its record says.
+    (ended,) = (one["ended"] for one in now.values())
+    assert ended >= said["time"]
+    assert "ended" in shown.split()
+    assert time.strftime("%H:%M", time.localtime(ended)) in shown.split()
+    long_ago = {k: {**v, "ended": ended - 2 * 86400} for k, v in now.items()}
+    told = list(top.table(long_ago, {}).columns[-1].cells)
+    assert told == [time.strftime("ended\n%d %b", time.localtime(ended - 2 * 86400))]
     assert main(["top", str(tmp_path / "none"), "--once"]) == UsageError.exit_code
     monkeypatch.chdir(tmp_path)
     Path("9464").mkdir()
     assert main(["top", "9464", "9465", "--once"]) == UsageError.exit_code
     assert "no directory 9465" in capsys.readouterr().err
+
+
+LIVES = """
+import sys, time
+import nostall
+
+loader = nostall.DataLoader(nostall.ImageFolder(sys.argv[1], index=False), 4, tiers=[])
+next(iter(loader))
+print("reads", flush=True)
+time.sleep(100)
+"""
+
+
+def test_top_tells_a_killed_run_from_one_that_lives(image_folder: Path, tmp_path: Path) -> None:
+    with prefork.Process(
+        ["-c", LIVES, str(image_folder)],
+        stdout=prefork.PIPE,
+        env={**os.environ, "NOSTALL_TRACE": str(tmp_path)},
+    ) as run:
+        assert run.stdout is not None and run.stdout.readline() == "reads\n"
+        (live,) = top.read(tmp_path).values()
+        assert "ended" not in live
+        run.kill()
+        run.wait()
+    (dead,) = top.read(tmp_path).values()
+    assert dead["ended"] == live["time"]
+    # Its number may be another process's by then; of another machine nothing is known.
+    (path,) = tmp_path.glob("*.live.json")
+    path.write_text(json.dumps({**live, "pid": os.getpid()}))
+    assert "ended" in top.read(tmp_path)[path.name]
+    elsewhere = {**live["process"], "numbers": "another boot"}
+    path.write_text(json.dumps({**live, "process": elsewhere}))
+    assert "ended" not in top.read(tmp_path)[path.name]

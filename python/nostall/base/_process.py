@@ -1,0 +1,38 @@
+"""Which process a number names: it is given again once its process has ended."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def stat(pid: int | str) -> list[str]:
+    """The fields of /proc/PID/stat from the state on: 1 is the parent, 19 the start in clock ticks."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def mark() -> dict[str, str]:
+    """What tells this process from all others, with its number; `has_ended` reads it."""
+    try:
+        return {"numbers": _numbers(), "start": stat(os.getpid())[19]}
+    except OSError:  # no /proc
+        return {}
+
+
+def has_ended(pid: int, mark: dict[str, str]) -> bool:
+    """Whether the process is known to have ended; of another machine or container nothing is known."""
+    try:
+        if mark.get("numbers") != _numbers():
+            return False
+        fields = stat(pid)
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    except OSError:
+        return False
+    return fields[0] in ("Z", "X") or fields[19] != mark["start"]
+
+
+def _numbers() -> str:
+    """Where numbers of processes mean the same: since this boot, in this namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
