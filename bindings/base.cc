@@ -1,4 +1,5 @@
-// nostall._native.memory_limits and kernels.
+// nostall._native.memory_limits, kernels, and what a program of Python needs to end well.
+#include <dlfcn.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -7,6 +8,7 @@
 #include <string>
 
 #include "base/crc32c.h"
+#include "base/ended_threads.h"
 #include "base/limits.h"
 #include "collective/kernels.h"
 #include "image/resample.h"
@@ -16,7 +18,25 @@
 namespace nb = nanobind;
 using namespace nostall;
 
+namespace {
+
+void at_exit() {
+  constexpr unsigned long kKeepsThem = 0x030E0000;  // Python 3.14
+  if (Py_Version >= kKeepsThem) return;
+  // Before 3.13 the stable interface lacks it, and its name is the second one.
+  for (const char* name : {"Py_IsFinalizing", "_Py_IsFinalizing"}) {
+    void* const found = ::dlsym(RTLD_DEFAULT, name);
+    if (found != nullptr) {
+      const auto* python = reinterpret_cast<const void*>(&PyEval_RestoreThread);
+      return keep_ended_threads(python, reinterpret_cast<int (*)()>(found));
+    }
+  }
+}
+
+}  // namespace
+
 void bind_base(nb::module_& m) {
+  nb::module_::import_("atexit").attr("register")(nb::cpp_function(&at_exit));
   nb::class_<MemoryLimit>(m, "MemoryLimit", "A limit of memory (native/base/limits.h), in bytes.")
       .def_prop_ro("kind",
                    [](const MemoryLimit& l) {

@@ -247,8 +247,8 @@ void bind_options(nb::module_& m) {
 }
 
 // Its progress thread may be in Python, for a network of Python's, when the last reference goes:
-// it needs the GIL to come to an end. It must have ended before Python does (nostall.sync): Python
-// ends threads that take the GIL later by an unwinding, which no exception handler may stop.
+// it needs the GIL to come to an end. It must have ended before Python does (nostall.sync): a thread
+// that asks for the GIL later never gets it (base/ended_threads.h).
 class BoundEngine : public sync::GradientEngine {
  public:
   using GradientEngine::GradientEngine;

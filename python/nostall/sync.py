@@ -43,7 +43,7 @@ _calling: weakref.WeakSet[_native.GradientEngine] = weakref.WeakSet()
 
 @atexit.register
 def _end_with_program() -> None:
-    """Python ends threads that call it later, and the process with them.
+    """A thread that calls Python later never returns, and its end would be waited for.
 
     A thread that waits for ranks which do not come is told to end after a second.
     """

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "python" / "torch"))
 
 import torch_server
 
-FULL = "200 programs of two ranks, 17 endings in turn"
+FULL = "200 programs of two ranks, 18 endings in turn"
 SMALL = 0.09
 SECONDS = 600
 
@@ -43,6 +43,7 @@ ENDINGS: dict[str, tuple[int | None, int | None]] = {
     "term handled, pending": (9, 9),
     "_exit": (4, 4),
     "daemons wait": (8, 8),
+    "daemons compute": (8, 8),
     "fork": (5, 5),
     "fork, destroy": (5, 5),
     "fork, pending": (5, 5),

@@ -1,7 +1,6 @@
 """Counts the threads that are in native code for a process group.
 
-If a thread returns from native code while Python shuts down, Python ends it there, inside of C++, and
-the process aborts (SIGABRT). So all threads have to return before.
+At the end of the program they are to return before what they use is closed, and to say why they did.
 """
 
 from __future__ import annotations
@@ -25,10 +24,14 @@ class Calls:
     """The calls of one group: `with calls:` encloses each, `with calls.waiting():` a wait for one."""
 
     def __init__(self) -> None:
-        # That a thread may take again: what it drops meanwhile may be a call of Gloo's.
+        self.is_over = False
+        self.renew()
+
+    def renew(self) -> None:
+        """In a forked child, where no thread is inside: one may have held the lock at the fork."""
+        # That a thread may take again: a signal's handler may make a call meanwhile.
         self._changed = threading.Condition(threading.RLock())
         self._inside = 0
-        self.is_over = False
 
     def __enter__(self) -> None:
         if not self._enter():

@@ -17,7 +17,6 @@ import ctypes
 import os
 import queue
 import threading
-import time
 import types
 import uuid
 import weakref
@@ -84,8 +83,6 @@ _PART_BYTES = 4 << 20
 _MOST_SHARED_BYTES = 1 << 46
 # Seconds after which a thread that does not end is left behind at the end of the program.
 _LAST_WAIT = 5.0
-# Seconds for a thread to leave torch's native code after its call has ended.
-_LAST_STEPS = 0.05
 Tensors = Sequence[torch.Tensor]
 
 
@@ -197,12 +194,7 @@ class _Delegated(dist.Work):  # type: ignore[misc]
     applies to messages the timeout of making connections. Other operations have a timeout of their
     own, and are in `unfinished`. `last` is called once, when the operation has ended well, and gives
     its result.
-
-    Torch destroys an operation of Gloo without the interpreter's lock, and takes it again in a native
-    frame: the process aborts (SIGABRT) if Python shuts down meanwhile. So that counts in `calls` too.
     """
-
-    _work: Any = None
 
     def __init__(
         self,
@@ -229,28 +221,20 @@ class _Delegated(dist.Work):  # type: ignore[misc]
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         limit = timeout if _is_set(timeout) else self._limit
-        with self._calls.waiting():
-            try:
+        done = True
+        with self._calls.if_open() as is_open:
+            if is_open:
                 with self._aborts.watching(self._doing):
                     done = bool(self._work.wait() if limit is None else self._work.wait(limit))
                 if self._unfinished is not None:
                     self._unfinished.discard(self._work)
-            finally:
-                if self._calls.is_over:
-                    self._work = None
+            elif not self.is_success():
+                raise ended_with_program()
         self._finish()
         return done
 
-    def __del__(self) -> None:
-        if self._work is None:
-            return
-        with self._calls.if_open() as is_open:
-            if not is_open:
-                _keep_for_ever(self._work)
-            self._work = None
-
     def is_completed(self) -> bool:
-        if self._work is None or self._work.is_completed():
+        if self._work.is_completed():
             if self.is_success():
                 self._finish()
             return True
@@ -258,12 +242,12 @@ class _Delegated(dist.Work):  # type: ignore[misc]
         return False
 
     def is_success(self) -> bool:
-        return self._work is not None and bool(self._work.is_success())
+        return bool(self._work.is_completed() and self._work.is_success())
 
     def exception(self) -> BaseException | None:
         error: BaseException | None
         try:
-            error = ended_with_program() if self._work is None else self._work.exception()
+            error = self._work.exception()
         except TypeError:  # releases of torch that cannot convert it
             error = self._raised()
         try:
@@ -284,27 +268,21 @@ class _Delegated(dist.Work):  # type: ignore[misc]
         return None
 
     def get_future(self) -> Future[Any]:
-        work = self._begun()
         self._watch()
-        return work.get_future().then(self._value)
+        return self._work.get_future().then(self._value)
 
     def result(self) -> list[torch.Tensor]:
         if self._last is not None:
             self.wait()
-        return list(self._begun().result()) if self._result is None else self._result
+        return list(self._work.result()) if self._result is None else self._result
 
     def synchronize(self) -> None:
-        self._begun().synchronize()
+        self._work.synchronize()
 
     def source_rank(self) -> int:
-        return int(self._begun().source_rank())
+        return int(self._work.source_rank())
 
     _source_rank = source_rank
-
-    def _begun(self) -> Any:
-        if self._work is None:
-            raise ended_with_program()
-        return self._work
 
     def _watch(self) -> None:
         if not self._is_watched:
@@ -347,6 +325,7 @@ def _keep_for_ever(one: object) -> None:
 def _keep_all() -> None:
     """In a forked child, where Gloo would wait for threads that only the parent has."""
     for group in list(_groups):
+        group._calls.renew()
         _keep_for_ever(group)
 
 
@@ -734,10 +713,6 @@ class Group(ProcessGroup):  # type: ignore[misc]
         if not self._calls.wait(_LAST_WAIT):
             _keep_for_ever(self)  # that thread is not woken any more
             return
-        if is_called:
-            # The threads of those calls return through native frames of torch, which end the process
-            # if Python finalises before they have the interpreter's lock again.
-            time.sleep(_LAST_STEPS)
         self._node.close()
         thread, self._thread = self._thread, None
         if thread is not None:

@@ -209,6 +209,11 @@ def test_a_program_ends_while_a_daemon_thread_drops_what_it_waited_for() -> None
     assert ended.statuses == [8, 8], ended.stderr
 
 
+def test_a_program_ends_while_daemon_threads_are_in_native_code_of_torch() -> None:
+    ended = run("end", 2, ENDING="daemons compute", SEED="1")
+    assert ended.statuses == [8, 8], ended.stderr
+
+
 def test_a_program_ends_while_a_thread_swaps_tensors() -> None:
     ended = run("end", 2, ENDING="swapping", SEED="1")
     assert ended.statuses == [8, 8], ended.stdout + ended.stderr

@@ -466,9 +466,22 @@ def forked() -> None:
     """A child is refused at once, synchronous or not; its parent goes on."""
     tensor = torch.ones(2_000)
     dist.all_reduce(tensor, async_op=True).wait()
+    calls, held, forked = dist.group.WORLD._calls, threading.Event(), threading.Event()
+
+    def call() -> None:
+        with calls._changed:
+            held.set()
+            forked.wait()
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    held.wait()
     child = os.fork()
+    forked.set()
     if child == 0:
-        refused = 0
+        signal.alarm(20)
+        with calls.if_open():  # the child has no thread that would give the lock back
+            refused = 0
         for asynchronous in (False, True):
             try:
                 dist.all_reduce(tensor, async_op=asynchronous)
@@ -479,6 +492,7 @@ def forked() -> None:
         except ValueError as error:
             refused += "forked" in str(error)
         os._exit(0 if refused == 3 else 1)
+    caller.join()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     dist.all_reduce(tensor)
     assert (tensor == size * size).all()
@@ -1064,8 +1078,34 @@ def daemon_drops(store: Any) -> None:
     store.set("pid", str(os.getpid()))
 
 
+def daemons_compute(store: Any) -> None:
+    """Threads of rank 0 are in native code of torch when its main thread ends, or return to it."""
+    if rank == 1:
+        wait_for_end(store)
+        return
+    sys.setswitchinterval(1e-6)  # so that many wait for the interpreter's lock
+    square = torch.ones(100, 100)
+
+    def compute() -> None:
+        with suppress(RuntimeError):
+            called = torch.ops._c10d_functional  # native code of torch calls Python
+            called.wait_tensor(called.all_reduce(square, "sum", dist.group.WORLD.group_name))
+        while True:
+            square @ square
+
+    for _ in range(4):
+        threading.Thread(target=compute, daemon=True).start()
+    while not dist.group.WORLD._calls._inside:
+        time.sleep(0.001)
+    store.set("pid", str(os.getpid()))
+
+
 def ends_while_swapping(store: Any) -> int:
     """Rank 0 ends while a thread waits for an all-to-all to which rank 1 does not come."""
+    swapped = torch.empty(2).split(1)
+    before = dist.all_to_all(list(swapped), [torch.full((1,), float(rank))] * size, async_op=True)
+    while not before._work.is_completed():
+        time.sleep(0.001)
     if rank == 1:
         wait_for_end(store)
         return 8
@@ -1092,6 +1132,9 @@ def ends_while_swapping(store: Any) -> int:
         except Exception as error:
             told.append(error)
     print(told, flush=True)
+    before.wait()  # it had ended well
+    if [float(one) for one in swapped] != [0.0, 1.0]:
+        return 4
     waited, again, watched = told
     named = isinstance(waited, PeerError) and isinstance(again, PeerError)
     return 8 if named and "PeerError" in str(watched) else 3
@@ -1134,6 +1177,9 @@ def end(where: dict[str, Any]) -> int:
         return 8
     if ending == "daemon drops":
         daemon_drops(where["store"])
+        return 8
+    if ending == "daemons compute":
+        daemons_compute(where["store"])
         return 8
     if ending == "early":
         return ends_early(where["store"])
