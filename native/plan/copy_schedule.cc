@@ -40,7 +40,7 @@ CopySchedule::CopySchedule(const JobSpec& spec, uint32_t first_rank, uint32_t ra
 }
 
 void CopySchedule::look_at(uint32_t epoch, const std::stop_token& stop) {
-  epoch_order_into(spec_, epoch, order_);
+  epoch_order_into(spec_, epoch, order_, stop);
   std::vector<uint8_t> accesses;
   std::vector<uint32_t> copied;
   std::vector<std::pair<uint64_t, uint8_t>> places;  // in a batch: those of each rank in turn
@@ -62,6 +62,7 @@ void CopySchedule::look_at(uint32_t epoch, const std::stop_token& stop) {
       accesses.push_back(is_copied ? mine | kCopied : mine);
     }
   }
+  if (stop.stop_requested()) return;
   copies_.know(copied, epoch + 1 == spec_.epochs);
   waiting_.push_back(std::move(accesses));
 }
@@ -71,10 +72,11 @@ std::vector<CopyUse> CopySchedule::next_epoch(std::stop_token stop) {
     look_at(known_, stop);
   }
   std::vector<CopyUse> uses;
-  if (waiting_.empty()) return uses;
+  if (stop.stop_requested() || waiting_.empty()) return uses;
   const uint64_t first_batch = epoch_ * batches_per_epoch(spec_);
   uint64_t at = 0;
   for (const uint8_t access : waiting_.front()) {
+    if (stop.stop_requested()) return {};
     CopyUse use;
     if (access & kCopied) use = copies_.next();
     if (use.place != kNoPlace) {

@@ -27,7 +27,7 @@ class CopySchedule {
 
   // The uses of the rank's samples of the next epoch, in its order. O(samples of the epoch), and
   // O(log places) for each that is copied; the first call looks at all epochs that are known ahead.
-  // After a stop it returns what means nothing, and so do later calls.
+  // After a stop it returns nothing, soon, and this is of no more use.
   std::vector<CopyUse> next_epoch(std::stop_token stop = {});
 
  private:

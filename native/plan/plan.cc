@@ -35,11 +35,11 @@ constexpr uint64_t kAhead = 64;
 
 // r[0, n) is 0, 1, ...; element i is swapped with one not before it.
 template <typename Index>
-void shuffle_narrow(Mt19937& random, std::vector<Index>& order) {
+void shuffle_narrow(Mt19937& random, std::vector<Index>& order, const std::stop_token& stop) {
   const uint64_t n = order.size();
   std::iota(order.begin(), order.end(), Index{0});
   std::array<uint64_t, kAhead> targets;
-  for (uint64_t begin = 0; begin + 1 < n; begin += kAhead) {
+  for (uint64_t begin = 0; begin + 1 < n && !stop.stop_requested(); begin += kAhead) {
     const uint64_t count = std::min(kAhead, n - 1 - begin);
     for (uint64_t k = 0; k < count; ++k) {
       const uint64_t i = begin + k;
@@ -52,10 +52,10 @@ void shuffle_narrow(Mt19937& random, std::vector<Index>& order) {
 
 // Element i is put at a place not after it; the value of that place moves to place i.
 template <typename Index>
-void shuffle_wide(Mt19937& random, std::vector<Index>& order) {
+void shuffle_wide(Mt19937& random, std::vector<Index>& order, const std::stop_token& stop) {
   const uint64_t n = order.size();
   std::array<uint64_t, kAhead> targets;
-  for (uint64_t begin = 0; begin < n; begin += kAhead) {
+  for (uint64_t begin = 0; begin < n && !stop.stop_requested(); begin += kAhead) {
     const uint64_t count = std::min(kAhead, n - begin);
     for (uint64_t k = 0; k < count; ++k) {
       const uint64_t high = random(), low = random();
@@ -71,12 +71,12 @@ void shuffle_wide(Mt19937& random, std::vector<Index>& order) {
 
 // torch.randperm(n, generator=torch.Generator().manual_seed(seed)) on the CPU.
 template <typename Index>
-void torch_randperm(uint64_t seed, std::vector<Index>& order) {
+void torch_randperm(uint64_t seed, std::vector<Index>& order, const std::stop_token& stop) {
   Mt19937 random(seed);
   if (order.size() < kTorchWideFrom) {
-    shuffle_narrow(random, order);
+    shuffle_narrow(random, order, stop);
   } else {
-    shuffle_wide(random, order);
+    shuffle_wide(random, order, stop);
   }
 }
 
@@ -238,15 +238,16 @@ bool repeats_or_leaves_out(const JobSpec& spec) {
 namespace {
 
 template <typename Id>
-void fill_order(const JobSpec& spec, uint32_t epoch, std::vector<Id>& order) {
+void fill_order(const JobSpec& spec, uint32_t epoch, std::vector<Id>& order,
+                const std::stop_token& stop = {}) {
   const uint64_t base = base_length(spec), length = epoch_length(spec);
   order.resize(base);
   switch (spec.order) {
     case OrderKind::torch:
-      torch_randperm(spec.seed + epoch, order);
+      torch_randperm(spec.seed + epoch, order, stop);
       break;
     case OrderKind::sub_batch:
-      torch_randperm(spec.seed + epoch / spec.sub_batches.reuse, order);
+      torch_randperm(spec.seed + epoch / spec.sub_batches.reuse, order, stop);
       break;
     case OrderKind::keyed: {
       const KeyedPermutation permutation(spec.samples, spec.seed, epoch);
@@ -271,7 +272,7 @@ void fill_order(const JobSpec& spec, uint32_t epoch, std::vector<Id>& order) {
       break;
     case OrderKind::repeated: {
       std::vector<Id> drawn(spec.samples);
-      torch_randperm(spec.seed + epoch, drawn);
+      torch_randperm(spec.seed + epoch, drawn, stop);
       for (uint64_t i = 0; i < base; ++i) order[i] = drawn[i / spec.times];
       break;
     }
@@ -325,12 +326,13 @@ std::vector<SampleId> epoch_order(const JobSpec& spec, uint32_t epoch) {
   return order;
 }
 
-void epoch_order_into(const JobSpec& spec, uint32_t epoch, std::vector<uint32_t>& order) {
+void epoch_order_into(const JobSpec& spec, uint32_t epoch, std::vector<uint32_t>& order,
+                      const std::stop_token& stop) {
   if (spec.samples > std::numeric_limits<uint32_t>::max()) {
     fail("placement and owners are planned for fewer than 2^32 samples, not " +
          std::to_string(spec.samples));
   }
-  fill_order(spec, epoch, order);
+  fill_order(spec, epoch, order, stop);
 }
 
 std::vector<uint64_t> batch_positions(const JobSpec& spec, uint32_t rank, uint64_t size) {

@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <stop_token>
 #include <string>
 #include <vector>
 
@@ -123,8 +124,10 @@ Pass pass_of(const JobSpec& spec, uint32_t epoch, uint64_t batch);
 void deal_into(const JobSpec& spec, uint32_t round, const Pass& at, std::span<const uint32_t> fresh,
                std::span<uint32_t> batch);
 
-// The same into memory that is used again, for walks over many epochs; fewer than 2^32 samples.
-void epoch_order_into(const JobSpec& spec, uint32_t epoch, std::vector<uint32_t>& order);
+// The same into memory that is used again, for walks over many epochs; fewer than 2^32 samples. After a
+// stop a shuffle ends at once, and the order means nothing.
+void epoch_order_into(const JobSpec& spec, uint32_t epoch, std::vector<uint32_t>& order,
+                      const std::stop_token& stop = {});
 
 // Positions within a global batch of `size` samples that `rank` consumes, in order.
 std::vector<uint64_t> batch_positions(const JobSpec& spec, uint32_t rank, uint64_t size);

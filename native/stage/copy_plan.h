@@ -24,7 +24,8 @@ class CopyPlan {
   using Begin = std::function<std::unique_ptr<plan::CopySchedule>(uint32_t epoch)>;
 
   explicit CopyPlan(Begin begin) : begin_(std::move(begin)) {}
-  ~CopyPlan() { stop_.request_stop(); }  // waits for the order of an epoch, at most
+  // Waits for the order of one epoch at most, and not for a shuffle.
+  ~CopyPlan() { stop_.request_stop(); }
   CopyPlan(const CopyPlan&) = delete;
   CopyPlan& operator=(const CopyPlan&) = delete;
 

@@ -3,7 +3,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <map>
+#include <utility>
 
 namespace nostall::plan {
 namespace {
@@ -100,6 +102,31 @@ TEST(CopySchedule, EndsWhereItIsStopped) {
   CopySchedule schedule(spec, 2, 2, 2, 0, sizes, CopyPlaces(sizes, copied, 2500), counted);
   (void)schedule.next_epoch(stop.get_token());
   EXPECT_EQ(looked, 6u);  // one batch of two ranks
+}
+
+TEST(CopySchedule, DecidesNothingOnceItIsStopped) {
+  const JobSpec spec = job(3);  // known at the first call
+  const std::vector<uint64_t> sizes(spec.samples, 100);
+  const CopyPlaces places(sizes, copied, 2500);
+  uint64_t looked = 0, last = 0;
+  std::stop_source stop;
+  const auto counted = [&](SampleId s) {
+    if (++looked == last) stop.request_stop();
+    return copied(s);
+  };
+  EXPECT_FALSE(CopySchedule(spec, 2, 2, 2, 0, sizes, places, counted).next_epoch().empty());
+  last = std::exchange(looked, 0);
+  EXPECT_TRUE(
+      CopySchedule(spec, 2, 2, 2, 0, sizes, places, counted).next_epoch(stop.get_token()).empty());
+  EXPECT_EQ(looked, last);
+}
+
+TEST(CopySchedule, AShuffleEndsWhereItIsStopped) {
+  std::stop_source stop;
+  stop.request_stop();
+  std::vector<uint32_t> order;
+  epoch_order_into(job(3), 0, order, stop.get_token());
+  EXPECT_TRUE(std::ranges::is_sorted(order.begin(), order.begin() + 101));
 }
 
 }  // namespace
