@@ -86,6 +86,21 @@ std::string unmounted(const std::string& path) {
   return missing ? top.string() : "";
 }
 
+// Makes the directory of a tier. Why it cannot be made, and what of its path is there; else "".
+std::string not_made(const std::string& path) {
+  std::error_code error;
+  std::filesystem::create_directories(path, error);
+  if (!error) return "";
+  auto there = std::filesystem::absolute(path).lexically_normal();
+  std::error_code unknown;
+  while (there.has_relative_path() && !std::filesystem::exists(there, unknown)) {
+    there = there.parent_path();
+  }
+  const bool is_file = !std::filesystem::is_directory(there, unknown) && !unknown;
+  return std::string(io_error("cannot make the directory", path, error.value()).what()) +
+         (is_file ? " (" + there.string() + " is no directory)" : " (in " + there.string() + ")");
+}
+
 uint32_t word_of(State state, uint32_t local_rank = 0) {
   return (local_rank << 2) | static_cast<uint32_t>(state);
 }
@@ -856,8 +871,13 @@ void NodeCacheImpl::open_tier_files() {
                   missing + ")");
       continue;
     }
-    std::error_code ignored;
-    std::filesystem::create_directories(spec.path, ignored);
+    if (const std::string why = not_made(spec.path); !why.empty()) {
+      disabled_[t] = true;
+      warn(t, why +
+                  "; this file tier is not used, samples are read from the source: make the "
+                  "directory, or give the tier another one");
+      continue;
+    }
     if (spec.keep && open_kept(t)) {
       shorten_kept(t);
       continue;

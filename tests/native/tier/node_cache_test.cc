@@ -3,8 +3,12 @@
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <linux/capability.h>
+#include <sched.h>
 #include <sys/mman.h>
+#include <sys/mount.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -967,6 +971,67 @@ TEST_F(NodeCacheTest, NothingIsMadeRightBelowTheRoot) {
       EXPECT_FALSE(cache->claim(0));
     }
   }
+}
+
+// What a tier warns of whose directory cannot be made.
+class TierDirectoryTest : public NodeCacheTest {
+ protected:
+  std::string told_of(const std::string& directory) {
+    std::string told;
+    for (const bool keep : {false, true}) {
+      warnings_.clear();
+      auto c = config(0, 1, TierKind::file);
+      c.tiers[0].path = directory;
+      c.tiers[0].keep = keep;
+      const auto cache = attach(c);
+      EXPECT_FALSE(cache->claim(0));
+      EXPECT_EQ(warnings_.size(), 1u);
+      told = warnings_.empty() ? "" : warnings_[0];
+      EXPECT_NE(told.find("cannot make the directory " + directory + ": "), std::string::npos)
+          << told;
+      EXPECT_NE(told.find("samples are read from the source: make the directory, or give the tier "
+                          "another one"),
+                std::string::npos)
+          << told;
+    }
+    return told;
+  }
+};
+
+TEST_F(TierDirectoryTest, CannotBeMadeInAFile) {
+  const std::string file = folder_.path("file");
+  std::ofstream(file) << "a file";
+  const std::string told = told_of(file + "/a/b");
+  EXPECT_NE(told.find("Not a directory (" + file + " is no directory)"), std::string::npos) << told;
+}
+
+TEST_F(TierDirectoryTest, CannotBeMadeWithoutPermission) {
+  const std::string closed = folder_.path("closed");
+  ASSERT_EQ(::mkdir(closed.c_str(), 0500), 0);
+  std::string told;
+  std::thread([&] {
+    // Of this thread alone: root may write anywhere.
+    __user_cap_header_struct header{_LINUX_CAPABILITY_VERSION_3, 0};
+    __user_cap_data_struct none[2] = {};
+    ASSERT_EQ(::syscall(SYS_capset, &header, none), 0);
+    told = told_of(closed + "/a/b");
+  }).join();
+  EXPECT_NE(told.find("Permission denied (in " + closed + ")"), std::string::npos) << told;
+}
+
+TEST_F(TierDirectoryTest, CannotBeMadeOnAReadOnlyFileSystem) {
+  const std::string mounted = folder_.path("mounted");
+  ASSERT_EQ(::mkdir(mounted.c_str(), 0700), 0);
+  std::string told;
+  std::thread([&] {
+    // Of this thread alone, and with it the mount.
+    if (::unshare(CLONE_NEWNS) != 0) return;
+    if (::mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr) != 0) return;
+    if (::mount("none", mounted.c_str(), "tmpfs", MS_RDONLY, nullptr) != 0) return;
+    told = told_of(mounted + "/a/b");
+  }).join();
+  if (told.empty()) GTEST_SKIP() << "this user cannot mount a file system";
+  EXPECT_NE(told.find("Read-only file system (in " + mounted + ")"), std::string::npos) << told;
 }
 
 TEST_F(NodeCacheTest, NoMemoryIsOneWarningAndNoSignal) {
