@@ -1,3 +1,4 @@
+// Puts a function in the place of the interpreter's pthread_exit, in its table of imported functions (ELF).
 #include "base/ended_threads.h"
 
 #include <dlfcn.h>
