@@ -130,13 +130,14 @@ device-test: build
 	  $(addprefix tests/python/,loader torch sync checkpoint)
 
 # Portable wheels: $(ARCH), by Zig's clang; those of this machine are tried in new environments of TRY, and
-# so is the source distribution where there is a compiler.
+# so is the source distribution where there is what compiles it.
 ARCH ?= $(shell uname -m)
 TRY ?= $(PYTHON)
 wheel:
 	@scripts/setup wheel
 	@$(PYTHON) scripts/wheel --arch $(ARCH) --jobs $(JOBS)
 	@$(PYTHON) scripts/check-wheel $(if $(filter $(ARCH),$(shell uname -m)),--try $(TRY) --) dist/nostall*_$(ARCH).whl
+	@$(if $(filter $(ARCH),$(shell uname -m)),$(PYTHON) scripts/check-sdist dist/nostall-*.tar.gz)
 
 # DLIO without DALI, which it wants as well; a path takes another one, with what it needs beside it.
 DLIO ?= dlio-benchmark==2.*

@@ -128,11 +128,13 @@ def test_python_that_does_not_run_is_named(library: Path, tmp_path: Path) -> Non
     assert done.stdout.startswith("python0.1: does not run: "), done.stdout + done.stderr
 
 
-def check_sdist(sdist: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    """As where there is no compiler: only the files are looked at."""
+def check_sdist(
+    sdist: Path, folder: Path, without: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """As where the variables hide what the build needs: only the files are looked at."""
     return subprocess.run(
         [sys.executable, str(SCRIPTS / "check-sdist"), str(sdist)],
-        env=os.environ | {"CXX": "no-such-compiler", "TMPDIR": str(folder)},
+        env=os.environ | {"TMPDIR": str(folder)} | without,
         capture_output=True,
         text=True,
         check=False,
@@ -141,8 +143,14 @@ def check_sdist(sdist: Path, folder: Path) -> subprocess.CompletedProcess[str]:
 
 def test_the_source_distribution_is_whole(tmp_path: Path) -> None:
     made = BUILD["source_distribution"](Path(sys.executable), tmp_path)
-    done = check_sdist(made, tmp_path)
-    assert done.returncode == 0 and "is whole; not tried" in done.stdout, done.stdout + done.stderr
+    no_compiler = {"CXX": "no-such-compiler"}
+    for without, said in (
+        (no_compiler, "a compiler"),
+        ({"PKG_CONFIG_LIBDIR": str(tmp_path)}, "the headers of libjpeg"),
+    ):
+        done = check_sdist(made, tmp_path, without)
+        told = done.stdout + done.stderr
+        assert done.returncode == 0 and f"is whole; not tried without {said}" in told, told
     home = tmp_path / "nostall-1"
     with tarfile.open(made) as files:
         names = files.getnames()
@@ -152,7 +160,7 @@ def test_the_source_distribution_is_whole(tmp_path: Path) -> None:
     for said in ("lacks LICENSE", "has files that a build made"):
         with tarfile.open(wrong, "w:gz") as files:
             files.add(home, "nostall-1")
-        done = check_sdist(wrong, tmp_path)
+        done = check_sdist(wrong, tmp_path, no_compiler)
         assert done.returncode == 1 and said in done.stderr, done.stderr
         (home / "LICENSE").touch()
         (home / "native" / "a.o").touch()
