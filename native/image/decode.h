@@ -28,9 +28,10 @@ struct Wanted {
 using Plan = std::function<Wanted(int64_t width, int64_t height)>;
 
 // Decodes one JPEG after another; no image depends on one before it. The thread that uses it constructs
-// it, while no other one changes the environment (in Python: while the GIL is held): libjpeg-turbo
-// reads variables when a decoder is made, and when a thread decodes its first image, which the
-// constructor therefore does; the C library's getenv() is not safe beside setenv().
+// it, while no other one changes the environment (in Python: while the GIL is held): libjpeg-turbo, but
+// that of our wheels (scripts/wheel), reads variables when a decoder is made, and when a thread decodes
+// its first image, which the constructor therefore does; before glibc 2.41 getenv() is not safe beside
+// setenv().
 class JpegDecoder {
  public:
   JpegDecoder();  // throws std::bad_alloc
