@@ -13,6 +13,7 @@
 
 #include "arrays.h"
 #include "base/error.h"
+#include "base/mutex.h"
 #include "collective/communicator.h"
 #include "collective/selection.h"
 #include "module.h"
@@ -41,7 +42,12 @@ class UserOperation {
     static_cast<UserOperation*>(self)->combine(in, inout, count);
   }
   void raise() {
-    if (std::exception_ptr error = std::exchange(error_, nullptr)) std::rethrow_exception(error);
+    std::exception_ptr error;
+    {
+      const MutexLock lock(mutex_);
+      std::swap(error, error_);
+    }
+    if (error) std::rethrow_exception(error);
   }
   uint64_t element_bytes = 1;
 
@@ -55,11 +61,13 @@ class UserOperation {
       function_(View(const_cast<void*>(in), {bytes}, nb::none()).cast(nb::rv_policy::reference),
                 View(inout, {bytes}, nb::none()).cast(nb::rv_policy::reference));
     } catch (...) {
+      const MutexLock lock(mutex_);
       if (!error_) error_ = std::current_exception();
     }
   }
   nb::object function_;
-  std::exception_ptr error_;
+  Mutex mutex_;  // calls of several threads may use one operation
+  std::exception_ptr error_ NOSTALL_GUARDED_BY(mutex_);
 };
 
 class PyReducer {

@@ -10,6 +10,7 @@
 #include <nanobind/stl/vector.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <map>
@@ -42,10 +43,47 @@ constexpr std::chrono::milliseconds kSignalSlice{100};
 using Array = nb::ndarray<nb::numpy>;
 
 // A batch and what is needed to give its memory a shape.
-struct PyBatch {
+class PyBatch {
+ public:
+  PyBatch(std::unique_ptr<stage::Batch> got, std::shared_ptr<const fields::Program> made_by)
+      : batch(std::move(got)), program(std::move(made_by)), memory_(std::make_unique<Memory>()) {
+    memory_->buffer = batch->buffer;
+    memory_->tail = batch->tail;
+    batch->buffer.reset();
+    batch->tail.reset();
+  }
+
+  // While arrays are made of them in one thread, another one may release() the batch.
+  std::shared_ptr<stage::Buffer> buffer() const {
+    const MutexLock lock(memory_->mutex);
+    return memory_->buffer;
+  }
+  std::shared_ptr<stage::Buffer> tail() const {
+    const MutexLock lock(memory_->mutex);
+    return memory_->tail;
+  }
+  void release() {
+    const MutexLock lock(memory_->mutex);
+    memory_->buffer.reset();
+    memory_->tail.reset();
+  }
+
+  // Without its memory.
   std::unique_ptr<stage::Batch> batch;
   std::shared_ptr<const fields::Program> program;  // null: raw bytes
+
+ private:
+  struct Memory {
+    Mutex mutex;
+    std::shared_ptr<stage::Buffer> buffer NOSTALL_GUARDED_BY(mutex);
+    std::shared_ptr<stage::Buffer> tail NOSTALL_GUARDED_BY(mutex);
+  };
+  std::unique_ptr<Memory> memory_;
 };
+
+Error released() {
+  return {ErrorKind::usage, "the memory of this batch was given back by release()"};
+}
 
 // An array over `offset` of the buffer. It owns the buffer, which returns to the pool when the last
 // tensor on it dies.
@@ -54,13 +92,14 @@ Array view_of(const std::shared_ptr<stage::Buffer>& buffer, uint64_t offset,
   const nb::capsule owner =
       bindings::owner_of(std::make_unique<std::shared_ptr<stage::Buffer>>(buffer));
   std::vector<size_t> sides(shape.begin(), shape.end());
+  if (!buffer && std::ranges::find(sides, size_t{0}) == sides.end()) throw released();
   void* data = buffer ? buffer->data() + offset : nullptr;
   return Array(data, sides.size(), sides.data(), owner, nullptr, type);
 }
 
 Array data_of(const PyBatch& b) {
   const auto bytes = static_cast<int64_t>(b.batch->bytes);
-  return view_of(b.batch->buffer, 0, {&bytes, 1}, nb::dtype<uint8_t>());
+  return view_of(b.buffer(), 0, {&bytes, 1}, nb::dtype<uint8_t>());
 }
 
 // One output: an array, or (values, offsets or lengths[, shapes]) if it is ragged.
@@ -72,10 +111,10 @@ nb::object output_of(const PyBatch& b, size_t number) {
   if (output.form == fields::Form::dense) {
     std::vector<int64_t> shape{static_cast<int64_t>(n)};
     shape.insert(shape.end(), output.shape.begin(), output.shape.end());
-    return nb::cast(view_of(b.batch->buffer, b.program->region(number, n), shape, type));
+    return nb::cast(view_of(b.buffer(), b.program->region(number, n), shape, type));
   }
   const fields::Laid& laid = b.batch->laid[b.program->ragged_before(number)];
-  const auto& tail = b.batch->tail;
+  const auto tail = b.tail();
   const nb::object values = nb::cast(view_of(tail, laid.values, laid.shape, type));
   const nb::object counts =
       nb::cast(view_of(tail, laid.counts, laid.counts_shape, nb::dtype<int64_t>()));
@@ -91,15 +130,17 @@ nb::object output_of(const PyBatch& b, size_t number) {
 Array labels_of(const PyBatch& b) {
   if (!b.batch->labels_at) return Array(bindings::array_of(b.batch->labels));
   const auto n = static_cast<int64_t>(b.batch->labels.size());
-  return view_of(b.batch->buffer, *b.batch->labels_at, {&n, 1}, nb::dtype<int64_t>());
+  return view_of(b.buffer(), *b.batch->labels_at, {&n, 1}, nb::dtype<int64_t>());
 }
 
 // The texts of a ragged output of bytes that are UTF-8.
 nb::list texts_of(const PyBatch& b, size_t number) {
   if (!b.program || number >= b.program->outputs().size()) throw nb::index_error();
   const fields::Laid& laid = b.batch->laid.at(b.program->ragged_before(number));
-  const auto* text = reinterpret_cast<const char*>(b.batch->tail->data() + laid.values);
-  const auto* offsets = reinterpret_cast<const int64_t*>(b.batch->tail->data() + laid.counts);
+  const auto tail = b.tail();
+  if (!tail) throw released();
+  const auto* text = reinterpret_cast<const char*>(tail->data() + laid.values);
+  const auto* offsets = reinterpret_cast<const int64_t*>(tail->data() + laid.counts);
   nb::list out;
   for (size_t i = 0; i < b.batch->samples.size(); ++i) {
     out.append(nb::str(text + offsets[i], static_cast<size_t>(offsets[i + 1] - offsets[i])));
@@ -152,7 +193,7 @@ PyBatch next(const PyLoader& self) {
   for (;;) {
     std::unique_ptr<stage::Batch> batch = self.next();
     if (batch) {
-      return PyBatch{std::move(batch), self.config().program};
+      return PyBatch(std::move(batch), self.config().program);
     }
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
   }
@@ -161,7 +202,7 @@ PyBatch next(const PyLoader& self) {
 std::optional<PyBatch> next_soon(const PyLoader& self) {
   std::unique_ptr<stage::Batch> batch = self.next();
   if (!batch) return std::nullopt;
-  return PyBatch{std::move(batch), self.config().program};
+  return PyBatch(std::move(batch), self.config().program);
 }
 
 std::map<std::string, uint64_t> peer_counts(stage::Loader& loader) {
@@ -318,7 +359,7 @@ void bind_batch(nb::module_& m) {
       .def_prop_ro(
           "place",
           [](const PyBatch& b) {
-            const auto& buffer = b.batch->buffer;
+            const auto buffer = b.buffer();
             const auto address = reinterpret_cast<uintptr_t>(buffer ? buffer->data() : nullptr);
             return std::make_tuple(address, b.batch->samples.size());
           },
@@ -356,13 +397,9 @@ void bind_batch(nb::module_& m) {
           },
           "(place, reason) of samples that on_error=\"report\" left empty.")
       .def_prop_ro("queue", [](const PyBatch& b) { return b.batch->queue; })
-      .def(
-          "release",
-          [](PyBatch& b) {
-            b.batch->buffer.reset();
-            b.batch->tail.reset();
-          },
-          "Gives the memory back, once no array is over it; its outputs are then gone.");
+      .def("release", &PyBatch::release,
+           "Gives the memory back, once no array is over it; its outputs are then gone. From any "
+           "thread.");
 }
 
 void bind_loader(nb::module_& m) {
@@ -422,7 +459,7 @@ void bind_unpack_one(nb::module_& m) {
         const bindings::Lent<fields::Scratch> scratch;
         auto batch = bindings::without_gil(
             [&] { return stage::unpack_one(source, *program, bytes, key, scratch.get()); });
-        return PyBatch{std::move(batch), program};
+        return PyBatch(std::move(batch), program);
       },
       nb::arg("source"), nb::arg("program"), nb::arg("record"), nb::arg("sample"), nb::kw_only(),
       nb::arg("seed"), nb::arg("epoch"), nb::arg("occurrence"),

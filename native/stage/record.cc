@@ -6,6 +6,7 @@
 namespace nostall::stage {
 
 void Record::add(const Batch& batch, double time, double wait) {
+  const MutexLock lock(mutex_);
   ++taken_.batches;
   taken_.samples += batch.samples.size();
   taken_.stall += wait;

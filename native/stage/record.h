@@ -1,13 +1,14 @@
 // stage/record.h - what a consumer was handed: sums of the epoch under way, and its last batches one
 // by one.
 //
-// Thread-safety: one thread at a time.
+// Thread-safety: all functions may be called from any thread; what they return is of one moment.
 #pragma once
 
 #include <array>
 #include <cstdint>
 #include <vector>
 
+#include "base/mutex.h"
 #include "stage/loader.h"
 
 namespace nostall::stage {
@@ -32,23 +33,37 @@ class Record {
   explicit Record(size_t kept) : kept_(kept) {}
 
   void begin(uint32_t epoch) {
+    const MutexLock lock(mutex_);
     taken_ = {};
     taken_.epoch = epoch;
   }
   // The consumer got the batch at `time` and waited `wait` for it, in seconds.
   void add(const Batch& batch, double time, double wait);
   // Substitutions that were found after the stage.
-  void substitute(uint64_t sample) { taken_.substituted.push_back(sample); }
+  void substitute(uint64_t sample) {
+    const MutexLock lock(mutex_);
+    taken_.substituted.push_back(sample);
+  }
 
-  const Taken& taken() const noexcept { return taken_; }
-  const Memory& most() const noexcept { return most_; }
-  const Columns& columns() const noexcept { return columns_; }
+  Taken taken() const {
+    const MutexLock lock(mutex_);
+    return taken_;
+  }
+  Memory most() const {
+    const MutexLock lock(mutex_);
+    return most_;
+  }
+  Columns columns() const {
+    const MutexLock lock(mutex_);
+    return columns_;
+  }
 
  private:
   const size_t kept_;
-  Taken taken_;
-  Memory most_;
-  Columns columns_;
+  mutable Mutex mutex_;
+  Taken taken_ NOSTALL_GUARDED_BY(mutex_);
+  Memory most_ NOSTALL_GUARDED_BY(mutex_);
+  Columns columns_ NOSTALL_GUARDED_BY(mutex_);
 };
 
 }  // namespace nostall::stage
