@@ -47,6 +47,7 @@ class PyBatch {
  public:
   PyBatch(std::unique_ptr<stage::Batch> got, std::shared_ptr<const fields::Program> made_by)
       : batch(std::move(got)), program(std::move(made_by)), memory_(std::make_unique<Memory>()) {
+    const MutexLock lock(memory_->mutex);
     memory_->buffer = batch->buffer;
     memory_->tail = batch->tail;
     batch->buffer.reset();
