@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,26 @@ def pytest_configure(config: pytest.Config) -> None:
         import on_device
 
         config.pluginmanager.register(on_device.Plugin(config))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Long tests come first: one that begins late keeps the last worker busy alone.
+
+    Of worksteal's parts, one of the items for each worker, each begins with its share of them.
+    """
+    workers: int = getattr(config, "workerinput", {}).get("workercount", 0)
+    if not workers:
+        return
+    long = [item for item in items if item.get_closest_marker("long")]
+    others = iter([item for item in items if not item.get_closest_marker("long")])
+    left, parts = len(items), []
+    for worker in range(workers):
+        first = long[worker::workers]
+        size = left // (workers - worker)
+        parts += first + list(islice(others, max(0, size - len(first))))
+        left -= size
+    items[:] = [*parts, *others]
 
 
 def pytest_terminal_summary(

@@ -17,6 +17,7 @@ from nostall_bench import allreduce, choose
 pytestmark = pytest.mark.multi
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("operation", ["allreduce", "reduce", "allgather", "reduce_scatter"])
 def test_measures_all_engines_in_one_run(
     operation: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -21,6 +21,7 @@ def parse(*options: str) -> argparse.Namespace:
     return parser.parse_args(options)
 
 
+@pytest.mark.long
 @pytest.mark.multi
 @pytest.mark.usefixtures("forked")
 def test_quick_measures_nostall_and_torch(tmp_path: Path) -> None:

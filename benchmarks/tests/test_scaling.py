@@ -53,6 +53,7 @@ def test_settings_that_cannot_be_are_refused() -> None:
         patterns.run(parser.parse_args(["--ranks", "1"]))
 
 
+@pytest.mark.long
 @pytest.mark.multi
 def test_a_training_in_horovods_manner_is_profiled(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

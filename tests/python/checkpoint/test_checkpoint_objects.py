@@ -489,6 +489,7 @@ def last_owner(bucket: Any, below: str) -> int:
 EVERY = 1 if os.environ.get("NOSTALL_TESTS_EVERY_REQUEST") else 3
 
 
+@pytest.mark.long
 @pytest.mark.multi
 @pytest.mark.parametrize("residue", range(4))
 def test_an_old_owner_that_pauses_anywhere_harms_no_later_save(

@@ -335,6 +335,7 @@ def test_the_doctor_says_for_which_mpi_it_is_built(
     assert "not built (MPI programs): " in doctor()
 
 
+@pytest.mark.long
 @pytest.mark.multi
 def test_the_library_that_was_compiled_profiles_a_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

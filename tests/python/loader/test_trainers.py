@@ -20,6 +20,7 @@ NEEDED = {
 }
 
 
+@pytest.mark.long
 def test_trainers_have_the_same_batches(tmp_path: Path) -> None:
     for package in NEEDED.values():
         # Not imported here: that takes seconds.

@@ -43,6 +43,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.multi
 def test_frameworks_have_the_same_batches_on_two_ranks(data: Path) -> None:
     needs("pytorch_lightning", "accelerate", "transformers")

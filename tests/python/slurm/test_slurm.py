@@ -175,6 +175,7 @@ def saved(folder: Path) -> list[int]:
     return sorted(int(p.parent.name.rpartition("-")[2]) for p in folder.glob("ckpt/*/*manifest*"))
 
 
+@pytest.mark.long
 def test_script_of_guide_goes_on_exactly_after_signal_requeue_and_cancel(cluster: Cluster) -> None:
     """SIGUSR1, as before the time limit, to one of two nodes' ranks or all; then scancel."""
     folder = cluster.home / "job"

@@ -32,6 +32,7 @@ def run(ranks: int, *arguments: str) -> list[dict[str, Any]]:
 
 
 # Most of it is reading torch and the suite, once; a busy machine needs minutes.
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_the_checks_of_torch_pass() -> None:
     import torch
