@@ -13,17 +13,22 @@ from typing import Any
 import prefork
 
 _made = itertools.count()
+_run = secrets.token_hex(8)
+
+
+def own_job(job: str) -> str:
+    """The name of a job, by which ranks meet, that no other run of the tests has."""
+    return f"{job} of {_run}"
 
 
 def one_rank(rank: int, world: int) -> dict[str, Any]:
     """Arguments of a DataLoader that is one rank of `world`, on a node of its own without peers."""
-    job = f"rank {rank} of {world}: {os.getpid()} {next(_made)}"
     return {
         "rank": rank,
         "world_size": world,
         "local_rank": 0,
         "local_world_size": 1,
-        "job": job,
+        "job": own_job(f"rank {rank} of {world}: {next(_made)}"),
     }
 
 

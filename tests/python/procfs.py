@@ -1,9 +1,10 @@
-"""What /proc says of processes."""
+"""What /proc says of processes, and what they leave in shared memory."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import time
 from pathlib import Path
 
 
@@ -21,3 +22,18 @@ def abstract_sockets(pid: int) -> set[str]:
     links = open_links(pid)
     lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
     return {name for *_, inode, name in lines if f"socket:[{inode}]" in links and name[0] == "@"}
+
+
+def shared_memory() -> set[str]:
+    """The names in shared memory of nostall, of any program of this user."""
+    return {path.name for path in Path("/dev/shm").glob(f"nostall-{os.getuid()}-*")}
+
+
+def left_in_shared_memory(before: set[str]) -> set[str]:
+    """Names that have come and stay. Those of another program go when its ranks have joined."""
+    left = shared_memory() - before
+    deadline = time.monotonic() + 60
+    while left and time.monotonic() < deadline:
+        time.sleep(0.05)
+        left &= shared_memory()
+    return left

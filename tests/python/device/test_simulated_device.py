@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -389,7 +390,7 @@ def case_random_numbers_and_mixed_precision_equal_the_cpu() -> None:
     assert simdev.reports() == []
 
 
-def case_views_and_files(tmp: str = "/dev/shm/simdev.pt") -> None:
+def case_views_and_files() -> None:
     base = torch.arange(24.0).to("simdev")
     view = base.view(2, 3, 4).transpose(0, 2)[1, ::2].unsqueeze(0)
     view += 100
@@ -398,12 +399,10 @@ def case_views_and_files(tmp: str = "/dev/shm/simdev.pt") -> None:
     assert base.cpu().equal(host)
     assert base.unfold(0, 4, 4).cpu().equal(host.unfold(0, 4, 4))
     assert base.masked_select(base > 50).cpu().equal(host[host > 50])  # without meta tensors
-    torch.save(base, tmp)
-    try:
-        assert torch.load(tmp).device.type == "simdev"
-        assert torch.load(tmp, map_location="cpu").equal(host)
-    finally:
-        os.unlink(tmp)
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
+        torch.save(base, file.name)
+        assert torch.load(file.name).device.type == "simdev"
+        assert torch.load(file.name, map_location="cpu").equal(host)
 
 
 def case_two_devices() -> None:

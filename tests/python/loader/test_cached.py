@@ -20,6 +20,7 @@ import numpy as np
 import prefork
 import pytest
 import torch
+from loader_ranks import own_job
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
 
 import nostall
@@ -356,7 +357,14 @@ def test_it_goes_on_where_it_was_on_another_number_of_ranks(cached: Make) -> Non
     rest = []
     for rank in range(2):
         with nostall.DataLoader(
-            source, 4, epochs=2, seed=5, tiers=[], rank=rank, world_size=2, job=f"resume {rank}"
+            source,
+            4,
+            epochs=2,
+            seed=5,
+            tiers=[],
+            rank=rank,
+            world_size=2,
+            job=own_job(f"resume {rank}"),
         ) as loader:
             loader.load_state_dict(state)
             rest.append([batch["label"].tolist() for batch in loader])
@@ -409,7 +417,7 @@ def test_a_share_without_samples_has_no_items(cached: Make, then: Any) -> None:
     sizes = []
     for rank in range(2):
         with nostall.DataLoader(
-            source, 2, seed=5, tiers=[], rank=rank, world_size=2, job=f"none {rank}"
+            source, 2, seed=5, tiers=[], rank=rank, world_size=2, job=own_job(f"none {rank}")
         ) as loader:
             loader.load_state_dict(state)
             *_, last = loader

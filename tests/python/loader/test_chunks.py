@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from loader_ranks import run_ranks
+from loader_ranks import own_job, run_ranks
 
 import nostall
 
@@ -72,7 +72,7 @@ def run(
     folder: Path, job: str, tiers: list[str], together: int, nodes: int = 1, ahead: int = 0
 ) -> list[dict[str, Any]]:
     """What each rank printed; nodes are one machine's, and exchange samples."""
-    more = [job, str(together), str(nodes), json.dumps(tiers), str(ahead)]
+    more = [own_job(job), str(together), str(nodes), json.dumps(tiers), str(ahead)]
     arguments = [[str(folder), str(rank), *more] for rank in range(2)]
     met = Path(tempfile.mkdtemp(dir=folder.parent)) if nodes > 1 else None
     return run_ranks(RANK, arguments, met)
@@ -134,7 +134,7 @@ def loader(folder: Path, job: str, **options: Any) -> nostall.DataLoader:
         epochs=4,
         output="numpy",
         threads=1,
-        job=job,
+        job=own_job(job),
         **{"tiers": [f"ram:{TWO_CHUNKS}B"], "order": nostall.SubBatches(10, 2)} | options,
     )
 

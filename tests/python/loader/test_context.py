@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
+from loader_ranks import own_job
 
 import nostall
 
@@ -41,7 +42,7 @@ def drawn(
             output="numpy",
             rank=rank,
             world_size=world,
-            job=f"context {rank} of {world}",
+            job=own_job(f"context {rank} of {world}"),
             order=order,
             **{"transforms": noise, **options},
         ) as loader:
@@ -98,6 +99,7 @@ def of_the_process(raw: Any) -> Any:
     )
 
 
+@pytest.mark.long
 def test_draws_of_worker_processes_repeat(image_folder: Path) -> None:
     options: dict[str, Any] = {"transforms": of_the_process, "workers": "processes"}
     one = drawn(image_folder, threads=1, **options)

@@ -23,9 +23,9 @@ import numpy as np
 import prefork
 import pytest
 from conftest import write_jpeg
-from loader_ranks import one_rank
+from loader_ranks import one_rank, own_job
 from PIL import Image
-from procfs import abstract_sockets, open_links
+from procfs import abstract_sockets, left_in_shared_memory, open_links, shared_memory
 
 import nostall
 from nostall import transforms as t
@@ -121,7 +121,7 @@ def await_the_end_of_all_but(before: list[str]) -> None:
 
 
 def test_early_stop_and_restart_leave_nothing_behind(image_folder: Path) -> None:
-    before = os.listdir("/proc/self/task")
+    before, there = os.listdir("/proc/self/task"), shared_memory()
     for _ in range(5):
         loader = nostall.DataLoader(
             nostall.ImageFolder(image_folder), 4, epochs=3, transforms=STEPS, tiers=["ram:1MiB"]
@@ -133,7 +133,7 @@ def test_early_stop_and_restart_leave_nothing_behind(image_folder: Path) -> None
         with pytest.raises(UsageError, match="closed"):
             next(iter(loader))
     await_the_end_of_all_but(before)
-    assert not list(Path("/dev/shm").glob(f"nostall-{os.getuid()}-*"))
+    assert not left_in_shared_memory(there)
 
 
 def test_a_loader_that_is_dropped_stops_its_threads(image_folder: Path) -> None:
@@ -251,7 +251,7 @@ for epoch in loader.epochs():
 
 def start_rank(rank: int, root: Path, job: str, *tiers: str) -> prefork.Process:
     return prefork.Process(
-        ["-c", RANK_PROGRAM, str(rank), str(root), f"{job} {os.getpid()}", *tiers],
+        ["-c", RANK_PROGRAM, str(rank), str(root), own_job(job), *tiers],
         stdout=prefork.PIPE,
         stderr=prefork.PIPE,
     )
@@ -285,9 +285,9 @@ def test_nothing_is_left_of_ranks_that_are_all_killed(image_folder: Path, tmp_pa
     # What they share has no name from the start, so that there is nothing to remove.
     held = open_links(ranks[0].pid)
     assert any(file.startswith(f"{disk}/") for file in held)
-    assert any(file.startswith("/dev/shm/") for file in held)
+    memory = [file for file in held if file.startswith("/dev/shm/")]
+    assert memory and all(file.endswith(" (deleted)") for file in memory)
     assert not list(disk.iterdir())
-    assert not list(Path("/dev/shm").glob(f"nostall-{os.getuid()}-*"))
     names = {n for p in ranks for n in abstract_sockets(p.pid) if n.startswith("@nostall-")}
     assert len(names) == 2
     for process in ranks:
@@ -299,13 +299,14 @@ def test_nothing_is_left_of_ranks_that_are_all_killed(image_folder: Path, tmp_pa
 
 @pytest.mark.multi
 def test_ctrl_c_ends_a_waiting_loader_at_once(image_folder: Path) -> None:
+    there = shared_memory()
     process = start_rank(0, image_folder, "interrupted")
     assert process.stdout is not None
     process.stdout.readline()
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=100)
     assert "KeyboardInterrupt" in errors
-    assert not list(Path("/dev/shm").glob(f"nostall-{os.getuid()}-*"))
+    assert not left_in_shared_memory(there)
 
 
 @pytest.mark.multi
@@ -361,8 +362,8 @@ def read_by_all_ranks(image_folder: Path, tmp_path: Path, world: int, tier: str)
 def test_two_jobs_on_one_node_do_not_disturb_each_other(image_folder: Path) -> None:
     folder = nostall.ImageFolder(image_folder)
     with (
-        nostall.DataLoader(folder, 8, epochs=2, seed=1, tiers=["ram:1MiB"], job="a") as a,
-        nostall.DataLoader(folder, 8, epochs=2, seed=2, tiers=["ram:1MiB"], job="b") as b,
+        nostall.DataLoader(folder, 8, epochs=2, seed=1, tiers=["ram:1MiB"], job=own_job("a")) as a,
+        nostall.DataLoader(folder, 8, epochs=2, seed=2, tiers=["ram:1MiB"], job=own_job("b")) as b,
     ):
         for epoch_a, epoch_b in zip(a.epochs(), b.epochs(), strict=True):
             for (x, _), (y, _) in zip(epoch_a, epoch_b, strict=True):
@@ -383,7 +384,7 @@ def test_ranks_that_disagree_are_told_so(image_folder: Path) -> None:
             world_size=2,
             local_rank=rank,
             local_world_size=2,
-            job="disagree",
+            job=own_job("disagree"),
         )
 
     with loader(0) as first:

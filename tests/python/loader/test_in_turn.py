@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
-import torch
+from loader_ranks import own_job
 from PIL import Image
 
 import nostall
@@ -38,6 +38,9 @@ def brighter(image: Any, context: nostall.Context) -> Any:
 
 
 def test_a_callable_between_native_steps_does_not_change_their_draws(image_folder: Path) -> None:
+    # Not above: the processes of loaders import this module.
+    import torch
+
     plain = batches(image_folder, [*HEAD, *TAIL])
     between = batches(image_folder, [*HEAD, unchanged, *TAIL], threads=3)
     as_tensor = [
@@ -204,6 +207,8 @@ def test_a_callable_takes_the_sample_and_changes_fields(
 
 
 def test_native_steps_go_on_with_what_a_callable_gives(several: nostall.Files) -> None:
+    import torch
+
     options: dict[str, Any] = {"shuffle": False, "output": "torch", "batch": "tuple"}
     chosen = ["image", "mask", "boxes", "classes", "label"]
     tail = [t.RandomCrop(12), t.SanitizeBoundingBoxes(), t.ToTensor()]
@@ -282,7 +287,7 @@ def test_an_empty_share_has_the_fields_of_others(several: nostall.Files) -> None
         next(iter(one))
         state = json.loads(json.dumps(one.state_dict()))
     with nostall.DataLoader(
-        several, 2, transforms=steps, tiers=[], epochs=1, rank=1, world_size=2, job="turn",
+        several, 2, transforms=steps, tiers=[], epochs=1, rank=1, world_size=2, job=own_job("turn"),
         peers="off", output="numpy",
     ) as rank:  # fmt: skip
         rank.load_state_dict(state)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from loader_ranks import own_job
 from PIL import Image
 
 import nostall
@@ -104,7 +105,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Set:
 def alone(units: nostall.Source, batch: int, rank: int, world: int, **options: Any) -> Any:
     place = {"rank": rank, "world_size": world, "local_rank": 0, "local_world_size": 1}
     given = {"seed": 4, "tiers": [], "output": "numpy", "epochs": 1} | place | options
-    return nostall.DataLoader(units, batch, job=f"images-{id(units)}-{world}-{rank}", **given)
+    return nostall.DataLoader(
+        units, batch, job=own_job(f"images-{id(units)}-{world}-{rank}"), **given
+    )
 
 
 @pytest.mark.parametrize("tiers", [[], ["ram:4MiB"]])

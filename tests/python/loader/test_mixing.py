@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from loader_ranks import own_job
 from PIL import Image
 from torchvision.transforms import v2
 
@@ -170,7 +171,7 @@ def test_ranks_and_resumed_jobs_mix_alike(image_folder: Path) -> None:
 
     def rank(number: int) -> None:
         ranks[number] = batches(
-            image_folder, steps, batch=4, rank=number, world_size=2, job="mix", peers="off"
+            image_folder, steps, batch=4, rank=number, world_size=2, job=own_job("mix"), peers="off"
         )
 
     threads = [threading.Thread(target=rank, args=(i,)) for i in range(2)]

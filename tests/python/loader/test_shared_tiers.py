@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import prefork
 import pytest
+from loader_ranks import own_job
 from procfs import abstract_sockets
 
 import nostall
@@ -106,10 +107,12 @@ def test_processes_share_and_keep_what_the_others_read(
     source: nostall.CustomSource, tmp_path: Path
 ) -> None:
     start = multiprocessing.get_context("fork")
-    with nostall.Tiers(source, ["ram:1MiB"], job="shared by two") as tiers:
+    with nostall.Tiers(source, ["ram:1MiB"], job=own_job("shared by two")) as tiers:
         for _ in range(2):
             here, there = start.Pipe(duplex=False)
-            process = start.Process(target=_second_rank, args=(source, "shared by two", there))
+            process = start.Process(
+                target=_second_rank, args=(source, own_job("shared by two"), there)
+            )
             process.start()
             there.close()
             assert here.poll(60)
@@ -149,7 +152,7 @@ def test_the_others_go_on_where_a_process_dies(tmp_path: Path) -> None:
         try:
             os.close(go)
             own = open_source(Stopping(tmp_path / "log", (tell, gone)))
-            with nostall.Tiers(own, ["ram:1MiB"], job="dies") as tiers:
+            with nostall.Tiers(own, ["ram:1MiB"], job=own_job("dies")) as tiers:
                 tiers.read(range(5))
                 os.write(tell, b"5")
                 os.read(gone, 1)
@@ -158,7 +161,7 @@ def test_the_others_go_on_where_a_process_dies(tmp_path: Path) -> None:
             os._exit(1)
     assert os.read(told, 1) == b"5"
     source = open_source(Stopping(tmp_path / "log"))
-    with nostall.Tiers(source, ["ram:1MiB"], job="dies") as tiers:
+    with nostall.Tiers(source, ["ram:1MiB"], job=own_job("dies")) as tiers:
         assert tiers.read(range(5)) == [data for data, _ in expected(range(5))]
         assert tiers.taken == {"ram": 5, "file": 0, "source": 0}
         os.write(go, b"!")
@@ -173,7 +176,9 @@ def test_the_others_go_on_where_a_process_dies(tmp_path: Path) -> None:
         # Who comes now gets the files from who is left.
         here, there = multiprocessing.Pipe(duplex=False)
         start = multiprocessing.get_context("fork")
-        (process := start.Process(target=_second_rank, args=(source, "dies", there))).start()
+        (
+            process := start.Process(target=_second_rank, args=(source, own_job("dies"), there))
+        ).start()
         there.close()
         assert here.poll(60)
         assert here.recv()[1] == {"ram": 40, "file": 0, "source": 0}
@@ -219,12 +224,12 @@ def test_closed_tiers_are_not_entered_again(source: nostall.CustomSource) -> Non
 
 
 def _by_closing(source: nostall.Source) -> Callable[[], None]:
-    return nostall.Tiers(source, ["ram:1MiB"], job="left slowly").close
+    return nostall.Tiers(source, ["ram:1MiB"], job=own_job("left slowly")).close
 
 
 def _by_the_end_of_a_configuration(source: nostall.Source) -> Callable[[], None]:
     last = [_native.LoaderConfig()]
-    with nostall.Tiers(source, ["ram:1MiB"], job="left slowly too") as tiers:
+    with nostall.Tiers(source, ["ram:1MiB"], job=own_job("left slowly too")) as tiers:
         last[0].share(tiers.native, [])
     return last.clear
 
@@ -258,7 +263,7 @@ def test_other_threads_go_on_while_one_leaves(
 def test_a_loader_that_cannot_work_enters_no_tiers(
     source: nostall.CustomSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loader = nostall.DataLoader(source, 8, tiers=["ram:1MiB"], output="numpy", job="depth")
+    loader = nostall.DataLoader(source, 8, tiers=["ram:1MiB"], output="numpy", job=own_job("depth"))
     number = 0xCBF29CE484222325  # FNV-1a of the name
     for byte in f"tiers /dev/shm {loader._job}".encode():
         number = (number ^ byte) * 0x100000001B3 % 2**64

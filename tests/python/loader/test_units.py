@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from loader_ranks import own_job
 
 import nostall
 from nostall.errors import CorruptionError, UsageError
@@ -55,7 +56,9 @@ def loader(units: nostall.Units, batch: int, **options: Any) -> nostall.DataLoad
 def alone(units: nostall.Units, batch: int, rank: int, world: int, **options: Any) -> Any:
     """A rank of its own node, in this process."""
     place = {"rank": rank, "world_size": world, "local_rank": 0, "local_world_size": 1}
-    return loader(units, batch, job=f"units-{id(units)}-{world}-{rank}", **place, **options)
+    return loader(
+        units, batch, job=own_job(f"units-{id(units)}-{world}-{rank}"), **place, **options
+    )
 
 
 def expected(units: nostall.Units, unit: int) -> dict[str, np.ndarray]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from mpis import MPIS, counted, launcher, run
+from procfs import left_in_shared_memory, shared_memory
 
 from nostall.cli import _run as mpi
 from nostall.cli import main
@@ -190,7 +191,7 @@ def test_a_killed_rank_is_an_error_on_the_others() -> None:
 def test_a_death_or_an_absence_ends_the_job_and_leaves_no_memory(
     which: str, tmp_path: Path
 ) -> None:
-    files = set(Path("/dev/shm").glob("nostall-*-collective"))
+    before = shared_memory()
     result = run(which, 3, [sys.executable, str(RANK), "killed_with_child"])
     assert result.returncode != 0
     told = tmp_path / "told"
@@ -199,12 +200,7 @@ def test_a_death_or_an_absence_ends_the_job_and_leaves_no_memory(
     assert result.returncode != 0
     assert told.read_text() == "rank 0 was told True", result.stderr
     assert "in allreduce (call 2) for ranks that have not arrived: 1" in result.stderr
-    files = set(Path("/dev/shm").glob("nostall-*-collective")) - files
-    # Another job's exist until all of its ranks have joined.
-    end = time.monotonic() + 60
-    while any(file.exists() for file in files):
-        assert time.monotonic() < end, files
-        time.sleep(0.1)
+    assert not left_in_shared_memory(before)
 
 
 @pytest.mark.parametrize("which", MPIS)

@@ -7,19 +7,15 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from mpis import launcher
+from procfs import left_in_shared_memory, shared_memory
 from torch_server import Ended, run
 
 pytestmark = pytest.mark.multi
 RANK = Path(__file__).with_name("torch_rank.py")
-
-
-def left_in_shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob(f"nostall-{os.getuid()}-*")}
 
 
 def check(what: str, ranks: int, **environment: str) -> Ended:
@@ -75,15 +71,10 @@ def test_the_death_of_a_rank_is_an_error_on_the_others() -> None:
 
 
 def test_the_death_of_a_rank_in_backward_is_an_error_on_the_others() -> None:
-    before = left_in_shared_memory()
+    before = shared_memory()
     ended = run("killed_in_backward", 3)
     assert ended.stdout.count("was told") == 2, ended.stderr
-    left = left_in_shared_memory() - before
-    deadline = time.monotonic() + 60
-    while left and time.monotonic() < deadline:  # another program's, whose ranks are joining
-        time.sleep(0.05)
-        left &= left_in_shared_memory()
-    assert not left
+    assert not left_in_shared_memory(before)
 
 
 def test_ranks_lost_between_nodes_are_named() -> None:
