@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import tempfile
@@ -63,6 +64,15 @@ def total(results: list[dict[str, Any]], origin: str) -> int:
     return sum(e["origins"][origin]["samples"] for r in results for e in r["epochs"])
 
 
+def wanted_again_at_once(rank: int) -> int:
+    """Samples in the last batches of an epoch and in the first ones of the next, of one of two ranks:
+    in as many as are staged, or in hand."""
+    plan = nostall.Plan(samples=240, batch_size=6, world_size=2, epochs=EPOCHS, seed=7)
+    ids = [list(plan.rank_epoch(epoch, rank)[0]) for epoch in range(EPOCHS)]
+    near = 3 * 6
+    return sum(len({*a[-near:]} & {*b[:near]}) for a, b in itertools.pairwise(ids))
+
+
 def planned_and_found(results: list[dict[str, Any]]) -> tuple[int, int]:
     peers = [r["peers"] for r in results]
     return sum(p["copies_planned"] for p in peers), sum(p["copies_found"] for p in peers)
@@ -71,12 +81,17 @@ def planned_and_found(results: list[dict[str, Any]]) -> tuple[int, int]:
 @pytest.mark.multi
 @pytest.mark.parametrize(("nodes", "ranks"), [(4, 1), (2, 2)])
 def test_more_samples_come_from_the_node_itself(data: Path, nodes: int, ranks: int) -> None:
-    fixed, by_use = (run(data, nodes, 1.6, c, ranks=ranks) for c in ("fixed", "next-use"))
+    # The first rank of a node that has several is late with every batch: the others are as far ahead
+    # of it as what is staged lets them, which is when the most copies give way too early.
+    late = {r: {"compute": 0.005} for r in range(0, nodes * ranks, ranks) if ranks > 1}
+    fixed, by_use = (
+        run(data, nodes, 1.6, c, ranks=ranks, per_rank=late) for c in ("fixed", "next-use")
+    )
     assert [r["stream"] for r in by_use] == [r["stream"] for r in fixed]
     planned, found = planned_and_found(by_use)
     assert planned_and_found(fixed) == (0, 0)
-    # What is staged is all that ranks of a node are apart.
-    assert found >= 0.85 * planned
+    # Two batches, so that nine of the 411 copies are missed at most.
+    assert found >= 0.95 * planned
     assert total(by_use, "ram") > 1.03 * total(fixed, "ram")
     peers = [r["peers"] for r in by_use]
     assert sum(p["dropped_ranks"] for p in peers) == 0
@@ -87,7 +102,7 @@ def test_ranks_of_a_node_stay_near_each_other_whatever_may_be_staged(data: Path)
     planned, found = planned_and_found(
         run(data, 2, 1.6, "next-use", ranks=2, extra={"staging": "256MiB"})
     )
-    assert found >= 0.85 * planned > 0
+    assert found >= 0.95 * planned > 0
 
 
 @pytest.mark.multi
@@ -136,7 +151,9 @@ def test_without_room_beside_owned_samples_nothing_is_copied(data: Path) -> None
 def test_copies_stay_where_all_that_is_read_again_has_room(data: Path) -> None:
     fixed, by_use = (run(data, 2, 2.0, c) for c in ("fixed", "next-use"))
     assert planned_and_found(by_use) == (0, 0)
-    assert total(by_use, "ram") == total(fixed, "ram")
+    # But for samples that are wanted again before their first read may have ended.
+    soon = sum(wanted_again_at_once(rank) for rank in range(2))
+    assert abs(total(by_use, "ram") - total(fixed, "ram")) <= soon < 40
 
 
 @pytest.mark.multi
