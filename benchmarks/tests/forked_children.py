@@ -15,19 +15,25 @@ def fork(
     command: list[str],
     *,
     env: dict[str, str],
-    stdout: IO[Any],
+    stdout: IO[Any] | None = None,
     stderr: IO[Any] | None = None,
     **_: object,
-) -> prefork.Process:
-    """`python -m MODULE ...` in a child of the process that has read torch."""
-    python, option, module, *words = command
-    assert (python, option) == (sys.executable, "-m")
-    code = f"import runpy; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+) -> prefork.Process | subprocess.Popen[bytes]:
+    """`python -m MODULE ...` or `python SCRIPT ...` in a child of the process that has read torch.
+
+    A launcher is started as it is.
+    """
+    python, *words = command
+    if python != sys.executable:
+        return subprocess.Popen(command, env=env, stdout=stdout, stderr=stderr)
+    if words[0] == "-m":
+        run = f"import runpy; runpy.run_module({words[1]!r}, run_name='__main__', alter_sys=True)"
+        words = ["-c", run, *words[2:]]
     same = {name: os.environ[name] for name in prefork.AT_START if name in os.environ}
     return prefork.Process(
-        ["-c", code, *words],
+        words,
         env={**{k: v for k, v in env.items() if k not in prefork.AT_START}, **same},
-        stdout=stdout.fileno(),
+        stdout=stdout.fileno() if stdout else None,
         stderr=stderr.fileno() if stderr else None,
         torch=True,
     )
@@ -47,3 +53,4 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The benchmark's children need not import torch, some seconds each."""
     monkeypatch.setattr("nostall_bench.harness.subprocess", Subprocess())
     monkeypatch.setattr("nostall_bench.sync.subprocess", Subprocess())
+    monkeypatch.setattr("nostall_bench.allreduce.subprocess", Subprocess())

@@ -14,10 +14,12 @@ from nostall.collective import Communicator
 from nostall.errors import IoError, UsageError
 from nostall_bench import allreduce, choose
 
+pytest_plugins = ["forked_children"]
 pytestmark = pytest.mark.multi
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("operation", ["allreduce", "reduce", "allgather", "reduce_scatter"])
 def test_measures_all_engines_in_one_run(
     operation: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

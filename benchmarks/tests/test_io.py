@@ -14,6 +14,8 @@ from nostall_bench import disk, io
 from nostall_bench.demo.dataset import DatasetSpec, make_dataset
 from nostall_bench.pipelines import PIPELINES, Work, installed
 
+pytest_plugins = ["forked_children"]
+
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
@@ -45,6 +47,7 @@ def test_every_image_comes_once(images: list[str], name: str, decode: bool, pref
     assert all(x.shape[1:] == (3, 224, 224) for x, _ in batches)
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_table_and_numbers_are_written(
     images: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,8 +11,11 @@ import torch
 
 from nostall_bench import overlap
 
+pytest_plugins = ["forked_children"]
+
 
 @pytest.mark.multi
+@pytest.mark.usefixtures("forked")
 @pytest.mark.skipif(
     tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 15),
     reason="the simulated accelerator needs torch 2.15",

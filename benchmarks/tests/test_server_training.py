@@ -11,6 +11,8 @@ import pytest
 from nostall.errors import UsageError
 from nostall_bench import server_training
 
+pytest_plugins = ["forked_children"]
+
 BYTES = 4 * 61_338  # of the network's parameters
 
 
@@ -21,6 +23,7 @@ def arguments(words: str) -> argparse.Namespace:
 
 
 @pytest.mark.multi
+@pytest.mark.usefixtures("forked")
 def test_ways_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "runs.json"
     words = f"--files 96 --side 16 --epochs 2 --batch 2 --staleness 0 2 --seeds 1 --json {out}"
