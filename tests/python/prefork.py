@@ -13,8 +13,11 @@ The modules of torch need a second to be taken down at the end of a process. A c
 does not: its threads and its functions of atexit are waited for, its main module is dropped, and the
 process leaves by exit(3). With `whole` it ends as Python ends.
 
-Run as a program this is the server. A caller's children end with it, and the server with the last
-caller.
+What a launcher starts can be forked too: `command` is one that a launcher may run, of a small process
+that stands in for the forked one.
+
+Run as a program this is the server, or such a stand-in. A caller's children end with it, and the
+server with the last caller.
 """
 
 from __future__ import annotations
@@ -50,6 +53,10 @@ LARGEST = 1 << 20  # bytes of a request
 ON_DEVICE = "TESTS_ON_DEVICE"
 
 
+# What names the servers of this run.
+_run = os.environ.get("PYTEST_XDIST_TESTRUNUID", f"process {os.getpid()}")
+
+
 class Server:
     """A connection to the server of this run's test processes, which is started if there is none.
 
@@ -59,8 +66,7 @@ class Server:
     def __init__(self, torch: bool) -> None:
         self._lock = threading.Lock()
         # An abstract name, of which nothing is left when no process has the socket.
-        run = os.environ.get("PYTEST_XDIST_TESTRUNUID", f"process {os.getpid()}")
-        name = f"\0nostall-prefork {os.getuid()} {run} {'torch' if torch else ''}"
+        name = f"\0nostall-prefork {os.getuid()} {_run} {'torch' if torch else ''}"
         while True:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * LARGEST)
@@ -247,6 +253,28 @@ def run(
     return subprocess.CompletedProcess(process.args, process.returncode or 0, out, err)
 
 
+def command(arguments: Sequence[str | os.PathLike[str]], torch: bool = False) -> list[str]:
+    """What a launcher may start in place of `python ARGUMENTS...`.
+
+    The forked process has the environment, the directory and the streams that the launcher gives; it
+    gets the signals that end a program, and its end is the one that the launcher sees.
+    """
+    words = [sys.executable, "-S", __file__, "stand in", _run, "torch" if torch else ""]
+    return [*words, *map(os.fspath, arguments)]
+
+
+def stand_in(arguments: Sequence[str], torch: bool) -> None:
+    process = Process(arguments, torch=torch)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: process.send_signal(number))
+    status = process.wait()
+    if status < 0:
+        if -status not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
 # ---------------------------------------------------------------------- the server
 
 
@@ -370,6 +398,9 @@ def end(status: int) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "stand in":
+        _run = sys.argv[2]
+        stand_in(sys.argv[4:], bool(sys.argv[3]))
     # Everything that is read more than once and starts nothing.
     import numpy as np
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import prefork
@@ -46,12 +45,16 @@ def test_a_lost_rank_loses_no_sample(tmp_path: Path) -> None:
     def started(ranks: int) -> subprocess.CompletedProcess[str]:
         # Each time a job of its own: in which order torchrun's agents notice that one is gone, and
         # whether a rank then waits for it, depends on the machine.
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
-        command += [f"--master-port={free_port()}", "--monitor-interval=0.1"]
-        command += [str(tmp_path / "lost.py"), str(EXAMPLE)]
-        command += [str(tmp_path), str(tmp_path / "checkpoints")]
+        command = [
+            "-c",
+            "from torch.distributed import run\nrun.main()",
+            f"--nproc-per-node={ranks}",
+        ]
+        command += [f"--master-port={free_port()}", "--monitor-interval=0.1", "--no-python"]
+        folders = [str(tmp_path), str(tmp_path / "checkpoints")]
+        command += prefork.command([tmp_path / "lost.py", EXAMPLE, *folders], torch=True)
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        return subprocess.run(command, capture_output=True, text=True, timeout=250, env=environment)
+        return prefork.run(command, torch=True, timeout=250, env=environment)
 
     first = started(3)
     assert first.returncode != 0 and "Signal 9 (SIGKILL)" in first.stderr, first.stderr[-6000:]

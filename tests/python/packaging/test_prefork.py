@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import prefork
@@ -73,3 +74,26 @@ def test_errors_and_signals_are_told(torch: bool) -> None:
 def test_what_only_a_start_reads_is_refused() -> None:
     with pytest.raises(AssertionError, match="LD_PRELOAD: start a real process"):
         prefork.Process(["-c", ""], env={**os.environ, "LD_PRELOAD": "/none.so"})
+
+
+@TORCH
+def test_a_stand_in_passes_on_what_a_launcher_gives(torch: bool, tmp_path: Path) -> None:
+    code = "import os, sys, time\nprint(os.environ['GIVEN'], os.getcwd(), sys.argv, flush=True)\n"
+    words = prefork.command(["-c", f"{code}sys.exit(7)", "word"], torch=torch)
+    given = {**os.environ, "GIVEN": "this"}
+    done = subprocess.run(
+        words, cwd=tmp_path, env=given, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 7, done.stderr
+    assert done.stdout == f"this {tmp_path} ['-c', 'word']\n"
+    waits = prefork.command(["-c", f"{code}print(os.getpid())\ntime.sleep(600)"], torch=torch)
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with subprocess.Popen(waits, env=given, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("this ")
+            process.send_signal(number)
+            assert process.wait(60) == -number
+            # The forked process has the pipe until it has ended.
+            assert process.stdout.read().count("\n") <= 1
+    dies = prefork.command(["-c", "import os\nos.kill(os.getpid(), 9)"], torch=torch)
+    assert subprocess.run(dies, timeout=60).returncode == -signal.SIGKILL
