@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
+
+import prefork
+import pytest
 
 TESTS = """
 import numpy as np
@@ -50,16 +52,17 @@ def run(image_folder):
 """
 
 
+@pytest.mark.long
 def test_what_fails_a_run(tmp_path: Path) -> None:
     (tmp_path / "test_on.py").write_text(TESTS)
     root = Path(__file__).resolve().parents[3]
-    words = [sys.executable, "-m", "pytest", "-c", root / "pyproject.toml", "--device", "simdev"]
-    words += ["-p", "conftest", "-p", "no:cacheprovider", tmp_path / "test_on.py"]
+    words = ["-c", "import pytest, sys\nsys.exit(pytest.main(sys.argv[1:]))"]
+    words += ["-c", str(root / "pyproject.toml"), "--device", "simdev"]
+    words += ["-p", "conftest", "-p", "no:cacheprovider", str(tmp_path / "test_on.py")]
     run, nothing = (
-        subprocess.run(
+        prefork.run(
             [*words, *chosen],
-            capture_output=True,
-            text=True,
+            torch=True,
             timeout=200,
             cwd=root,
             # A run of its own, whose processes are not those of this one.
