@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import prefork
 import pytest
-import torch.utils.data
 from PIL import Image
 
 import nostall
@@ -616,6 +615,9 @@ def test_what_is_subscripted_names_what_gives_samples(image_folder: Path) -> Non
 
 
 def test_what_holds_data_sets_names_the_way_to_them(image_folder: Path) -> None:
+    # Not above: the processes of loaders import this module.
+    import torch.utils.data
+
     folder = nostall.ImageFolder(image_folder)
     takes: list[Callable[[Any], Any]] = [
         lambda data: nostall.DataLoader(data, 4),
