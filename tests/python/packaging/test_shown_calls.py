@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import prefork
+import pytest
 
 ROOT = Path(__file__).parents[3]
 # Run with torch: names of nostall.torch are shown too. Arguments: the root of the checkout.
@@ -154,6 +155,7 @@ def scripts_of_readme() -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
 
 
+@pytest.mark.long
 def test_the_first_script_of_the_readme_runs_on_the_images_that_it_makes(tmp_path: Path) -> None:
     readme = (ROOT / "README.md").read_text()
     (images,) = re.findall(r"^python -c '(.*?)'$", readme, re.S | re.M)
@@ -161,7 +163,7 @@ def test_the_first_script_of_the_readme_runs_on_the_images_that_it_makes(tmp_pat
     assert made.returncode == 0, made.stderr
     script, *_ = scripts_of_readme()
     assert len(script.splitlines()) <= 10
-    run = prefork.run(["-c", script, "pictures"], cwd=tmp_path, timeout=100)
+    run = prefork.run(["-c", script, "pictures"], torch=True, cwd=tmp_path, timeout=100)
     assert run.returncode == 0, run.stderr
     # As README shows it, but that torch is here; the other lines have times.
     shape, kind, *_, bound = run.stdout.splitlines()
