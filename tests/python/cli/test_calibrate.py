@@ -18,8 +18,6 @@ from nostall.errors import IoError, UsageError
 from nostall.loader._calibration import Calibration
 from nostall_bench.slowfs import SlowFS, missing
 
-pytestmark = pytest.mark.alone
-
 FAST = ["--seconds", "0.15", "--max-threads", "2"]
 
 
@@ -45,6 +43,7 @@ def test_one_node(image_folder: Path, tmp_path: Path) -> None:
         assert sum(len(labels) for _, labels in loader) == 61
 
 
+@pytest.mark.alone
 @pytest.mark.multi
 def test_two_nodes_share_the_storages_bandwidth(image_folder: Path, tmp_path: Path) -> None:
     if reason := missing():

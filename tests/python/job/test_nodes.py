@@ -65,7 +65,6 @@ def test_the_source_is_read_once_and_every_sample_is_right(
     assert sum(p["asked_too_early"] for p in peers) <= 0.001 * asked + 1
 
 
-@pytest.mark.alone
 @pytest.mark.multi
 def test_eight_ranks_on_four_nodes_with_file_tiers(data: Path, tmp_path: Path) -> None:
     tiers = [f"ram:{size_of(data) // 8}", f"{tmp_path / 'tier'}:{size_of(data) // 4}"]
@@ -76,7 +75,6 @@ def test_eight_ranks_on_four_nodes_with_file_tiers(data: Path, tmp_path: Path) -
     assert sum(r["peers"]["dropped_ranks"] for r in results) == 0
 
 
-@pytest.mark.alone
 @pytest.mark.multi
 def test_other_rules_read_more_than_once_but_give_the_same(
     data: Path, slow: SlowFS, tmp_path: Path
@@ -124,7 +122,6 @@ def test_locality_keeps_the_bytes_and_spares_the_network(data: Path, slow: SlowF
     )
 
 
-@pytest.mark.alone
 @pytest.mark.multi
 def test_a_forked_child_may_let_go_of_the_loader(data: Path) -> None:
     results = Job(data, 2, extra={"fork_after": 1, "compute": 0.002}, together=True).run()
