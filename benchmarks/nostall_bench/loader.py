@@ -73,7 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
     home = Path(arguments.dir).absolute()
     home.mkdir(parents=True, exist_ok=True)
     repeats = 1 if arguments.quick else arguments.repeats
-    chosen = harness.matching(peers.LOADERS, arguments.loaders)
+    known = [n for n, loader in peers.LOADERS.items() if loader.modes != (peers.OBJECTS,)]
+    chosen = harness.matching(known, arguments.loaders)
     if arguments.quick and not arguments.data:
         data = make_dataset(home / "data-128", DatasetSpec(128, 4, 0, 0.3))
     else:

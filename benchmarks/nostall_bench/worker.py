@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,9 @@ def pss_bytes(root: int) -> int:
     return total * 1024
 
 
-def measure(settings: dict[str, Any]) -> list[dict[str, float]]:
+def measure(
+    settings: dict[str, Any], after_epoch: Callable[[], object] = lambda: None
+) -> list[dict[str, float]]:
     """Runs `warm` epochs unmeasured, then `measured` ones.
 
     One more epoch is planned but not run, so that a loader that works ahead has as much done at the
@@ -70,6 +73,8 @@ def measure(settings: dict[str, Any]) -> list[dict[str, float]]:
         epochs=warm + measured + settings["ahead"],
         threads=settings["threads"],
         tiers=tuple(settings["tiers"]),
+        remote=settings.get("remote", ""),
+        cache=settings.get("cache", ""),
         variant=peers.LOADERS[settings["loader"]].variant,
     )
     root = os.getpid()
@@ -81,6 +86,7 @@ def measure(settings: dict[str, Any]) -> list[dict[str, float]]:
             began, cpu = time.perf_counter(), cpu_seconds(root)
         samples = sum(next(epochs))
         seconds = time.perf_counter() - began
+        after_epoch()
         if number >= warm:
             rows.append(
                 {

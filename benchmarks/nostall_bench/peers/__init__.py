@@ -2,7 +2,8 @@
 
 A module offers ``REQUIRES`` (import names), ``epochs(job)``, an iterator over epochs, each of which
 is an iterator over the number of samples per batch, and, where a loader needs a format of its own,
-``prepare(data, work)``, which converts the class folders once and returns where the result lies.
+``prepare(data, work)``, which converts the class folders once and returns where the result lies. With
+`Job.remote` the loader reads what lies there from an object store instead.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ class Job:
     threads: int = 2
     tiers: tuple[str, ...] = ()
     variant: str = ""
+    remote: str = ""  # s3://bucket, with what lies in `prepared` or `data`
+    cache: str = ""  # an empty folder for what a loader keeps of it
 
 
 class Loader(NamedTuple):
@@ -53,10 +56,17 @@ _IMAGES = ("read", "transform", "cold")
 _PICTURES = tuple(mode for mode in FIELDS if mode.startswith("image"))
 _OTHERS = tuple(mode for mode in FIELDS if not mode.startswith("image"))
 
+# Of `nostall bench objects`, not of `nostall bench loader`.
+OBJECTS = "objects"
+
 # By the name in the tables. "workers": as many processes as `Job.threads`.
 LOADERS = {
     "nostall": Loader("nostall_loader", "", (*_IMAGES, "cached", "recipe", *FIELDS)),
     "nostall, tar shards": Loader("nostall_loader", "tar", tuple(FIELDS)),
+    "nostall, an object a sample": Loader("nostall_loader", "objects", (OBJECTS,)),
+    "nostall, tar objects": Loader("nostall_loader", "tar objects", (OBJECTS,)),
+    "fsspec, workers": Loader("fsspec_loader", "", (OBJECTS,)),
+    "fsspec, 16 workers": Loader("fsspec_loader", "16", (OBJECTS,)),
     "torch, 0 workers, PIL": Loader("torch_loader", "0 pil", (*_IMAGES, "cached")),
     "torch, workers, PIL": Loader(
         "torch_loader", "all pil", (*_IMAGES, "cached", "recipe", *_PICTURES)
@@ -68,9 +78,9 @@ LOADERS = {
     "torch, workers, NumPy": Loader("torch_loader", "all tv", _OTHERS),
     "DALI, CPU": Loader("dali", "", (*_IMAGES, "recipe", *FIELDS)),
     "Grain": Loader("grain_loader", "", _IMAGES),
-    "WebDataset, workers": Loader("webdataset_loader", "", ("read", "transform", *FIELDS)),
-    "MosaicML Streaming, workers": Loader("streaming_loader", "", ("read", "transform")),
-    "litdata, workers": Loader("litdata_loader", "", ("read", "transform")),
+    "WebDataset, workers": Loader("webdataset_loader", "", ("read", "transform", *FIELDS, OBJECTS)),
+    "MosaicML Streaming, workers": Loader("streaming_loader", "", ("read", "transform", OBJECTS)),
+    "litdata, workers": Loader("litdata_loader", "", ("read", "transform", OBJECTS)),
     "FFCV": Loader("ffcv_loader", "", ("transform",)),
     "SPDL, threads": Loader("spdl_loader", "", _IMAGES),
     "TensorSocket, workers": Loader("tensorsocket_loader", "", ("transform", "cold")),

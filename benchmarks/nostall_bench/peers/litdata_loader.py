@@ -34,6 +34,10 @@ def epochs(job: Job) -> Iterator[Iterator[int]]:
     import torch
 
     torch.set_num_threads(1)
+    if job.remote:  # its client of S3 has no option for an endpoint without TLS
+        from litdata.streaming import downloader
+
+        getattr(downloader, "_OBSTORE_CLIENT_OPTIONS", {})["allow_http"] = True
     decode = decoder("tv")
     mode = job.mode
 
@@ -45,7 +49,13 @@ def epochs(job: Job) -> Iterator[Iterator[int]]:
             return (decode(sample["jpg"]) if mode == "transform" else sample["jpg"]), sample["cls"]
 
     loader = litdata.StreamingDataLoader(
-        Images(str(job.prepared), shuffle=True, seed=job.seed, drop_last=False),
+        Images(
+            job.remote or str(job.prepared),
+            **({"cache_dir": job.cache} if job.remote else {}),
+            shuffle=True,
+            seed=job.seed,
+            drop_last=False,
+        ),
         batch_size=job.batch_size,
         num_workers=job.threads,
         persistent_workers=True,

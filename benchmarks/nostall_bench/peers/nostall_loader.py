@@ -1,14 +1,25 @@
-"""nostall itself, as its guide shows it; the variant "tar" reads fields from shards."""
+"""nostall itself, as its guide shows it; the variants "tar" and "tar objects" read from shards."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import nostall
 from nostall import fields
 from nostall import transforms as t
-from nostall_bench.peers import ALPHA, CLASSES, MEAN, SIDE, STD, Job, listing, torch_loader
+from nostall_bench.peers import (
+    ALPHA,
+    CLASSES,
+    MEAN,
+    SIDE,
+    STD,
+    Job,
+    listing,
+    torch_loader,
+    webdataset_loader,
+)
 from nostall_bench.records import FIELDS, FRAMES, SHAPE, paths, shards
 
 REQUIRES = ("nostall",)
@@ -20,7 +31,16 @@ _SCHEMA: dict[str, fields.Kind] = {
 }
 
 
+def prepare(data: Path, work: Path) -> Path:
+    """The tar shards of WebDataset's row."""
+    return webdataset_loader.prepare(data, work)
+
+
 def _source(job: Job) -> nostall.Source:
+    if job.remote:
+        if job.variant == "objects":
+            return nostall.ObjectFolder(job.remote)
+        return nostall.TarShards(f"{job.remote}/*.tar", index=False)
     if job.mode == "cached":
         return nostall.Cached(torch_loader.Files(job, "pil"), makers=job.threads)
     if job.mode not in FIELDS:

@@ -44,7 +44,8 @@ def epochs(job: Job) -> Iterator[Iterator[int]]:
 
     loader: DataLoader[Any] = DataLoader(
         Images(
-            local=str(job.prepared),
+            local=job.cache or str(job.prepared),
+            remote=job.remote or None,
             shuffle=True,
             shuffle_seed=job.seed,
             batch_size=job.batch_size,

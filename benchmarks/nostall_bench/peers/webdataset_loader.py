@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,6 +51,9 @@ def epochs(job: Job) -> Iterator[Iterator[int]]:
         if records
         else sorted(str(p) for p in job.prepared.glob("*.tar"))
     )
+    if job.remote:  # its own way to fetch, a curl for each shard
+        bucket = f"{os.environ['AWS_ENDPOINT_URL']}/{job.remote.removeprefix('s3://')}"
+        archives = [f"{bucket}/{Path(archive).name}" for archive in archives]
     samples = webdataset.WebDataset(
         archives, shardshuffle=len(archives), empty_check=False
     ).shuffle(1000)

@@ -1,0 +1,128 @@
+"""``nostall bench objects``: the emulated store answers as S3 does; each object is read once."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nostall.errors import UsageError
+from nostall_bench import objects
+from nostall_bench.object_store import CREDENTIALS, ObjectStore
+
+obstore = pytest.importorskip("obstore")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("a/1.jpg", "a/2.jpg", "b/3.jpg", "empty.jpg", "odd &<name>.txt"):
+        path = tmp_path / "bucket" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"" if name == "empty.jpg" else name.encode() * 30_000)
+    return tmp_path / "bucket"
+
+
+@pytest.fixture
+def store(folder: Path) -> Iterator[ObjectStore]:
+    with ObjectStore({"data": folder}, latency=0.001) as started:
+        yield started
+
+
+def client(store: ObjectStore) -> object:
+    return obstore.store.S3Store(
+        "data",
+        config={
+            "endpoint": store.endpoint,
+            "access_key_id": CREDENTIALS["AWS_ACCESS_KEY_ID"],
+            "secret_access_key": CREDENTIALS["AWS_SECRET_ACCESS_KEY"],
+            "region": CREDENTIALS["AWS_DEFAULT_REGION"],
+        },
+        client_options={"allow_http": True},
+    )
+
+
+def test_objects_are_listed_and_read(store: ObjectStore, folder: Path) -> None:
+    s3 = client(store)
+    files = {str(p.relative_to(folder)): p for p in folder.rglob("*") if p.is_file()}
+    found = {m["path"]: m["size"] for page in obstore.list(s3) for m in page}
+    assert found == {name: path.stat().st_size for name, path in files.items()}
+    assert [m["path"] for page in obstore.list(s3, prefix="a") for m in page] == [
+        "a/1.jpg",
+        "a/2.jpg",
+    ]
+    assert set(obstore.list_with_delimiter(s3)["common_prefixes"]) == {"a", "b"}
+    for name, path in files.items():
+        assert bytes(obstore.get(s3, name).bytes()) == path.read_bytes()
+    part = obstore.get(s3, "b/3.jpg", options={"range": (70_001, 150_003)}).bytes()
+    assert bytes(part) == files["b/3.jpg"].read_bytes()[70_001:150_003]
+    tag = obstore.head(s3, "a/1.jpg")["e_tag"]
+    assert obstore.get(s3, "a/1.jpg", options={"if_match": tag}).bytes()
+    with pytest.raises(obstore.exceptions.PreconditionError):
+        obstore.get(s3, "a/2.jpg", options={"if_match": tag})
+    with pytest.raises(FileNotFoundError):
+        obstore.head(s3, "a/none.jpg")
+
+
+def test_more_objects_than_a_page_has_are_listed(tmp_path: Path) -> None:
+    for number in range(1203):
+        (tmp_path / f"{number:04d}").touch()
+    with ObjectStore({"data": tmp_path}, latency=0) as store:
+        listed = [m["path"] for page in obstore.list(client(store)) for m in page]
+        assert listed == sorted(p.name for p in tmp_path.iterdir())
+        assert store.counts().requests == 2
+
+
+def test_latency_and_bandwidth_are_at_least_what_was_stated(folder: Path) -> None:
+    size = len("b/3.jpg") * 30_000
+    with ObjectStore({"data": folder}, latency=0.05, connection=1e6) as store:
+        began = time.perf_counter()
+        with urllib.request.urlopen(f"{store.endpoint}/data/b/3.jpg") as answer:
+            assert time.perf_counter() - began >= 0.05
+            assert len(answer.read()) == size
+        assert time.perf_counter() - began >= 0.05 + size / 1e6
+        counted = store.counts()
+        assert (counted.requests, counted.bytes, counted.peak) == (1, size, 1)
+        assert counted.flight_seconds >= 0.05 + size / 1e6
+        assert counted.latency_seconds >= 0.05
+
+
+def test_what_is_not_served_is_refused(store: ObjectStore, tmp_path: Path) -> None:
+    for method, path, status in (("PUT", "data/new", 405), ("GET", "other/key", 404)):
+        request = urllib.request.Request(f"{store.endpoint}/{path}", method=method)
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(request)
+        assert refused.value.code == status
+    with pytest.raises(UsageError, match="is not a directory"):
+        ObjectStore({"data": tmp_path / "none"})
+    with pytest.raises(UsageError, match="negative"):
+        ObjectStore({"data": tmp_path}, latency=-1)
+
+
+@pytest.mark.multi
+def test_a_first_epoch_reads_every_object_once_and_a_second_none(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    objects.add_arguments(parser)
+    out = tmp_path / "objects.json"
+    words = f"--dir {tmp_path} --files 40 --threads 1 --repeats 1 --json {out} --latency-ms 1 20"
+    options = [*words.split(), "--loaders", "nostall, an object", "plain"]
+    assert objects.run(parser.parse_args(options)) == 0
+    result = json.loads(out.read_text())
+    size = result["dataset"]["bytes"]
+    assert [*result["latencies"]] == ["1", "20"]
+    for latency, found in result["latencies"].items():
+        assert not found["errors"]
+        (run,) = found["rows"]["nostall, an object a sample"]
+        first, second = run["epochs"]
+        assert first["samples"] == second["samples"] == 40
+        assert first["bytes"] >= size
+        assert first["requests"] == 40 + 1  # and the listing
+        assert second["requests"] == second["bytes"] == 0
+        assert first["latency_s"] >= float(latency) / 1e3
+        (plain,) = found["rows"][objects.PLAIN]
+        assert plain["epochs"][0]["requests"] == 40
