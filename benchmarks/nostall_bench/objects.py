@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib
+import importlib.util
 import os
 import tempfile
 import time
@@ -202,8 +203,9 @@ def measure(settings: dict[str, Any]) -> list[dict[str, Any]]:
     """The epochs of one loader. What a program imports takes no part of the time."""
     from nostall_bench import peers, worker
 
-    for package in peers.module(settings["loader"]).REQUIRES:
-        importlib.import_module(package)
+    for package in (*peers.module(settings["loader"]).REQUIRES, "torch", "obstore"):
+        if importlib.util.find_spec(package):
+            importlib.import_module(package)
     looks = [counts(settings["endpoint"])]
     rows: list[dict[str, Any]] = worker.measure(
         settings, after_epoch=lambda: looks.append(counts(settings["endpoint"]))

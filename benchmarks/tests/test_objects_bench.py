@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import nostall
 from nostall.errors import UsageError
 from nostall_bench import objects
 from nostall_bench.object_store import CREDENTIALS, ObjectStore
@@ -126,3 +127,25 @@ def test_a_first_epoch_reads_every_object_once_and_a_second_none(tmp_path: Path)
         assert first["latency_s"] >= float(latency) / 1e3
         (plain,) = found["rows"][objects.PLAIN]
         assert plain["epochs"][0]["requests"] == 40
+
+
+@pytest.mark.parametrize("requests", ["auto", "5"])
+def test_requests_in_flight_follow_from_measurement_or_the_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requests: str
+) -> None:
+    """By the store's own count. It answers so late that no machine is too slow to ask for more."""
+    for number in range(400):
+        path = tmp_path / "images" / f"{number % 4}" / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"%d" % number * 50)
+    samples = 400 if requests == "auto" else 60
+    with ObjectStore({"images": tmp_path / "images"}, latency=0.2) as store:
+        for name, value in store.environment.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("NOSTALL_OBJECT_REQUESTS", requests)
+        source = nostall.Subset(nostall.ObjectFolder("s3://images"), range(samples))
+        store.counts()
+        with nostall.DataLoader(source, batch_size=16, epochs=1, rank=0, world_size=1) as loader:
+            assert sum(len(labels) for _, labels in next(iter(loader.epochs()))) == samples
+        peak = store.counts().peak
+    assert peak == 5 if requests == "5" else peak > 32

@@ -745,6 +745,14 @@ _OTHERS = (
         "seconds that a request to an object store may take",
     ),
     _variable(
+        "source.object_requests",
+        "NOSTALL_OBJECT_REQUESTS",
+        _either(_integer(1, 512), '"auto"', lambda value: value == "auto"),
+        "auto",
+        "requests in flight at an object store, of each data set and process; "
+        '"auto" finds the number by measurement',
+    ),
+    _variable(
         "source.object_retries",
         "NOSTALL_OBJECT_RETRIES",
         _integer(0, 1000),

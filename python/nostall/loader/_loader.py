@@ -58,6 +58,10 @@ if TYPE_CHECKING:
 
 _STATE_VERSION = 1
 _READS_IN_FLIGHT = 16
+# Of an object store: a thread hands over its reads when the last of them is there, so that many
+# threads wait for few answers that are late. How many requests are made at once is not their number
+# (source/_flight.py), which never is above all these reads.
+_NETWORK_FETCHERS, _NETWORK_READS = 16, 32
 _SEED_BYTES = 4  # of a drawn seed: short enough to be typed again
 _LIGHT_STAGING = 16 << 20  # of what is as quickly unpacked as read: it stays in a cache
 _ENDLESS = 2**31 - 1  # epochs of a plan without an end
@@ -922,7 +926,8 @@ class DataLoader:
 
     def _fetchers(self) -> int:
         known = self._calibration.source_threads if self._calibration else 0
-        return max(2, known or self._threads)
+        least = _NETWORK_FETCHERS if self.dataset.over_network else 2
+        return max(least, known or self._threads)
 
     def _expect(self, config: _native.LoaderConfig) -> None:
         """Sets the seconds per byte of each origin, for one fetch thread of this rank."""
@@ -947,7 +952,7 @@ class DataLoader:
         config.on_error = _named(_native.OnError, on_error)
         config.fetchers = self._fetchers()
         config.workers = self._threads
-        config.depth = _READS_IN_FLIGHT
+        config.depth = _NETWORK_READS if self.dataset.over_network else _READS_IN_FLIGHT
         config.reader = _named(_native.ReaderKind, chosen.reader)
         config.staging_bytes = self._staging
         config.io_bytes = self._reading

@@ -11,18 +11,18 @@ import hashlib
 import os
 import re
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
 from nostall import _native
 from nostall.base import _object_client as client
+from nostall.base import _options as option_values
 from nostall.errors import IoError, UsageError
 from nostall.source import _hub as hub
+from nostall.source._flight import Flight
 
 _SCHEMES = ("s3://", "s3a://", "gs://", "az://", "abfs://", "http://", "https://", hub.SCHEME)
-_IN_FLIGHT = 32
 # Attempts for a range whose body ends early, which the client's own retries do not cover.
 _ATTEMPTS = 3
 
@@ -135,7 +135,8 @@ class Ranges:
         self._urls = list(urls)
         self._stores: dict[str, Any] = {}
         self._given = store
-        self._pool: tuple[int, ThreadPoolExecutor] | None = None
+        pinned = option_values.value("source.object_requests")
+        self._flight = Flight(self._urls[0], None if pinned == "auto" else pinned)
         self.sizes: list[int] = []
         self.versions: list[int] = []
         self._tags: list[str | None] = []
@@ -146,7 +147,9 @@ class Ranges:
             except Exception as error:
                 raise _failed(url, error) from None
 
-        for meta in self._threads().map(head, self._urls) if known is None else known:
+        for meta in self._flight.ask(head, self._urls) if known is None else known:
+            if isinstance(meta, BaseException):
+                raise meta
             self.sizes.append(int(meta["size"]))
             self._tags.append(meta.get("e_tag"))
             self.versions.append(_version(meta))
@@ -159,17 +162,11 @@ class Ranges:
             self._stores[root] = connect(root)
         return self._stores[root]
 
-    def _threads(self) -> ThreadPoolExecutor:
-        # Threads do not survive a fork.
-        if self._pool is None or self._pool[0] != os.getpid():
-            self._pool = os.getpid(), ThreadPoolExecutor(_IN_FLIGHT, "nostall objects")
-        return self._pool[1]
-
     def read(self, ranges: list[tuple[int, int, int]]) -> list[Any]:
         """One buffer or exception for every (file, offset, size)."""
         if ranges:
             client.client(self._urls[ranges[0][0]])
-        return list(self._threads().map(self._one, ranges))
+        return self._flight.ask(self._one, ranges, [size for _, _, size in ranges])
 
     def _one(self, asked: tuple[int, int, int]) -> Any:
         file, offset, size = asked

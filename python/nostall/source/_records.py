@@ -234,6 +234,12 @@ class RecordStore(Source):
         )
 
     @property
+    def over_network(self) -> bool:
+        """Whether its files are objects."""
+        storage: _native.Storage | None = getattr(self, "storage", None)
+        return storage is not None and any(map(is_url, storage.paths[:1]))
+
+    @property
     def places(self) -> tuple[NDArray[np.uint32], NDArray[np.uint64], NDArray[np.uint64]]:
         """(file, offset, length) of every sample; `file` is empty where there is one file."""
         table = self.native.table

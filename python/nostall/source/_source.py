@@ -147,6 +147,11 @@ class Source:
         return None
 
     @property
+    def over_network(self) -> bool:
+        """Whether samples are read from an object store: late, and many requests at once."""
+        return False
+
+    @property
     def item_maker(self) -> ItemMaker | None:
         """What makes the samples, if they are items of a data set in Python; else None."""
         return None

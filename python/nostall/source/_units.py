@@ -11,6 +11,7 @@ from nostall import _native
 from nostall.errors import CorruptionError, UsageError
 from nostall.fields import Schema
 from nostall.fields._tokens import PARTS, UnitImages, UnitPart, UnitPlaces
+from nostall.source._objects import is_url
 from nostall.source._source import Source
 from nostall.source._tokens import LABELS, LOSS_MASK, Tokens
 
@@ -194,6 +195,11 @@ class Units(Source):
     def schema(self) -> Schema:
         """The fields that were chosen."""
         return self._schema
+
+    @property
+    def over_network(self) -> bool:
+        """Whether the files of the stream are objects."""
+        return any(map(is_url, self.tokens.storage.paths[:1]))
 
     @property
     def extent(self) -> dict[str, int]:

@@ -91,6 +91,11 @@ class View(Source):
         """The fields of every sample: those of the parts."""
         return self.parts[0].schema
 
+    @property
+    def over_network(self) -> bool:
+        """Whether one of the parts is read from an object store."""
+        return any(part.over_network for part in self.parts)
+
     def select(self, names: Sequence[str]) -> Source:
         """The same view of parts that read these fields alone, if that saves reading; else this one.
 

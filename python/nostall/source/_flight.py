@@ -1,0 +1,255 @@
+"""Requests in flight at an object store: how many, and the threads that make them.
+
+A store answers late and many at once, so a reader that waits for few answers leaves it idle, and one
+that asks for too many makes its own requests wait for each other. `Climb` finds the number between
+from measurements; `Flight` makes the requests and measures.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Generic, NamedTuple, TypeVar
+
+Asked = TypeVar("Asked")
+Answer = TypeVar("Answer")
+
+_log = logging.getLogger("nostall")
+
+# As many as two threads of a loader ask for; each more costs a thread of this process.
+_START, _LEAST, _MOST = 32, 8, 256
+_STEP = 1.5
+# A step upwards must bring this much more. If the store answers more at once it brings half as much
+# again, and nothing if its bandwidth is used.
+_GAIN = 1.1
+# Measurements of a step before it is given up, and at a number before the next step is tried.
+_TRIES, _REST = 2, 20
+# Requests in flight, over those that the bandwidth needs, from which on they only wait for each other.
+_TOO_MANY = 2.0
+# A measurement has at least this many answers per request in flight, and takes so long.
+_ANSWERS, _SECONDS = 2, 0.2
+# Of the number allowed, what must have been in flight for a measurement to say something about it.
+_USED = 0.7
+# Answers that a reader's call waits for together are memory beside that of the stage.
+_HELD_BYTES = 32 << 20
+
+
+class Choice(NamedTuple):
+    """A number of requests, and why."""
+
+    requests: int
+    reason: str
+
+
+class Climb:
+    """Climbs to the number of requests in flight from which on more bring no more bytes.
+
+    It goes up by half as long as the bytes per second rise by a tenth, then rests at the last number
+    that brought more, and tries again from time to time. It comes down where the requests in flight
+    are more than twice those that the rate of answers needs, at the shortest time that an answer has
+    taken. A decision follows from the measurements alone.
+    """
+
+    def __init__(self, start: int = _START, least: int = _LEAST, most: int = _MOST) -> None:
+        self.requests = start
+        self._least, self._most = least, most
+        self._base = start
+        self._base_rate = 0.0  # bytes/s at the base; 0: not measured
+        self._best = 0.0  # of the measurements of the present step
+        self._tries = self._rests = 0
+        self._quickest = math.inf  # seconds, mean of a measurement
+
+    def measured(self, bytes_per_s: float, answers_per_s: float, seconds: float) -> Choice:
+        """What to do after a measurement at `requests` in flight: rates, and the mean time of one."""
+        self._quickest = min(self._quickest, seconds)
+        if self.requests > self._base:
+            return self._stepped(bytes_per_s)
+        rate = self._base_rate
+        self._base_rate = bytes_per_s if rate == 0 else (rate + bytes_per_s) / 2
+        needed = max(self._least, math.ceil(_TOO_MANY * answers_per_s * self._quickest))
+        if self._base > needed:
+            self._base_rate, self._rests = 0.0, _REST
+            return self._go(needed, needed, "requests wait for each other")
+        if self._rests:
+            self._rests -= 1
+            return self._go(self._base, self._base, "resting")
+        return self._up("a first measurement" if rate == 0 else "time to try more")
+
+    def _stepped(self, bytes_per_s: float) -> Choice:
+        self._best = max(self._best, bytes_per_s)
+        self._tries += 1
+        if self._best >= _GAIN * self._base_rate:
+            self._base, self._base_rate = self.requests, self._best
+            return self._up("more bytes came")
+        if self._tries < _TRIES:
+            return self._go(self._base, self.requests, "once more")
+        self._rests = _REST
+        return self._go(self._base, self._base, "no more bytes came")
+
+    def _up(self, reason: str) -> Choice:
+        self._best, self._tries = 0.0, 0
+        if self._base >= self._most:
+            self._rests = _REST
+            return self._go(self._base, self._base, "at the limit")
+        more = min(self._most, math.ceil(_STEP * self._base))
+        return self._go(self._base, more, reason)
+
+    def _go(self, base: int, requests: int, reason: str) -> Choice:
+        self._base, self.requests = base, requests
+        return Choice(requests, reason)
+
+
+class _Call(Generic[Asked, Answer]):
+    """What one call of `Flight.ask` waits for."""
+
+    def __init__(self, ask: Callable[[Asked], Answer], asked: Sequence[Asked]) -> None:
+        self.ask, self.asked = ask, asked
+        self.answers: list[Any] = [None] * len(asked)
+        self.left = len(asked)
+        self.done = threading.Event()
+
+
+class Flight:
+    """Makes requests, as many at a time as `Climb` says, or as `pinned` does, in the order asked for.
+
+    Thread-safety: any number of threads may ask; answers are held for their calls within 32 MiB, or
+    for one call.
+    """
+
+    def __init__(self, name: str, pinned: int | None = None) -> None:
+        self._name = name
+        self._climb = None if pinned else Climb()
+        self.requests = pinned or _START
+        self._begin()
+
+    def _begin(self) -> None:
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._room = threading.Condition(self._lock)
+        self._pool: ThreadPoolExecutor | None = None
+        self._waiting: deque[tuple[_Call[Any, Any], int]] = deque()
+        self._flying = 0
+        self._held = 0
+        self._rest = 0  # answers to requests that began before the number was changed
+        self._measure_anew(time.monotonic())
+
+    def _measure_anew(self, now: float) -> None:
+        self._since = self._counted = now
+        self._answers = self._bytes = 0
+        self._seconds = self._flown = 0.0
+
+    def ask(
+        self,
+        ask: Callable[[Asked], Answer],
+        asked: Sequence[Asked],
+        sizes: Sequence[int] | None = None,
+    ) -> list[Any]:
+        """The answers of `ask` to all that is asked, or what it raised, in order.
+
+        Args:
+            sizes: bytes of the answers; without, nothing is learned from them.
+        """
+        if os.getpid() != self._process:  # threads and locks do not survive a fork
+            self._begin()
+        if not asked:
+            return []
+        call = _Call(ask, asked)
+        total = sum(sizes or ())
+        measured = sizes is not None
+        with self._lock:
+            while self._held and self._held + total > _HELD_BYTES:
+                self._room.wait()
+            self._held += total
+            self._waiting.extend((call, i) for i in range(len(asked)))
+            if measured and not self._flying:
+                self._measure_anew(time.monotonic())
+            self._start()
+        call.done.wait()
+        with self._lock:
+            self._held -= total
+            self._room.notify_all()
+        return call.answers
+
+    def _start(self) -> None:
+        """Under the lock: a thread for each request that may begin."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(max(_MOST, self.requests), "nostall objects")
+        for _ in range(min(self.requests - self._flying, len(self._waiting))):
+            try:
+                self._pool.submit(self._work)
+            except RuntimeError as error:  # the interpreter ends, or there are no more threads
+                if not self._flying:
+                    self._refuse(error)
+                return
+            self._fly(+1, time.monotonic())
+
+    def _refuse(self, error: Exception) -> None:
+        while self._waiting:
+            call, number = self._waiting.popleft()
+            self._answer(call, number, error)
+
+    def _fly(self, change: int, now: float) -> None:
+        self._flown += self._flying * (now - self._counted)
+        self._counted = now
+        self._flying += change
+
+    def _work(self) -> None:
+        """Makes requests one after the other while there are some, and not too many in flight."""
+        while True:
+            with self._lock:
+                if not self._waiting or self._flying > self.requests:
+                    self._fly(-1, time.monotonic())
+                    return
+                call, number = self._waiting.popleft()
+            began = time.monotonic()
+            try:
+                answer = call.ask(call.asked[number])
+            except BaseException as error:  # whoever asked must not wait for ever
+                answer = error
+            with self._lock:
+                now = time.monotonic()
+                self._answer(call, number, answer)
+                self._fly(0, now)
+                self._learn(now, now - began, answer)
+                self._start()
+
+    @staticmethod
+    def _answer(call: _Call[Any, Any], number: int, answer: Any) -> None:
+        call.answers[number] = answer
+        call.left -= 1
+        if not call.left:
+            call.done.set()
+
+    def _learn(self, now: float, seconds: float, answer: Any) -> None:
+        if self._climb is None or not isinstance(answer, (bytes, memoryview)):
+            return
+        if self._rest:
+            self._rest -= 1
+            if not self._rest:
+                self._measure_anew(now)
+            return
+        self._answers += 1
+        self._bytes += len(answer)
+        self._seconds += seconds
+        took = now - self._since
+        if self._answers < _ANSWERS * self.requests or took < _SECONDS:
+            return
+        if self._flown >= _USED * self.requests * took:
+            choice = self._climb.measured(
+                self._bytes / took, self._answers / took, self._seconds / self._answers
+            )
+            if choice.requests != self.requests:
+                _log.debug(
+                    "%s: %d requests in flight after %d: %s (%.1f MB/s, %.0f ms a request)",
+                    *(self._name, choice.requests, self.requests, choice.reason),
+                    *(self._bytes / took / 1e6, 1e3 * self._seconds / self._answers),
+                )
+                self._rest = self._flying
+                self.requests = choice.requests
+        self._measure_anew(now)

@@ -1,0 +1,168 @@
+"""Requests in flight: decisions from made-up measurements, and what a server is really asked for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from nostall.source import _flight
+from nostall.source._flight import Climb, Flight
+
+# (bytes/s, requests/s, seconds a request) of a store by the requests in flight.
+Store = Callable[[int], tuple[float, float, float]]
+
+
+def emulated(latency: float, bandwidth: float, size: float) -> Store:
+    """Each request takes the latency, or longer where its bytes wait for those of others."""
+
+    def measure(flying: int) -> tuple[float, float, float]:
+        seconds = max(latency + size / bandwidth, flying * size / bandwidth)
+        return flying * size / seconds, flying / seconds, seconds
+
+    return measure
+
+
+def climb(climb: Climb, store: Store, measurements: int) -> list[int]:
+    numbers = []
+    for _ in range(measurements):
+        before = climb.requests
+        choice = climb.measured(*store(before))
+        assert choice.requests == climb.requests
+        assert choice.reason
+        numbers.append(choice.requests)
+    return numbers
+
+
+@pytest.mark.parametrize("latency", [0.005, 0.03, 0.1])
+def test_the_climb_ends_where_the_bandwidth_is_used(latency: float) -> None:
+    store, chosen = emulated(latency, 80e6, 95e3), Climb()
+    climb(chosen, store, 40)
+    best = max(store(n)[0] for n in range(1, 257))
+    resting = [n for n in climb(chosen, store, 200) if n == chosen.requests]
+    assert len(resting) > 150
+    assert store(chosen.requests)[0] >= 0.9 * best
+    needed = latency * 80e6 / 95e3 + 1
+    assert chosen.requests <= max(32, 2.5 * needed)
+
+
+def test_more_requests_are_made_while_more_bytes_come() -> None:
+    chosen = Climb(start=32, most=256)
+    numbers = climb(chosen, emulated(0.1, 1e12, 95e3), 20)
+    assert numbers[:5] == [48, 72, 108, 162, 243]
+    assert set(numbers[5:]) <= {243, 256}
+
+
+def test_a_step_that_brings_nothing_is_taken_back_after_a_second_look() -> None:
+    chosen = Climb(start=32)
+    assert chosen.measured(10e6, 100, 0.3) == (48, "a first measurement")
+    assert chosen.measured(10.5e6, 105, 0.4) == (48, "once more")
+    assert chosen.measured(10.2e6, 102, 0.4) == (32, "no more bytes came")
+    assert chosen.measured(10e6, 100, 0.3) == (32, "resting")
+
+
+def test_a_slow_first_look_at_a_step_does_not_end_it() -> None:
+    chosen = Climb(start=32)
+    chosen.measured(10e6, 100, 0.3)
+    assert chosen.measured(9e6, 90, 0.5).requests == 48
+    assert chosen.measured(15e6, 150, 0.3) == (72, "more bytes came")
+
+
+def test_a_store_that_has_become_faster_is_found_again() -> None:
+    chosen = Climb()
+    climb(chosen, emulated(0.03, 20e6, 95e3), 60)
+    assert chosen.requests <= 48
+    climb(chosen, emulated(0.03, 400e6, 95e3), 120)
+    assert chosen.requests >= 100
+
+
+def test_a_store_that_has_become_slower_is_asked_for_less() -> None:
+    chosen = Climb()
+    climb(chosen, emulated(0.03, 400e6, 95e3), 120)
+    assert chosen.requests >= 100
+    climb(chosen, emulated(0.03, 20e6, 95e3), 60)
+    assert chosen.requests <= 32
+
+
+class Busy:
+    """Counts calls at once; answers when told to, so that no time decides."""
+
+    def __init__(self, wanted: int) -> None:
+        self.wanted = wanted
+        self.lock = threading.Lock()
+        self.now = self.most = 0
+        self.enough = threading.Event()
+
+    def __call__(self, number: int) -> bytes:
+        with self.lock:
+            self.now += 1
+            self.most = max(self.most, self.now)
+            if self.now >= self.wanted:
+                self.enough.set()
+        assert self.enough.wait(60)
+        with self.lock:
+            self.now -= 1
+        return b"%d" % number
+
+
+@pytest.mark.parametrize("requests", [1, 5, 40])
+def test_as_many_requests_are_in_flight_as_were_pinned(requests: int) -> None:
+    flight, busy = Flight("store", requests), Busy(requests)
+    answers = flight.ask(busy, range(100), [1] * 100)
+    assert answers == [b"%d" % n for n in range(100)]
+    assert busy.most == requests
+
+
+def test_a_call_waits_for_its_own_answers_alone() -> None:
+    flight, slow = Flight("store", 2), threading.Event()
+    stuck = threading.Thread(
+        target=flight.ask, args=(lambda _: slow.wait(60) and b"", [0], [1]), daemon=True
+    )
+    stuck.start()
+    try:
+        assert flight.ask(lambda n: bytes(n), [1, 2, 3], [1, 2, 3]) == [
+            bytes(1),
+            bytes(2),
+            bytes(3),
+        ]
+    finally:
+        slow.set()
+        stuck.join()
+
+
+def test_what_a_request_raises_is_its_answer() -> None:
+    def ask(number: int) -> bytes:
+        if number == 1:
+            raise ValueError("no")
+        return bytes(number)
+
+    first, second, third = Flight("store").ask(ask, [0, 1, 2], [0, 1, 2])
+    assert (first, third) == (b"", bytes(2))
+    assert isinstance(second, ValueError)
+
+
+def test_answers_are_held_within_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_flight, "_HELD_BYTES", 10)
+    flight, lock, held = Flight("store", 8), threading.Lock(), [0, 0]
+
+    def ask(size: int) -> bytes:
+        with lock:
+            held[0] += size
+            held[1] = max(held)
+        return bytes(size)
+
+    def call() -> None:
+        for _ in range(50):
+            answers = flight.ask(ask, [2, 2], [2, 2])
+            with lock:
+                held[0] -= sum(map(len, answers))
+
+    calls = [threading.Thread(target=call) for _ in range(6)]
+    for thread in calls:
+        thread.start()
+    for thread in calls:
+        thread.join()
+    assert held[0] == 0
+    # The third call may begin before a thread of this test has taken its answers off.
+    assert held[1] <= 10 + 4 * len(calls)
