@@ -1,6 +1,7 @@
 // records/file_window.h - a moving read-ahead window on one file, for formats in which each part
-// says where the next one is. Small jumps are read through, large ones skipped. Thread-safety:
-// belongs to one thread. Errors: none thrown; see get().
+// says where the next one is. Small jumps are read through, large ones skipped, unless the storage
+// answers so late that reading through them was measured to be quicker. Thread-safety: belongs to
+// one thread. Errors: none thrown; see get().
 #pragma once
 
 #include <cstddef>
@@ -33,8 +34,15 @@ class FileWindow {
  private:
   RangeReader& reader_;
   const Storage& storage_;
+  // Whether to read on from the window's end to `offset`, and further.
+  bool worth_reading_through(uint64_t offset);
+  void measured(uint64_t bytes, double seconds);
+
   uint32_t file_;
   size_t most_, ahead_ = 4096;
+  // Of reads that skip, seconds each and the bytes that they skip, and of those that read through,
+  // seconds per byte; 0: none yet.
+  double skipping_ = 0.0, skipped_ = 0.0, through_ = 0.0;
   uint64_t begin_ = 0;
   std::vector<std::byte> bytes_;
   std::optional<Error> error_;

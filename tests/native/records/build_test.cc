@@ -86,6 +86,32 @@ TEST(FileWindow, ReadsLittleWhereItJumps) {
   EXPECT_LT(storage.ranges - before, 200u);
 }
 
+TEST(FileWindow, ReadsThroughJumpsWhereReadsTakeLong) {
+  const std::string content = random_bytes(40 << 20, 1);
+  MemoryStorage storage({content});
+  // 2 ms for a read, and another millisecond for so many bytes of it.
+  uint64_t bytes_in_a_millisecond = 1 << 20;
+  storage.before = [&](const RangeRead& r) {
+    const auto ms = static_cast<double>(r.size()) / static_cast<double>(bytes_in_a_millisecond);
+    std::this_thread::sleep_for(std::chrono::duration<double, std::milli>(2.0 + ms));
+    return 0;
+  };
+  const auto reader = storage.make_reader(ReaderKind::pread, 1);
+  const auto reads_of_jumps = [&](uint64_t jump, uint64_t jumps) {
+    FileWindow window(*reader, storage, 0);
+    const uint64_t before = storage.ranges;
+    for (uint64_t at = 0; at < jumps * jump; at += jump) {
+      const auto bytes = window.get(at, 100);
+      EXPECT_EQ(std::string(reinterpret_cast<const char*>(bytes.data()), bytes.size()),
+                content.substr(at, 100));
+    }
+    return storage.ranges - before;
+  };
+  EXPECT_LT(reads_of_jumps(100'000, 200), 30u);  // 20 MB, 2 MiB at a time
+  bytes_in_a_millisecond = 4 << 10;              // 220 ms for a jump: each is skipped
+  EXPECT_GE(reads_of_jumps(900'000, 40), 35u);
+}
+
 TEST(EachInParallel, DoesEveryPieceOnce) {
   const MemoryStorage storage({"x"});
   for (const unsigned threads : {0u, 1u, 4u}) {
