@@ -29,9 +29,11 @@ _STEP = 1.5
 # again, and nothing if its bandwidth is used.
 _GAIN = 1.1
 # Measurements of a step before it is given up, and at a number before the next step is tried.
-_TRIES, _REST = 2, 20
-# Requests in flight, over those that the bandwidth needs, from which on they only wait for each other.
-_TOO_MANY = 2.0
+_TRIES, _REST = 2, 12
+# Requests in flight, over those that the bandwidth needs, from which on they only wait for each other;
+# how many measurements must say so, for a processor that is busy elsewhere looks alike for a moment;
+# and the measurements before the next step up, should that have been so.
+_TOO_MANY, _SURE, _DOUBT = 2.0, 3, 3
 # A measurement has at least this many answers per request in flight, and takes so long.
 _ANSWERS, _SECONDS = 2, 0.2
 # Of the number allowed, what must have been in flight for a measurement to say something about it.
@@ -52,8 +54,8 @@ class Climb:
 
     It goes up by half as long as the bytes per second rise by a tenth, then rests at the last number
     that brought more, and tries again from time to time. It comes down where the requests in flight
-    are more than twice those that the rate of answers needs, at the shortest time that an answer has
-    taken. A decision follows from the measurements alone.
+    are, in several measurements, more than twice those that the rate of answers needs, at the shortest
+    time that an answer has taken. A decision follows from the measurements alone.
     """
 
     def __init__(self, start: int = _START, least: int = _LEAST, most: int = _MOST) -> None:
@@ -64,6 +66,7 @@ class Climb:
         self._best = 0.0  # of the measurements of the present step
         self._tries = self._rests = 0
         self._quickest = math.inf  # seconds, mean of a measurement
+        self._needed: list[int] = []  # by the last measurements, where each said that it is less
 
     def measured(self, bytes_per_s: float, answers_per_s: float, seconds: float) -> Choice:
         """What to do after a measurement at `requests` in flight: rates, and the mean time of one."""
@@ -73,9 +76,11 @@ class Climb:
         rate = self._base_rate
         self._base_rate = bytes_per_s if rate == 0 else (rate + bytes_per_s) / 2
         needed = max(self._least, math.ceil(_TOO_MANY * answers_per_s * self._quickest))
-        if self._base > needed:
-            self._base_rate, self._rests = 0.0, _REST
-            return self._go(needed, needed, "requests wait for each other")
+        self._needed = [*self._needed, needed] if needed < self._base else []
+        if len(self._needed) == _SURE:
+            fewer = max(self._needed)
+            self._base_rate, self._rests, self._needed = 0.0, _DOUBT, []
+            return self._go(fewer, fewer, "requests wait for each other")
         if self._rests:
             self._rests -= 1
             return self._go(self._base, self._base, "resting")

@@ -85,6 +85,17 @@ def test_a_store_that_has_become_slower_is_asked_for_less() -> None:
     assert chosen.requests <= 32
 
 
+def test_a_moment_without_a_processor_does_not_bring_the_number_down() -> None:
+    store, chosen = emulated(0.03, 80e6, 95e3), Climb()
+    climb(chosen, store, 10)
+    before = chosen.requests
+    rate, answers, seconds = store(before)
+    for _ in range(2):
+        assert chosen.measured(rate / 8, answers / 8, seconds * 8) == (before, "resting")
+    chosen.measured(rate, answers, seconds)
+    assert chosen.measured(rate / 8, answers / 8, seconds * 8).requests == before
+
+
 class Busy:
     """Counts calls at once; answers when told to, so that no time decides."""
 
