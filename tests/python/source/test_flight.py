@@ -120,9 +120,15 @@ class Busy:
 @pytest.mark.parametrize("requests", [1, 5, 40])
 def test_as_many_requests_are_in_flight_as_were_pinned(requests: int) -> None:
     flight, busy = Flight("store", requests), Busy(requests)
-    answers = flight.ask(busy, range(100), [1] * 100)
+    begun = []
+
+    def ask(number: int) -> bytes:
+        begun.append(flight._flying)  # those that have a thread, whether it runs yet or not
+        return busy(number)
+
+    answers = flight.ask(ask, range(100), [1] * 100)
     assert answers == [b"%d" % n for n in range(100)]
-    assert busy.most == requests
+    assert busy.most == max(begun) == requests
 
 
 def test_a_call_waits_for_its_own_answers_alone() -> None:
@@ -155,25 +161,34 @@ def test_what_a_request_raises_is_its_answer() -> None:
 
 def test_answers_are_held_within_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_flight, "_HELD_BYTES", 10)
-    flight, lock, held = Flight("store", 8), threading.Lock(), [0, 0]
+    flight, go_on, asked = Flight("store", 8), threading.Event(), []
 
-    def ask(size: int) -> bytes:
-        with lock:
-            held[0] += size
-            held[1] = max(held)
-        return bytes(size)
+    def ask(name: str) -> bytes:
+        asked.append(name)
+        if name == "first":
+            assert go_on.wait(60)
+        return b""
 
-    def call() -> None:
-        for _ in range(50):
-            answers = flight.ask(ask, [2, 2], [2, 2])
-            with lock:
-                held[0] -= sum(map(len, answers))
+    def wait(condition: Callable[[], object]) -> None:
+        for _ in range(6000):
+            if condition():
+                return
+            threading.Event().wait(0.01)
+        raise AssertionError("it did not come so far")
 
-    calls = [threading.Thread(target=call) for _ in range(6)]
-    for thread in calls:
-        thread.start()
-    for thread in calls:
-        thread.join()
-    assert held[0] == 0
-    # The third call may begin before a thread of this test has taken its answers off.
-    assert held[1] <= 10 + 4 * len(calls)
+    calls = [
+        threading.Thread(target=flight.ask, args=(ask, [name], [8]), daemon=True)
+        for name in ("first", "second")
+    ]
+    calls[0].start()
+    wait(lambda: "first" in asked)
+    calls[1].start()
+    wait(lambda: flight._room._waiters or "second" in asked)  # type: ignore[attr-defined]
+    flight.ask(ask, ["small"], [2])
+    assert asked == ["first", "small"]
+    go_on.set()
+    for call in calls:
+        call.join(60)
+    assert asked == ["first", "small", "second"]
+    flight.ask(ask, ["larger than the limit"], [11])
+    assert asked[-1] == "larger than the limit"
