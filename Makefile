@@ -137,7 +137,7 @@ wheel:
 	@scripts/setup wheel
 	@$(PYTHON) scripts/wheel --arch $(ARCH) --jobs $(JOBS)
 	@$(PYTHON) scripts/check-wheel $(if $(filter $(ARCH),$(shell uname -m)),--try $(TRY) --) dist/nostall*_$(ARCH).whl
-	@$(if $(filter $(ARCH),$(shell uname -m)),$(PYTHON) scripts/check-sdist dist/nostall-*.tar.gz)
+	@$(if $(filter $(ARCH),$(shell uname -m)),$(PYTHON) scripts/check-sdist $$(ls -t dist/nostall-*.tar.gz | head -n 1))
 
 # DLIO without DALI, which it wants as well; a path takes another one, with what it needs beside it.
 DLIO ?= dlio-benchmark==2.*

@@ -20,9 +20,9 @@ using namespace nostall;
 
 namespace {
 
-void at_exit() {
+bool keep_threads() {
   constexpr unsigned long kKeepsThem = 0x030E0000;  // Python 3.14
-  if (Py_Version >= kKeepsThem) return;
+  if (Py_Version >= kKeepsThem) return true;
   // Before 3.13 the stable interface lacks it, and its name is the second one.
   for (const char* name : {"Py_IsFinalizing", "_Py_IsFinalizing"}) {
     void* const found = ::dlsym(RTLD_DEFAULT, name);
@@ -31,12 +31,18 @@ void at_exit() {
       return keep_ended_threads(python, reinterpret_cast<int (*)()>(found));
     }
   }
+  return false;
 }
 
 }  // namespace
 
 void bind_base(nb::module_& m) {
-  nb::module_::import_("atexit").attr("register")(nb::cpp_function(&at_exit));
+  m.def("keep_ended_threads", &keep_threads,
+        "Lets threads that ask for Python's lock after it shut down sleep, for at most 10 s, and "
+        "not end "
+        "within native code (native/base/ended_threads.h). The main thread calls it at the end of "
+        "the "
+        "program. Returns whether they will.");
   nb::class_<MemoryLimit>(m, "MemoryLimit", "A limit of memory (native/base/limits.h), in bytes.")
       .def_prop_ro("kind",
                    [](const MemoryLimit& l) {

@@ -9,8 +9,7 @@
 namespace nostall::bindings {
 
 // Kept by the thread from one use to the next. A use within a use, as a decoder in Python may have, gets
-// one of its own. Constructed with the GIL, where Python has one: image/decode.h
-// says why.
+// one of its own. Constructed with the GIL, where Python has one: image/decode.h says why.
 template <typename Scratch>
 class Lent {
  public:

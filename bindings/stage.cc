@@ -64,9 +64,11 @@ class PyBatch {
     return memory_->tail;
   }
   void release() {
+    // Dropped without the lock: memory of Python's may run code that comes back here.
+    std::shared_ptr<stage::Buffer> buffer, tail;
     const MutexLock lock(memory_->mutex);
-    memory_->buffer.reset();
-    memory_->tail.reset();
+    buffer.swap(memory_->buffer);
+    tail.swap(memory_->tail);
   }
 
   // Without its memory.

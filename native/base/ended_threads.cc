@@ -1,6 +1,10 @@
 // Puts a function in the place of the interpreter's pthread_exit, in its table of imported functions (ELF).
 #include "base/ended_threads.h"
 
+#include <cstdint>  // defines __GLIBC__, where that is the library
+
+#if defined(__GLIBC__) && (defined(__x86_64__) || defined(__aarch64__))
+
 #include <dlfcn.h>
 #include <elf.h>
 #include <link.h>
@@ -9,7 +13,6 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <cstdint>
 #include <string_view>
 
 namespace nostall {
@@ -17,15 +20,13 @@ namespace {
 
 #if defined(__x86_64__)
 constexpr uint32_t kSlots[] = {R_X86_64_JUMP_SLOT, R_X86_64_GLOB_DAT};
-#elif defined(__aarch64__)
-constexpr uint32_t kSlots[] = {R_AARCH64_JUMP_SLOT, R_AARCH64_GLOB_DAT};
 #else
-constexpr uint32_t kSlots[] = {~uint32_t{0}};
+constexpr uint32_t kSlots[] = {R_AARCH64_JUMP_SLOT, R_AARCH64_GLOB_DAT};
 #endif
 
 using Exit = void (*)(void*);
 
-constexpr unsigned kMostSeconds = 60;
+constexpr unsigned kMostSeconds = 10;
 
 std::atomic<pthread_t> ending;
 int (*is_shutting_down)() = nullptr;
@@ -39,13 +40,14 @@ void exit_thread(void* result) {
   real_exit(result);
 }
 
-void set(uintptr_t slot, Exit function) {
+bool set(uintptr_t slot, Exit function) {
   const auto page = static_cast<uintptr_t>(::sysconf(_SC_PAGESIZE));
   // The linker may have made it read-only.
   if (::mprotect(reinterpret_cast<void*>(slot / page * page), page, PROT_READ | PROT_WRITE) != 0) {
-    return;
+    return false;
   }
   std::atomic_ref(*reinterpret_cast<Exit*>(slot)).store(function);
+  return true;
 }
 
 // Where the dynamic linker has put the addresses of what an executable or a library calls.
@@ -78,8 +80,10 @@ class Imports {
     }
   }
 
-  void replace(std::string_view name, Exit function) const {
-    if (symbols_ == nullptr || names_ == nullptr) return;
+  // Whether there is such an import, and all of them could be written.
+  bool replace(std::string_view name, Exit function) const {
+    if (symbols_ == nullptr || names_ == nullptr) return false;
+    bool replaced = false;
     for (const Table& table : tables_) {
       if (table.first == nullptr) continue;
       for (size_t i = 0; i < table.bytes / sizeof(ElfW(Rela)); ++i) {
@@ -87,10 +91,13 @@ class Imports {
         for (const uint32_t kind : kSlots) {
           if (ELF64_R_TYPE(one.r_info) != kind) continue;
           const ElfW(Sym)& symbol = symbols_[ELF64_R_SYM(one.r_info)];
-          if (names_ + symbol.st_name == name) set(base_ + one.r_offset, function);
+          if (names_ + symbol.st_name != name) continue;
+          if (!set(base_ + one.r_offset, function)) return false;
+          replaced = true;
         }
       }
     }
+    return replaced;
   }
 
  private:
@@ -113,18 +120,30 @@ class Imports {
 
 }  // namespace
 
-void keep_ended_threads(const void* interpreter, int (*shuts_down)()) {
+bool keep_ended_threads(const void* interpreter, int (*shuts_down)()) {
   ending = pthread_self();
-  if (is_shutting_down != nullptr) return;
-  Dl_info info;
-  link_map* object = nullptr;
-  real_exit = reinterpret_cast<Exit>(::dlsym(RTLD_DEFAULT, "pthread_exit"));
-  if (real_exit == nullptr ||
-      ::dladdr1(interpreter, &info, reinterpret_cast<void**>(&object), RTLD_DL_LINKMAP) == 0) {
-    return;
-  }
-  is_shutting_down = shuts_down;
-  Imports(*object).replace("pthread_exit", exit_thread);
+  static const bool replaced = [&] {
+    Dl_info info;
+    link_map* object = nullptr;
+    real_exit = reinterpret_cast<Exit>(::dlsym(RTLD_DEFAULT, "pthread_exit"));
+    if (real_exit == nullptr ||
+        ::dladdr1(interpreter, &info, reinterpret_cast<void**>(&object), RTLD_DL_LINKMAP) == 0) {
+      return false;
+    }
+    is_shutting_down = shuts_down;
+    return Imports(*object).replace("pthread_exit", exit_thread);
+  }();
+  return replaced;
 }
 
 }  // namespace nostall
+
+#else
+
+namespace nostall {
+
+bool keep_ended_threads(const void*, int (*)()) { return false; }
+
+}  // namespace nostall
+
+#endif

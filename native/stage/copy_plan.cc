@@ -18,6 +18,7 @@ void CopyPlan::prepare(uint32_t epoch) {
   if (next_.valid()) {
     stop_.request_stop();
     next_.wait();
+    next_ = {};  // no whole plan, if what follows throws
     stop_ = std::stop_source();
   }
   schedule_ = begin_(epoch);

@@ -22,14 +22,23 @@ def mark() -> dict[str, str]:
 def has_ended(pid: int, mark: dict[str, str]) -> bool:
     """Whether the process is known to have ended; of another machine or container nothing is known."""
     try:
-        if mark.get("numbers") != _numbers():
-            return False
-        fields = stat(pid)
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    except OSError:
+        here = _numbers()
+    except OSError:  # no /proc, or not all of it
         return False
-    return fields[0] in ("Z", "X") or fields[19] != mark["start"]
+    if mark.get("numbers") != here:
+        return False
+    try:
+        fields = stat(pid)
+    except OSError:
+        # /proc may hide the processes of other users (hidepid); a signal of 0 is sent to nobody.
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        except OSError:
+            pass
+        return False
+    return fields[0] in ("Z", "X") or fields[19] != mark.get("start", fields[19])
 
 
 def _numbers() -> str:

@@ -134,7 +134,8 @@ def read(home: Path) -> dict[str, dict[str, Any]]:
             data = json.loads(path.read_text())
             if isinstance(data, dict) and {"rank", "time", "seconds"} <= data.keys():
                 # A killed process has not said that it ends.
-                if "process" in data and process.has_ended(data["pid"], data["process"]):
+                mark, pid = data.get("process"), data.get("pid")
+                if isinstance(mark, dict) and isinstance(pid, int) and process.has_ended(pid, mark):
                     data.setdefault("ended", data["time"])
                 found[path.name] = data
         except (OSError, ValueError):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import io
 import pickle
-import pickletools
 import signal
 import sys
 import traceback
+import types
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import BrokenExecutor, ThreadPoolExecutor
@@ -193,36 +194,29 @@ def check_pickles(
 ) -> None:
     """Spawned processes get it by pickle."""
     try:
-        sent = pickle.dumps(given)
+        pickler = _Pickler(io.BytesIO())
+        pickler.dump(given)
     except Exception as error:
         raise UsageError(
             f'workers="processes" cannot send {what} to its processes: {error}. Make it '
             f'{remedy}, or use workers="threads"'
         ) from error
     typed = getattr(sys.modules["__main__"], "__file__", "<").startswith("<")
-    if typed and b"__main__" in sent and "__main__" in _modules_of(sent):
+    if typed and pickler.of_main:
         raise UsageError(
             f'workers="processes" cannot send {what} to its processes: it was typed into a notebook or '
             'an interpreter, which they cannot import. Put it into a module, or use workers="threads"'
         )
 
 
-def _modules_of(sent: bytes) -> set[str]:
-    """The modules that a pickle takes functions and classes from."""
-    modules: set[str] = set()
-    memo: list[str] = []  # "" for what is not a string
-    below = top = ""  # of the pickle's stack, which has module and name on top at STACK_GLOBAL
-    for opcode, argument, _ in pickletools.genops(sent):
-        if opcode.name == "MEMOIZE":
-            memo.append(top)
-        elif opcode.name == "STACK_GLOBAL":
-            modules.add(below)
-            below = top = ""
-        elif opcode.name != "FRAME":
-            if isinstance(argument, int) and opcode.name in ("BINGET", "LONG_BINGET"):
-                argument = memo[argument]
-            below, top = top, argument if isinstance(argument, str) else ""
-    return modules
+class _Pickler(pickle.Pickler):
+    """Notes whether a function or class of the main program is looked up by its name."""
+
+    of_main = False
+
+    def persistent_id(self, given: Any) -> None:
+        if isinstance(given, (type, types.FunctionType)):
+            self.of_main |= given.__module__ == "__main__"
 
 
 class PythonStage:

@@ -17,6 +17,7 @@ import ctypes
 import os
 import queue
 import threading
+import time
 import types
 import uuid
 import weakref
@@ -83,6 +84,8 @@ _PART_BYTES = 4 << 20
 _MOST_SHARED_BYTES = 1 << 46
 # Seconds after which a thread that does not end is left behind at the end of the program.
 _LAST_WAIT = 5.0
+# Seconds for threads to leave torch's native code at the end, where it would end the process.
+_LAST_STEPS = 0.05
 Tensors = Sequence[torch.Tensor]
 
 
@@ -312,10 +315,17 @@ class _Delegated(dist.Work):  # type: ignore[misc]
 _groups: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
+_had_groups = threading.Event()
+
+
 @atexit.register
 def _end_with_program() -> None:
     for group in list(_groups):
         group.end_with_program()
+    # Threads may still be in native code of torch or Gloo, also for groups that were destroyed. A
+    # program without a group ends as if nostall were not there.
+    if _had_groups.is_set() and not _native.keep_ended_threads():
+        time.sleep(_LAST_STEPS)
 
 
 def _keep_for_ever(one: object) -> None:
@@ -339,6 +349,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
         self, store: Any, rank: int, size: int, timeout: timedelta, options: Options
     ) -> None:
         super().__init__(rank, size)
+        _had_groups.set()
         self._rank, self._size, self._timeout = rank, size, timeout
         if size == 1:
             # Torch gives one name, and hence one store, to groups whose ranks do not know each other.
@@ -667,7 +678,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
         """Leaves the group. Ends its threads, and Gloo's, when their work is done.
 
         Gloo is released although other objects may hold the group: objects that its threads hold
-        would need the GIL while Python shuts down, and abort the process (SIGABRT).
+        would need the GIL while Python shuts down.
         """
         if os.getpid() != self._process:
             return  # it is the parent's

@@ -107,12 +107,6 @@ def test_a_folder_of_the_build_machine_is_named(tmp_path: Path) -> None:
     )
 
 
-def test_a_library_that_reads_the_environment_is_named(tmp_path: Path) -> None:
-    source = SOURCE.replace("assertion", "assertion JPEGMEM")
-    said = check(tmp_path, compiled(tmp_path, source=source))
-    assert "has a libjpeg-turbo that reads variables of the environment" in said
-
-
 def test_what_is_built_is_what_is_checked() -> None:
     assert BUILD["INSIDE"] == CHECK["INSIDE"]
     assert {*BUILD["PACKAGES"]} == {*CHECK["PROGRAMS"]} == {*CHECK["INSIDE"]}
