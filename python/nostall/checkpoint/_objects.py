@@ -288,8 +288,11 @@ class ObjectStore(Store):
     def lacks(self, manifest: Manifest) -> bool:
         if manifest.id in self._uncertain:
             return False
-        matches = map(_OURS.fullmatch, self._sizes(manifest.step))
-        return not any(m and m["kind"] == "manifest-" and m["id"] == manifest.id for m in matches)
+        names = self._sizes(manifest.step)
+        matches = filter(None, map(_OURS.fullmatch, names))
+        # What says that an attempt is given up is none.
+        its = {m[0]: names[m[0]] for m in matches if m["id"] == manifest.id}
+        return not self._in(manifest.step, its)
 
     def has(self, step: int, part: Part) -> bool:
         return self._sizes(step).get(part.name) == part.size
@@ -439,7 +442,8 @@ class ObjectStore(Store):
         """Removes what owners before have left and no manifest names."""
         rubbish: list[str] = []
         empty: list[str] = []
-        attempts: dict[str, list[str]] = defaultdict(list)  # parts, by what would name them
+        # Parts, by the step and the name of what would name them.
+        attempts: dict[tuple[int, str], list[str]] = defaultdict(list)
         highest = 0
         for step, names in self._scan().items():
             entries = self._in(step, names)
@@ -464,8 +468,7 @@ class ObjectStore(Store):
                 if match["token"] is None:
                     rubbish.append(self.key(_step(step), name))
                     continue
-                its = self.key(_step(step), f"manifest-{match['id']}.{match['token']}.json")
-                attempts[its] += (
+                attempts[step, _its_manifest(match)] += (
                     [self.key(_step(step), name)] if match["kind"] != "manifest-" else []
                 )
         notes = sorted(name for name in self._list(_BRANCHES) if name.endswith(".json"))
@@ -482,17 +485,22 @@ class ObjectStore(Store):
                 "%s/%s is removed: none of the parts that it names is there", self._bucket, key
             )
         try:
-            # An earlier job may be about to complete them: one of both has the manifest's name.
-            given_up = [its for its in attempts if self._create(its, _GIVEN_UP)]
+            given_up = [its for its in attempts if self._give_attempt_up(*its)]
+            self.check_owned()  # a later job may have adopted one, and freed its name
             rubbish += [key for its in given_up for key in attempts[its]]
             self._delete(empty)
             self._delete(rubbish)
-            self._delete(given_up)
+            self._delete(self.key(_step(step), name) for step, name in given_up)
             for upload in uploads:
                 upload()
         except OSError as error:
             _log.warning("what an earlier job left in %s stays: %s", self.root, error)
         return [f"{self._bucket}/{key}" for key in [*empty, *rubbish]]
+
+    def _give_attempt_up(self, step: int, name: str) -> bool:
+        """Whether no manifest of that name can come: an earlier job may be about to put it."""
+        self._manifests.pop((step, name), None)
+        return self._create(self.key(_step(step), name), _GIVEN_UP)
 
     def _uploads(self) -> list[Callable[[], Any]]:
         """What gives up each of the uploads that were begun and not finished."""
@@ -633,13 +641,28 @@ class ObjectStore(Store):
 
     def _remove(self, step: int, chosen: Callable[[re.Match[str]], bool]) -> None:
         """Manifests first. The order of list, check and removal is what a later job relies on."""
-        ours = [m for m in map(_OURS.fullmatch, self._sizes(step)) if m and chosen(m)]
-        manifests = [m[0] for m in ours if m["kind"] == "manifest-"]
-        for names in (manifests, [m[0] for m in ours if m["kind"] != "manifest-"]):
+        for _ in range(_ATTEMPTS):
+            names = self._sizes(step)
+            ours = [m for m in map(_OURS.fullmatch, names) if m and chosen(m)]
+            manifests = {e.name for e in self._in(step, {m[0]: names[m[0]] for m in ours})}
+            parts = [m for m in ours if m["kind"] != "manifest-"]
+            attempts = {_its_manifest(m) for m in parts if m["token"]} - manifests
+            given_up = {m[0] for m in ours if m["kind"] == "manifest-"} - manifests
             self.check_owned()
-            self._delete(self.key(_step(step), name) for name in names)
-        for name in manifests:
-            self._manifests.pop((step, name), None)
+            given_up |= {name for name in attempts if self._give_attempt_up(step, name)}
+            late = attempts - given_up  # a manifest was first: it is in the next list
+            self._delete(self.key(_step(step), name) for name in manifests)
+            self.check_owned()
+            self._delete(
+                self.key(_step(step), m[0])
+                for m in parts
+                if not m["token"] or _its_manifest(m) not in late
+            )
+            self._delete(self.key(_step(step), name) for name in given_up)
+            for name in manifests:
+                self._manifests.pop((step, name), None)
+            if not late:
+                return
 
     def discard(self, step: int, name: str) -> None:
         with contextlib.suppress(OSError, PeerError):
@@ -742,6 +765,11 @@ def _step(step: int) -> str:
 
 def _part_name(part: Part, id: str, token: str) -> str:
     return f"rank-{part.rank:05d}.{id}.{token}.safetensors"
+
+
+def _its_manifest(part: re.Match[str]) -> str:
+    """The name of what would complete the attempt that a part is of."""
+    return f"manifest-{part['id']}.{part['token']}.json"
 
 
 def _order(entry: Entry) -> tuple[int, float, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -750,6 +751,107 @@ def test_what_was_given_up_is_removed_by_the_next_owner(
     third.own()
     third.clean()
     assert kinds(bucket) == []
+
+
+def under_way(store: ObjectStore, tmp_path: Path) -> Manifest:
+    """What a job is about to put, whose part is there."""
+    manifest, path = one_part(tmp_path, sequence=STRIDE)
+    (name,) = store.copy_names(manifest, None, 0).values()
+    store.copy(path, 1, name, manifest.parts[0], Pacing()).run()
+    (part,) = manifest.parts
+    return dataclasses.replace(manifest, parts=(dataclasses.replace(part, name=name),))
+
+
+@pytest.mark.parametrize("how", ["clean", "rm", "retention"])
+@pytest.mark.parametrize("pause", ["give up", "remove"])
+def test_an_attempt_that_a_third_job_goes_on_from_stays(
+    url: str, tmp_path: Path, how: str, pause: str
+) -> None:
+    """The second job is paused while it removes what the first one then completes."""
+    first, second, third = store_at(url), store_at(url), store_at(url)
+    first.own()
+    manifest = under_way(first, tmp_path)
+    second.own()
+    remove: Callable[[], object] = {
+        "clean": second.clean,
+        "rm": lambda: second.remove_step(1),
+        "retention": lambda: second.remove(1, ID),
+    }[how]
+    create, delete, found = second._create, second._delete, []
+
+    def overtake() -> None:
+        second._create, second._delete = create, delete
+        with contextlib.suppress(PeerError):  # it is given up
+            first._put_manifest(manifest)
+        third.own()
+        third.clean()
+        found.extend(third.manifests())
+        for one in found:
+            third.adopt(one)
+
+    def create_late(key: str, data: bytes) -> bool:
+        overtake()
+        return create(key, data)
+
+    def delete_late(names: Any) -> None:
+        names = list(names)
+        if any("/rank-" in name for name in names):
+            overtake()
+        delete(names)
+
+    if pause == "give up":
+        second._create = create_late
+    else:
+        second._delete = delete_late
+    with contextlib.suppress(PeerError):
+        remove()
+    with pytest.raises(PeerError, match="taken over"):
+        second.check_owned()
+    assert [m.id for m in found] == ([ID] if pause == "give up" else [])
+    assert third.manifests() == found and all(map(third.has_all, found))
+
+
+def test_a_manifest_that_comes_while_its_step_is_removed_goes_with_it(
+    bucket: Any, url: str, tmp_path: Path
+) -> None:
+    first, second = store_at(url), store_at(url)
+    manifest = under_way(first, tmp_path)
+    second.own()
+    create = second._create
+
+    def create_late(key: str, data: bytes) -> bool:
+        second._create = create
+        first._put_manifest(manifest)
+        return create(key, data)
+
+    second._create = create_late
+    second.remove_step(1)
+    assert keys(bucket) == []
+
+
+def test_what_says_that_an_attempt_is_given_up_is_kept_until_its_parts_are_gone(
+    bucket: Any, url: str, tmp_path: Path
+) -> None:
+    store = store_at(url)
+    manifest = under_way(store, tmp_path)
+    store.own()
+    delete = store._delete
+
+    def away(names: Any) -> None:
+        names = list(names)
+        if any("/rank-" in name for name in names):
+            raise UnreachableError("away")
+        delete(names)
+
+    store._delete = away
+    for _ in range(2):
+        with pytest.raises(UnreachableError):
+            store.remove_step(1)
+        assert kinds(bucket) == ["manifest", "rank"] and store.manifests() == []
+    assert store.lacks(manifest)  # what is given up is no manifest
+    store._delete = delete
+    store.remove_step(1)
+    assert keys(bucket) == []
 
 
 def test_what_only_the_fast_directory_had_retires_nothing(
