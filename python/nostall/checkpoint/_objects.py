@@ -685,7 +685,11 @@ class ObjectStore(Store):
         for rank in ranks:
             key = self._word(manifest, rank)
             if key.rpartition("/")[2] in names:
-                yield rank, self._read(key)
+                try:
+                    word = self._read(key)
+                except FileNotFoundError:  # a list may be ahead
+                    continue
+                yield rank, word
 
     def _forget_words(self, manifest: Manifest, ranks: Iterable[int]) -> None:
         self._delete(self._word(manifest, rank) for rank in ranks)

@@ -592,12 +592,17 @@ class Store:
             if reason := self._leave_word(manifest, rank, json.dumps(note).encode()):
                 return reason
         within, pause, look, listen = f"in {timeout:g} s", self._look_seconds, 0.0, 0.0
-        while (now := time.monotonic()) < deadline + GRACE_SECONDS:
-            if now >= look:
+        last = False
+        while not last:
+            if stopped():
+                within, last = "before this job's end", True
+            now = time.monotonic()
+            last = last or now >= deadline + GRACE_SECONDS
+            if now >= look or last:  # what was decided by the end counts
                 with contextlib.suppress(UnreachableError):
                     if (decided := self._decided(manifest, rank, mine)) is not None:
                         return decided
-                    if mine is None and now >= listen:
+                    if mine is None and (now >= listen or last):
                         # Rank 0 does not wait for this one: it may have retired the checkpoint since. A
                         # newer one of another job says only that this job has lost the store.
                         if any(
@@ -607,10 +612,8 @@ class Store:
                             return ""
                         listen = now + LOOK_SECONDS
                 look, pause = now + pause, min(2 * pause, self._longest_pause(manifest))
-            if stopped():
-                within = "before this job's end"
-                break
-            time.sleep(self._look_seconds)
+            if not last:
+                time.sleep(self._look_seconds)
         reason = f"rank 0 did not complete step {manifest.step} in {self.root} {within}"
         return self._give_up(manifest, rank, mine, reason)
 
@@ -641,7 +644,7 @@ class Store:
             except UnreachableError as error:
                 away = f": {error}"
             except OSError as error:
-                reason = f"a rank's word cannot be read: {error}"
+                reason = str(error)
             late = [rank for rank in late if rank not in parts]
             if late and not reason:
                 if stopped():
@@ -693,10 +696,15 @@ class Store:
         for rank in ranks:
             # One of both has the word from here on: rank 0, or the rank that gives up. What is taken
             # already was so by a rename whose answer was lost.
-            with contextlib.suppress(FileNotFoundError):
-                os.rename(self._note(manifest, rank), self._taken(manifest, rank))
-            with contextlib.suppress(FileNotFoundError):
-                yield rank, self._taken(manifest, rank).read_bytes()
+            note, taken = self._note(manifest, rank), self._taken(manifest, rank)
+            with io_errors(f"take the word of rank {rank},", note):
+                with contextlib.suppress(FileNotFoundError):
+                    os.rename(note, taken)
+                try:
+                    word = taken.read_bytes()
+                except FileNotFoundError:
+                    continue
+            yield rank, word
 
     def _forget_words(self, manifest: Manifest, ranks: Iterable[int]) -> None:
         for rank in ranks:

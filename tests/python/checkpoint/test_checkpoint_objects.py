@@ -404,19 +404,74 @@ def test_a_newer_save_of_another_job_is_no_word_of_rank_0(
     assert store.commit(mine, 1, None, timeout=0, stopped=lambda: True) == ""
 
 
+class Clock:
+    """In the place of the module `time`."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize("world", [2, 100, 1000])
+@pytest.mark.parametrize(("at", "end"), [(21.0, None), (24.9, None), (12.3, 12.4), (0.1, 0.1)])
+def test_what_is_decided_by_the_end_of_a_ranks_wait_counts(
+    monkeypatch: pytest.MonkeyPatch, world: int, at: float, end: float | None
+) -> None:
+    clock, decision = Clock(), {"complete": True, "certain": True, "reason": ""}
+
+    def decided(store: ObjectStore, key: str) -> bytes:
+        if clock.now < at:
+            raise FileNotFoundError
+        return json.dumps(decision).encode()
+
+    monkeypatch.setattr(_store, "time", clock)
+    monkeypatch.setattr(ObjectStore, "_read", decided)
+    monkeypatch.setattr(ObjectStore, "_create", lambda store, key, data: True)
+    store, manifest = store_at("s3://bucket/run"), Manifest(1, ID, world, ())
+    stopped = lambda: end is not None and clock.now >= end  # noqa: E731
+    assert store.commit(manifest, 1, Part(1, "a", 1, ()), timeout=20, stopped=stopped) == ""
+    assert at <= clock.now < (end or 25) + 0.5
+
+
+def test_a_word_that_only_a_list_shows_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    clock, put, words = Clock(), [], []
+    store, manifest = store_at("s3://bucket/run"), Manifest(1, ID, 2, ())
+
+    def read(store: ObjectStore, key: str) -> bytes:
+        words.append(clock.now)
+        if clock.now < 3:
+            raise FileNotFoundError
+        return json.dumps(Part(1, "a", 1, (7,)).to_dict()).encode()
+
+    monkeypatch.setattr(_store, "time", clock)
+    monkeypatch.setattr(ObjectStore, "_read", read)
+    name = store._word(manifest, 1).rpartition("/")[2]
+    monkeypatch.setattr(ObjectStore, "_list", lambda *names: {name: 1})
+    monkeypatch.setattr(ObjectStore, "_create", lambda store, key, data: True)
+    monkeypatch.setattr(ObjectStore, "_delete", lambda store, names: None)
+    monkeypatch.setattr(ObjectStore, "publish", lambda store, manifest: put.append(manifest))
+    assert store.commit(manifest, 0, Part(0, "b", 1, ()), timeout=20) == ""
+    assert len(words) > 10 and [len(m.parts) for m in put] == [2]
+
+
+def test_a_word_that_cannot_be_read_is_told_with_its_rank(tmp_path: Path) -> None:
+    store, manifest = _store.Store(tmp_path, "fast"), Manifest(1, ID, 4, ())
+    store.prepare(1)
+    store._taken(manifest, 3).mkdir()
+    reason = store.commit(manifest, 0, Part(0, "b", 1, ()), timeout=20)
+    assert reason.startswith(f"cannot take the word of rank 3, {store._note(manifest, 3)}: ")
+
+
 @pytest.mark.parametrize("world", [2, 8, 64, 1000])
 def test_requests_for_a_decision_do_not_grow_with_the_ranks(
     monkeypatch: pytest.MonkeyPatch, world: int
 ) -> None:
-    class Clock:
-        now = 0.0
-
-        def monotonic(self) -> float:
-            return self.now
-
-        def sleep(self, seconds: float) -> None:
-            self.now += seconds
-
     clock, reads, lists = Clock(), [], []
 
     def nothing(store: ObjectStore, key: str) -> bytes:
