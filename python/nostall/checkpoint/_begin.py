@@ -231,7 +231,8 @@ def lineage_of(
     seen: int = 0,
 ) -> Lineage:
     """What the next save in these directories continues; `seen` is the highest number elsewhere."""
-    found = {m.id: m for store in stores for m in store.manifests()}
+    entries = [entry for store in stores for entry in store.entries()]
+    found = {e.manifest.id: e.manifest for e in entries if e.manifest is not None}
     found |= {h.manifest.id: h.manifest for h in held}
     seen = max([seen, *(store.seen() for store in stores)])
     lineage = Lineage(list(found.values()), begin_of_branch(*stores), seen)

@@ -539,7 +539,7 @@ class Checkpointer:
         found: dict[int, list[str]] = {}
         for store in (self.fast, self.durable):
             for entry in store.entries() if store is not None else ():
-                if entry.manifest is not None:
+                if entry.manifest is not None and not entry.damage:
                     found.setdefault(entry.step, []).append(entry.path.parent.as_posix())
         return dict(sorted(found.items()))
 

@@ -76,9 +76,17 @@ class Cleaner:
             last = self.durable or self.fast
             assert last is not None
             if last is self.fast or self._owns_durable:
-                there = self.complete(last)
-                stay = self.staying(there).keys() | self.damaged
-                self._remove(last, [m for m in there.values() if m.id not in stay])
+                found = [(e.manifest, e.damage) for e in last.entries() if e.manifest is not None]
+                there = {m.id: m for m, damage in found if not damage}
+                # They say what they do not continue, and do not count as kept.
+                lost = {m.id: m for m, damage in found if damage}
+                damaged, begin = (
+                    self.damaged | lost.keys(),
+                    begin_of_branch(self.fast, self.durable),
+                )
+                stay = decide((there | lost).values(), self._settings.keep, begin, damaged)
+                kept = stay.keys() | damaged
+                self._remove(last, [m for m in there.values() if m.id not in kept])
             if self.fast is not None and self.durable is not None:
                 self._trim_fast(self.fast, self.durable, waiting)
         except (Error, OSError) as error:

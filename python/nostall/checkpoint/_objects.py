@@ -268,14 +268,16 @@ class ObjectStore(Store):
         return self._best(names, self._in(step, names))
 
     def entries(self) -> list[Entry]:
-        """As of a directory; one that lacks parts was never acknowledged, or is damaged. It says
-        nothing of branches."""
+        """As of a directory. One that lacks parts is damaged; one that lacks all of them was never
+        acknowledged, and says nothing of branches."""
         found = []
         for step, names in self._scan().items():
             for entry in self._best(names, self._in(step, names)):
-                if entry.manifest is not None and not _whole(names, entry.manifest):
+                manifest = entry.manifest
+                if manifest is not None and not _whole(names, manifest):
                     damage = f"{entry.path / entry.name} names parts that are not there"
-                    entry = Entry(step, entry.path, None, damage, entry.name)
+                    there = manifest if any(p.name in names for p in manifest.parts) else None
+                    entry = Entry(step, entry.path, there, damage, entry.name)
                 found.append(entry)
         return found
 

@@ -51,7 +51,7 @@ _log = logging.getLogger("nostall")
 class Entry:
     """A checkpoint that was complete once: its manifest, or what is wrong with it.
 
-    `name` is that of the manifest in `path`.
+    `name` is that of the manifest in `path`. One with a manifest and `damage` is known to lack parts.
     """
 
     step: int
@@ -246,7 +246,7 @@ class Store:
 
     def manifests(self) -> list[Manifest]:
         """Of the complete checkpoints, by step."""
-        return [entry.manifest for entry in self.entries() if entry.manifest is not None]
+        return [e.manifest for e in self.entries() if e.manifest is not None and not e.damage]
 
     def branch(self) -> Branch | None:
         """Where a training went back to, if it has saved nothing since.

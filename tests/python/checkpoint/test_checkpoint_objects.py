@@ -25,12 +25,16 @@ from test_checkpointer import World
 import nostall
 from nostall import Keep, _native
 from nostall.checkpoint import _checkpointer, _store, _transfer
+from nostall.checkpoint._begin import lineage_of
+from nostall.checkpoint._cleaner import Cleaner
 from nostall.checkpoint._drain import copy_all
 from nostall.checkpoint._format import Branch, Manifest, Part
 from nostall.checkpoint._lineage import STRIDE
 from nostall.checkpoint._objects import ObjectStore, _step
 from nostall.checkpoint._open import open_store
 from nostall.checkpoint._place import Pacing, UnknownOutcomeError, UnreachableError, Url
+from nostall.checkpoint._restore import view
+from nostall.checkpoint._saved import Settings
 from nostall.checkpoint._store import part_name
 from nostall.cli import main
 from nostall.errors import CorruptionError, IoError, PeerError, StoppedError, UsageError
@@ -806,6 +810,38 @@ def test_what_was_given_up_is_removed_by_the_next_owner(
     third.own()
     third.clean()
     assert kinds(bucket) == []
+
+
+def test_a_save_that_lost_a_part_still_says_what_it_does_not_continue(
+    bucket: Any, url: str, tmp_path: Path, capsys: Any
+) -> None:
+    store = store_at(url)
+    store.own()
+    one, path = one_part(tmp_path)
+    parts = tuple(dataclasses.replace(one.parts[0], rank=r, name=part_name(r, ID)) for r in (0, 1))
+    for step in (1, 2, 3):
+        number, given_up = store._first + step, ((store._first + 2,) * 2,) if step == 3 else ()
+        manifest = Manifest(
+            step, f"aaaaaaaa-00000{step}", 2, parts, sequence=number, abandoned=given_up
+        )
+        upload = lambda part, name, at=step: store.copy(path, at, name, part, Pacing()).run()  # noqa: E731
+        copy_all(store, manifest, upload)
+
+    def best() -> list[int]:
+        return [choice.step for choice in view([store], None).choices]
+
+    assert best() == [3, 1, 2]
+    first, second = [o for o in bucket.objects.all() if "step-000000000003/rank-" in o.key]
+    first.delete()
+    assert best() == [1, 2]
+    assert main(["checkpoints", "ls", url]) == CorruptionError.exit_code
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "DAMAGED" in line]
+    assert "aaaaaaaa-000003 " in row and "current" in row and first.key in row
+    assert lineage_of([store], []).save(4)[1] == given_up
+    Cleaner(None, store, Settings(Keep(1, superseded=0))).retain(set())
+    assert steps_on(url) == [1]  # the newest that is whole of the current branch
+    second.delete()
+    assert view([store], None).top == (store._first + 1, ())
 
 
 def under_way(store: ObjectStore, tmp_path: Path) -> Manifest:
