@@ -17,17 +17,15 @@ from urllib.parse import urlsplit
 from nostall.base import _options as options
 from nostall.errors import IoError, UsageError
 
-# What the client reads of the environment for a scheme: all of it, URLs, and what goes into headers. It
-# panics at a request, where one of the last two is malformed.
+# What the client reads of the environment for a scheme: all of it, the endpoint of S3, and what goes
+# into headers. It panics at each request where one of the last two is malformed; of other URLs it says
+# so itself, or needs none.
 _VARIABLES = {
     scheme: re.compile(rf"{cloud}_\w+")
     for cloud, schemes in (("AWS", "s3 s3a"), ("AZURE", "az abfs abfss azure"), ("GOOGLE", "gs"))
     for scheme in schemes.split()
 }
-_URLS = re.compile(
-    r"AWS_(ENDPOINT(_URL(_S3)?)?|METADATA_ENDPOINT)|AZURE_((STORAGE_|MSI_|IDENTITY_)?ENDPOINT|"
-    r"(STORAGE_)?AUTHORITY_HOST)|GOOGLE_BASE_URL"
-)
+_ENDPOINTS = ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
 _URL = re.compile(r"https?://[\w!#$%&'()*+,./:;=?@\[\]~-]+", re.IGNORECASE | re.ASCII)
 _HEADERS = re.compile(r"AWS_((DEFAULT_)?REGION|ACCESS_KEY_ID|(SESSION_)?TOKEN)|AZURE_\w*TOKEN")
 _SECRET = re.compile(r".*(KEY|TOKEN|SECRET|PASSWORD).*")
@@ -47,6 +45,9 @@ def connect(root: str, headers: dict[str, str] | None = None) -> Any:
         from obstore.store import from_url
     except ImportError:
         raise UsageError(_needed(root)) from None
+    for name in _ENDPOINTS:
+        if os.environ.get(name) == "":  # as good as unset; the client takes it for a URL
+            del os.environ[name]
     variables = _variables(root)
     endpoint = os.environ.get("AWS_ENDPOINT_URL", "")
     timeout = options.value("source.object_timeout_s")
@@ -88,7 +89,7 @@ def _variables(root: str) -> dict[str, str]:
     ours = _VARIABLES.get(urlsplit(root).scheme, re.compile("(?!)"))
     found = {name: value for name, value in os.environ.items() if ours.fullmatch(name)}
     for name, value in found.items():
-        if _URLS.fullmatch(name) and not _is_url(value):
+        if name in _ENDPOINTS and not _is_url(value):
             raise UsageError(
                 f"{root}: {name}={value!r} in the environment is not a URL such as "
                 "https://host:9000: correct it, or unset it"

@@ -61,7 +61,8 @@ def store_identity(store: Any = None) -> str | None:
     named = {
         name: value
         for name, value in os.environ.items()
-        if name.startswith(("AWS_", "AZURE_", "GOOGLE_", "HF_"))
+        if value
+        and name.startswith(("AWS_", "AZURE_", "GOOGLE_", "HF_"))
         and ("ENDPOINT" in name or "ACCOUNT" in name)
     }
     config = sorted((where[0] or {}).items())
