@@ -13,9 +13,12 @@ no submission.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -175,20 +178,25 @@ def _generated(home: Path, workload: Workload, files: int, scale: float) -> Path
     size = files * workload.samples * workload.profile.record
     limit = _TIMEOUT + size / _SLOWEST
     with tempfile.TemporaryDirectory(prefix="nostall-dlio-") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "dlio_benchmark.main",
+             *workload.overrides(data, files, Path(out), scale), *_GENERATE],
+            cwd=out, env=child_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+            text=True, start_new_session=True,
+        )  # fmt: skip
         try:
-            made = subprocess.run(
-                [sys.executable, "-m", "dlio_benchmark.main",
-                 *workload.overrides(data, files, Path(out), scale), *_GENERATE],
-                cwd=out, env=child_environment(), capture_output=True, text=True, check=False,
-                timeout=limit,
-            )  # fmt: skip
+            _, said = process.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
             raise UsageError(
                 f"DLIO did not generate {size / 1e6:.0f} MB in {data} within {limit:.0f} s: give a "
                 "folder on faster storage (--dir), or fewer data (--data, --scale)"
             ) from None
-    if made.returncode:
-        raise UsageError(f"DLIO did not generate its data: {made.stderr.strip()[-2000:]}")
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # what it has started goes with it
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    if process.returncode:
+        raise UsageError(f"DLIO did not generate its data: {said.strip()[-2000:]}")
     (data / "complete").touch()
     return data
 

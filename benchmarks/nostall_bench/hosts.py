@@ -109,9 +109,15 @@ class Hosts:
         Raises:
             UsageError: those that stay; the others are gone.
         """
-        left = [str(group) for group in self._groups.values() if not self._remove(group)]
+        left = []
+        for group in self._groups.values():
+            try:
+                if not self._remove(group):
+                    left.append(f"{group} does not empty: its processes do not end")
+            except OSError as error:
+                left.append(f"{group} cannot be removed: {error}")
         if left:
-            raise UsageError(f"{', '.join(left)} does not empty: its processes do not end")
+            raise UsageError("; ".join(left))
 
     def _remove(self, group: Path) -> bool:
         deadline = time.monotonic() + _EMPTIED

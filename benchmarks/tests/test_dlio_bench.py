@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import time
 from pathlib import Path
 
 import pytest
@@ -46,9 +47,19 @@ def test_data_that_take_too_long_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "dlio_benchmark").mkdir()
-    (tmp_path / "dlio_benchmark" / "main.py").write_text("import time\ntime.sleep(600)\n")
+    pid = tmp_path / "pid"
+    (tmp_path / "dlio_benchmark" / "main.py").write_text(
+        "import subprocess, time\n"
+        f"open({str(pid)!r}, 'w').write(str(subprocess.Popen(['sleep', '600']).pid))\n"
+        "time.sleep(600)\n"
+    )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(dlio, "_TIMEOUT", 0.0)
-    with pytest.raises(UsageError, match=r"did not generate 0 MB in .* within 0 s: give a folder"):
+    monkeypatch.setattr(dlio, "_TIMEOUT", 5.0)
+    began = time.monotonic()
+    with pytest.raises(UsageError, match=r"did not generate 0 MB in .* within 5 s: give a folder"):
         dlio._generated(tmp_path, WORKLOAD, 5, 1.0)
-    assert not list(tmp_path.rglob("complete"))
+    assert time.monotonic() - began < 60 and not list(tmp_path.rglob("complete"))
+    child = Path(f"/proc/{pid.read_text()}/stat")
+    while child.exists() and child.read_text().rpartition(")")[2].split()[0] not in "ZX":
+        assert time.monotonic() - began < 60  # what DLIO has started is ended too
+        time.sleep(0.05)

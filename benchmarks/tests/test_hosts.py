@@ -83,6 +83,27 @@ def test_a_host_has_no_swap_beside_its_memory(tmp_path: Path) -> None:
             assert len(Path("/proc/swaps").read_text().splitlines()) == 1
 
 
+def test_a_group_that_cannot_be_removed_keeps_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosts, "missing", lambda: None)
+    monkeypatch.setattr(hosts, "_controller", lambda: (tmp_path, "limit", "swap"))
+    on, asked = hosts.Hosts(3, MEMORY, tmp_path), []
+
+    def remove(group: Path) -> bool:
+        asked.append(group)
+        if len(asked) == 1:
+            raise PermissionError(13, "Permission denied")
+        return len(asked) > 2
+
+    monkeypatch.setattr(on, "_remove", remove)
+    with pytest.raises(
+        UsageError, match=r"-0 cannot be removed: .*denied; .*-1 does not empty: its"
+    ):
+        on.close()
+    assert len(asked) == 3
+
+
 @NEEDS
 def test_the_first_error_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on = hosts.Hosts(2, MEMORY, tmp_path)
