@@ -652,10 +652,13 @@ class BackgroundWriter:
 
     @contextlib.contextmanager
     def all_stays(self) -> Iterator[None]:
-        """Inside a ``with`` nothing that is complete is removed: what a restore has seen can be read.
+        """Inside a ``with`` the rules of retention remove nothing: what a restore has seen can be read.
 
         A save that is drained meanwhile would else be missed: not yet durable when that storage is
         looked at, and gone from the fast one when it is read.
+
+        Three removals go on: one that is under way and does not end within the timeout, that of a fast
+        copy to make room for a save, and that of the save which a new one of its step replaces.
         """
         with self._lock:
             self._looking += 1

@@ -478,7 +478,7 @@ class Checkpointer:
             if self.world_size > 1:
                 self._allgather(b"")  # no rank looks before all have stopped removing
             restored = search.run(step, progress)
-            if restored is not None:
+            if restored is not None:  # `into` may not fit, so it comes first: removal waits for it
                 self._go_on_from(restored, into, chosen=step is not None)
         return restored
 

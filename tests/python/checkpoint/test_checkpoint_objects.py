@@ -974,17 +974,22 @@ def test_a_note_of_a_branch_that_only_the_fast_directory_has(
         ckpt.save(state_of(1), 1)
     with make(keep=2, level="durable") as ckpt:
         ckpt.save(state_of(2), 2)
+        ckpt.wait(60)
+        ckpt._background._cleaner.retain(set())
+        assert ckpt.fast.steps() == [2]
         proxy.meddle = away
-        assert is_whole(ckpt.restore(1), 1, "fast" if ckpt.fast.steps() == [1, 2] else "durable")
+        assert is_whole(ckpt.restore(1), 1)
         assert "until then a restart does not know" in caplog.text
     proxy.meddle = None
-    with make("another", keep=1) as ckpt:  # it does not know; both are tips of branches, or may be
+    with make("another", keep=2) as ckpt:  # it does not know
         assert is_whole(ckpt.restore(), 2)
+        ckpt._background._cleaner.retain(set())
     assert steps_on(url) == [1, 2]
     with make(keep=1) as ckpt:
         assert ckpt.restore().step == 1
         ckpt.save(state_of(3), 3, level="durable")
         ckpt.wait(60)
+        ckpt._background._cleaner.retain(set())
     assert steps_on(url) == [2, 3]  # the tips of both
     with make("new", keep=1) as ckpt:
         assert is_whole(ckpt.restore(), 3)
