@@ -441,6 +441,16 @@ def test_what_is_decided_by_the_end_of_a_ranks_wait_counts(
     assert at <= clock.now < (end or 25) + 0.5
 
 
+def test_a_newer_save_at_the_end_of_a_ranks_wait_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, manifest = Clock(), Manifest(1, ID, 2, (), sequence=STRIDE, replicated=True)
+    newer = dataclasses.replace(manifest, step=2, id="aaaaaaaa-000002", sequence=STRIDE + 1)
+    monkeypatch.setattr(_store, "time", clock)
+    monkeypatch.setattr(_store, "LOOK_SECONDS", 10.0)
+    monkeypatch.setattr(ObjectStore, "_decided", lambda *_: None)
+    monkeypatch.setattr(ObjectStore, "manifests", lambda *_: [newer] if clock.now > 24.9 else [])
+    assert store_at("s3://bucket/run").commit(manifest, 1, None, timeout=20) == ""
+
+
 def test_a_word_that_only_a_list_shows_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
