@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -251,6 +252,7 @@ TEST(Loader, TheConsumerReadsWhatItWouldWaitFor) {
 }
 
 TEST(Buffer, LargeMemoryGoesBackToTheSystem) {
+  const auto page = static_cast<size_t>(::sysconf(_SC_PAGESIZE));
   for (int i = 0; i < 8; ++i) {  // malloc learns from the first ones
     std::shared_ptr<std::byte> memory = take_from_heap(size_t{8} << 20);
     std::byte* const at = memory.get();
@@ -258,7 +260,7 @@ TEST(Buffer, LargeMemoryGoesBackToTheSystem) {
     ASSERT_EQ(reinterpret_cast<uintptr_t>(at) % 64, 0u);
     memory.reset();
     unsigned char there = 0;
-    EXPECT_EQ(::mincore(at - reinterpret_cast<uintptr_t>(at) % 4096, 4096, &there), -1);
+    EXPECT_EQ(::mincore(at - reinterpret_cast<uintptr_t>(at) % page, page, &there), -1);
     EXPECT_EQ(errno, ENOMEM);
   }
 }
