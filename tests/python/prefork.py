@@ -265,8 +265,15 @@ def command(arguments: Sequence[str | os.PathLike[str]], torch: bool = False) ->
 
 def stand_in(arguments: Sequence[str], torch: bool) -> None:
     process = Process(arguments, torch=torch)
+    # The handler may run anywhere in wait(), which reads the status and closes the descriptors.
+    child = os.dup(process._pidfd)
+
+    def pass_on(number: int, _: object) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has ended: its status tells how
+            signal.pidfd_send_signal(child, number)
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, _: process.send_signal(number))
+        signal.signal(number, pass_on)
     status = process.wait()
     if status < 0:
         if -status not in (signal.SIGKILL, signal.SIGSTOP):

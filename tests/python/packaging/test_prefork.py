@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import prefork
@@ -74,6 +76,38 @@ def test_errors_and_signals_are_told(torch: bool) -> None:
 def test_what_only_a_start_reads_is_refused() -> None:
     with pytest.raises(AssertionError, match="LD_PRELOAD: start a real process"):
         prefork.Process(["-c", ""], env={**os.environ, "LD_PRELOAD": "/none.so"})
+
+
+def waits_and_passes_signals_on(pid: int) -> bool:
+    words = [line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
+    fields = {word[0]: word[1] for word in words if len(word) > 1}
+    handled = int(fields["SigCgt:"], 16) >> (signal.SIGTERM - 1) & 1
+    return bool(handled) and fields["State:"] == "S"
+
+
+def test_a_signal_that_comes_with_the_end_leaves_the_status(capfd: pytest.CaptureFixture) -> None:
+    code = "import os, signal\nsignal.signal(signal.SIGUSR1, lambda *_: os._exit(7))\n"
+    code += "print(os.getpid(), flush=True)\nsignal.pause()"
+    words = prefork.command(["-c", code])
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        number = int(process.stdout.readline())
+        await_that(lambda: waits_and_passes_signals_on(process.pid))
+        # The stand-in, stopped amid its wait, is told of both at once.
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        os.kill(number, signal.SIGUSR1)
+        await_that(lambda: not Path(f"/proc/{number}").exists())
+        process.terminate()
+        process.send_signal(signal.SIGCONT)
+        assert process.wait(60) == 7, capfd.readouterr().err
+
+
+def await_that(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @TORCH
