@@ -17,7 +17,7 @@ def fork(
     env: dict[str, str],
     stdout: IO[Any] | None = None,
     stderr: IO[Any] | None = None,
-    **_: object,
+    **more: Any,
 ) -> prefork.Process | subprocess.Popen[bytes]:
     """`python -m MODULE ...` or `python SCRIPT ...` in a child of the process that has read torch.
 
@@ -25,7 +25,9 @@ def fork(
     """
     python, *words = command
     if python != sys.executable:
-        return subprocess.Popen(command, env=env, stdout=stdout, stderr=stderr)
+        return subprocess.Popen(command, env=env, stdout=stdout, stderr=stderr, **more)
+    # A forked child leads a group of its own, and has no standard input and no other file.
+    assert more.keys() <= {"start_new_session", "stdin", "pass_fds"}, more
     if words[0] == "-m":
         run = f"import runpy; runpy.run_module({words[1]!r}, run_name='__main__', alter_sys=True)"
         words = ["-c", run, *words[2:]]
