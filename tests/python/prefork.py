@@ -11,7 +11,8 @@ start-up, of command lines and of launchers start real processes.
 
 The modules of torch need a second to be taken down at the end of a process. A child that has torch
 does not: its threads and its functions of atexit are waited for, its main module is dropped, and the
-process leaves by exit(3). With `whole` it ends as Python ends.
+process leaves by exit(3). With `whole` it ends as Python ends. With `mounts_of` it has the file systems
+that the process of that number has mounted.
 
 What a launcher starts can be forked too: `command` is one that a launcher may run, of a small process
 that stands in for the forked one.
@@ -138,6 +139,7 @@ class Process:
         cwd: str | os.PathLike[str] | None = None,
         torch: bool = False,
         whole: bool = False,
+        mounts_of: int | None = None,
     ) -> None:
         self.args = [os.fspath(word) for word in arguments]
         environment = dict(os.environ if env is None else env)
@@ -165,6 +167,7 @@ class Process:
                 "environment": environment,
                 "directory": os.fspath(cwd) if cwd else os.getcwd(),
                 "whole": whole or not torch,
+                "mounts of": mounts_of,
             }
             self.pid, self._pidfd = server(torch or ON_DEVICE in environment).fork(request, given)
         finally:
@@ -348,6 +351,8 @@ def serve(listening: socket.socket) -> dict[str, Any]:
 
 def program(request: dict[str, Any]) -> None:
     """As `python ARGUMENTS...` in a process that has just started."""
+    if request["mounts of"]:
+        join_mounts(request["mounts of"])
     os.chdir(request["directory"])
     os.environ.clear()
     os.environ.update(request["environment"])
@@ -372,6 +377,16 @@ def program(request: dict[str, Any]) -> None:
     else:
         del main
         end(run_to_end(code))
+
+
+def join_mounts(pid: int) -> None:
+    new_mounts, new_user = 0x20000, 0x10000000
+    libc = ctypes.CDLL(None, use_errno=True)
+    namespaces = new_mounts | (0 if os.geteuid() == 0 else new_user)
+    process = os.pidfd_open(pid)
+    if libc.setns(process, namespaces) != 0:
+        raise OSError(ctypes.get_errno(), f"cannot join the mounts of process {pid}")
+    os.close(process)
 
 
 def run_to_end(code: types.CodeType) -> int:

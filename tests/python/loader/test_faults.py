@@ -25,7 +25,7 @@ import pytest
 from conftest import write_jpeg
 from loader_ranks import one_rank, own_job
 from PIL import Image
-from procfs import abstract_sockets, left_in_shared_memory, open_links, shared_memory
+from procfs import OwnSharedMemory, abstract_sockets, open_links, shared_memory
 
 import nostall
 from nostall import transforms as t
@@ -121,7 +121,7 @@ def await_the_end_of_all_but(before: list[str]) -> None:
 
 
 def test_early_stop_and_restart_leave_nothing_behind(image_folder: Path) -> None:
-    before, there = os.listdir("/proc/self/task"), shared_memory()
+    before, there = os.listdir("/proc/self/task"), shared_memory(os.getpid())
     for _ in range(5):
         loader = nostall.DataLoader(
             nostall.ImageFolder(image_folder), 4, epochs=3, transforms=STEPS, tiers=["ram:1MiB"]
@@ -129,11 +129,12 @@ def test_early_stop_and_restart_leave_nothing_behind(image_folder: Path) -> None
         for i, _ in enumerate(loader):
             if i == 2:
                 break
+        assert shared_memory(os.getpid()) > there
         loader.close()
+        assert shared_memory(os.getpid()) == there
         with pytest.raises(UsageError, match="closed"):
             next(iter(loader))
     await_the_end_of_all_but(before)
-    assert not left_in_shared_memory(there)
 
 
 def test_a_loader_that_is_dropped_stops_its_threads(image_folder: Path) -> None:
@@ -249,11 +250,14 @@ for epoch in loader.epochs():
 """
 
 
-def start_rank(rank: int, root: Path, job: str, *tiers: str) -> prefork.Process:
+def start_rank(
+    rank: int, root: Path, job: str, *tiers: str, mounts_of: int | None = None
+) -> prefork.Process:
     return prefork.Process(
         ["-c", RANK_PROGRAM, str(rank), str(root), own_job(job), *tiers],
         stdout=prefork.PIPE,
         stderr=prefork.PIPE,
+        mounts_of=mounts_of,
     )
 
 
@@ -283,9 +287,8 @@ def test_nothing_is_left_of_ranks_that_are_all_killed(image_folder: Path, tmp_pa
         assert process.stdout is not None
         assert process.stdout.readline() == "batch\n"
     # What they share has no name from the start, so that there is nothing to remove.
-    held = open_links(ranks[0].pid)
-    assert any(file.startswith(f"{disk}/") for file in held)
-    memory = [file for file in held if file.startswith("/dev/shm/")]
+    assert any(file.startswith(f"{disk}/") for file in open_links(ranks[0].pid))
+    memory = shared_memory(ranks[0].pid)
     assert memory and all(file.endswith(" (deleted)") for file in memory)
     assert not list(disk.iterdir())
     names = {n for p in ranks for n in abstract_sockets(p.pid) if n.startswith("@nostall-")}
@@ -299,14 +302,15 @@ def test_nothing_is_left_of_ranks_that_are_all_killed(image_folder: Path, tmp_pa
 
 @pytest.mark.multi
 def test_ctrl_c_ends_a_waiting_loader_at_once(image_folder: Path) -> None:
-    there = shared_memory()
-    process = start_rank(0, image_folder, "interrupted")
-    assert process.stdout is not None
-    process.stdout.readline()
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=100)
-    assert "KeyboardInterrupt" in errors
-    assert not left_in_shared_memory(there)
+    with OwnSharedMemory() as memory:
+        process = start_rank(0, image_folder, "interrupted", mounts_of=memory.holder)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "batch\n"
+        assert memory.unnamed_bytes() > 0
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=100)
+        assert "KeyboardInterrupt" in errors
+        assert (memory.names(), memory.unnamed_bytes_that_stay()) == (set(), 0)
 
 
 @pytest.mark.multi

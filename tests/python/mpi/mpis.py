@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -45,11 +46,13 @@ def run(
     directory: Path | None = None,
     timeout: float = 250,
     launched: tuple[str, ...] = (),
+    within: Sequence[str] = (),
     **settings: str,
 ) -> subprocess.CompletedProcess[str]:
     """The program on `ranks` ranks with our library.
 
-    `settings` are variables of its ranks, `launched` words of the launcher.
+    `settings` are variables of its ranks, `launched` words of the launcher,
+    `within` what the launcher's command is a part of.
     """
     variables = {**mpi.environment(library(which), verbose=True), **settings}
     if which == "mpich":
@@ -59,7 +62,7 @@ def run(
         variables |= {"LD_LIBRARY_PATH": str(MPICH / "lib")}
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return subprocess.run(
-        mpi.command([*launcher(which), *launched, "-n", str(ranks), *program], variables),
+        mpi.command([*within, *launcher(which), *launched, "-n", str(ranks), *program], variables),
         capture_output=True,
         text=True,
         timeout=timeout,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from mpis import launcher
-from procfs import left_in_shared_memory, shared_memory
+from procfs import OwnSharedMemory
 from torch_server import Ended, run
 
 pytestmark = pytest.mark.multi
@@ -71,10 +71,10 @@ def test_the_death_of_a_rank_is_an_error_on_the_others() -> None:
 
 
 def test_the_death_of_a_rank_in_backward_is_an_error_on_the_others() -> None:
-    before = shared_memory()
-    ended = run("killed_in_backward", 3)
-    assert ended.stdout.count("was told") == 2, ended.stderr
-    assert not left_in_shared_memory(before)
+    with OwnSharedMemory() as memory:
+        ended = run("killed_in_backward", 3, mounts_of=memory.holder)
+        assert ended.stdout.count("was told") == 2, ended.stderr
+        assert (memory.names(), memory.unnamed_bytes_that_stay()) == (set(), 0)
 
 
 def test_ranks_lost_between_nodes_are_named() -> None:

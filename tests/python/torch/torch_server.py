@@ -24,7 +24,13 @@ class Ended:
     stderr: str
 
 
-def run(what: str, ranks: int, limit: float = 100.0, **environment: str) -> Ended:
+def run(
+    what: str,
+    ranks: int,
+    limit: float = 100.0,
+    mounts_of: int | None = None,
+    **environment: str,
+) -> Ended:
     """Ranks that run for longer than `limit` seconds are killed."""
     with tempfile.TemporaryDirectory(prefix="nostall-ranks-") as folder:
         request = {
@@ -35,7 +41,7 @@ def run(what: str, ranks: int, limit: float = 100.0, **environment: str) -> Ende
             "folder": folder,
         }
         # The ranks, which it forks, end as Python ends.
-        done = prefork.run([JOB, json.dumps(request)], torch=True, whole=True)
+        done = prefork.run([JOB, json.dumps(request)], torch=True, whole=True, mounts_of=mounts_of)
         assert done.returncode == 0, done.stderr
         return Ended(
             json.loads(Path(folder, "statuses").read_text()),
