@@ -11,6 +11,7 @@
 
 #include "base/error.h"
 #include "held.h"
+#include "source/stopping.h"
 
 namespace nb = nanobind;
 
@@ -44,7 +45,7 @@ std::string error_text(nb::python_error& error) {
   return nb::cast<std::string>(nb::str(error.value()));
 }
 
-// Ranges by a function: (list of (file, offset, size)) -> list of buffers or exceptions.
+// Ranges by a function: (list of (file, offset, size), stopped) -> list of buffers or exceptions.
 class PythonStorage : public records::Storage {
  public:
   PythonStorage(std::vector<records::StorageFile> files, nb::object read)
@@ -72,7 +73,9 @@ class PythonStorage : public records::Storage {
           asked.append(nb::make_tuple(r.file, r.offset, r.size()));
           bytes_ += r.size();
         }
-        const nb::list answers = nb::cast<nb::list>(read_->get()(asked));
+        const nb::object stopped =
+            nb::cpp_function([stop = source::stop_of_reads()] { return stop.stop_requested(); });
+        const nb::list answers = nb::cast<nb::list>(read_->get()(asked, stopped));
         if (answers.size() != ranges.size()) throw std::runtime_error("wrong number of answers");
         for (size_t i = 0; i < ranges.size(); ++i) fill(ranges[i], answer_of(answers[i]));
       } catch (nb::python_error& error) {

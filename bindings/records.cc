@@ -130,8 +130,9 @@ void bind_storage(nb::module_& m) {
         return bindings::python_storage(storage_files(paths, sizes, versions), std::move(read));
       },
       nb::arg("paths"), nb::arg("sizes"), nb::arg("versions"), nb::arg("read"),
-      "read(list of (file, offset, size)) -> list of buffers or exceptions; `versions` change with "
-      "the contents, like the times of files.");
+      "read(list of (file, offset, size), stopped) -> list of buffers or exceptions; `stopped()` "
+      "says that they are of no use any more; `versions` change with the contents, like the times "
+      "of files.");
 }
 
 void bind_lmdb(nb::module_& m) {

@@ -12,6 +12,7 @@
 #include "base/heap.h"
 #include "base/refusal.h"
 #include "plan/locality.h"
+#include "source/stopping.h"
 #include "stage/events.h"
 
 namespace nostall::stage {
@@ -107,6 +108,7 @@ void Loader::Run::start_threads() {
   for (uint32_t i = 0; i < fetchers(); ++i) {
     threads_.emplace_back([this] {
       pthread_setname_np(pthread_self(), "nostall-fetch");
+      const source::StopsReads stops(stop_.get_token());
       guarded([this] { fetch_loop(stop_.get_token()); });
     });
   }
@@ -114,12 +116,14 @@ void Loader::Run::start_threads() {
     if (samples.empty()) continue;
     threads_.emplace_back([this, &samples] {
       pthread_setname_np(pthread_self(), "nostall-own");
+      const source::StopsReads stops(stop_.get_token());
       guarded([this, &samples] { own_loop(samples, stop_.get_token()); });
     });
   }
   if (config_.chunks) {
     threads_.emplace_back([this] {
       pthread_setname_np(pthread_self(), "nostall-chunk");
+      const source::StopsReads stops(stop_.get_token());
       guarded([this] { chunk_loop(stop_.get_token()); });
     });
   }

@@ -14,8 +14,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, NamedTuple, TypeVar
+
+from nostall.errors import IoError
 
 Asked = TypeVar("Asked")
 Answer = TypeVar("Answer")
@@ -38,8 +39,10 @@ _TOO_MANY, _SURE, _DOUBT = 2.0, 3, 3
 _ANSWERS, _SECONDS = 2, 0.2
 # Of the number allowed, what must have been in flight for a measurement to say something about it.
 _USED = 0.7
-# Answers that a reader's call waits for together are memory beside that of the stage.
-_HELD_BYTES = 32 << 20
+# That requests in flight ask for together: memory beside that of the stage.
+_FLYING_BYTES = 32 << 20
+# Between two looks whether the answers of a call are still of use.
+_LOOK_SECONDS = 0.1
 
 
 class Choice(NamedTuple):
@@ -110,11 +113,22 @@ class Climb:
         return Choice(requests, reason)
 
 
+def never() -> bool:
+    return False
+
+
 class _Call(Generic[Asked, Answer]):
     """What one call of `Flight.ask` waits for."""
 
-    def __init__(self, ask: Callable[[Asked], Answer], asked: Sequence[Asked]) -> None:
-        self.ask, self.asked = ask, asked
+    def __init__(
+        self,
+        ask: Callable[[Asked], Answer],
+        asked: Sequence[Asked],
+        sizes: Sequence[int] | None,
+        stopped: Callable[[], bool],
+    ) -> None:
+        self.ask, self.asked, self.stopped = ask, asked, stopped
+        self.sizes = [0] * len(asked) if sizes is None else sizes
         self.answers: list[Any] = [None] * len(asked)
         self.left = len(asked)
         self.done = threading.Event()
@@ -123,8 +137,8 @@ class _Call(Generic[Asked, Answer]):
 class Flight:
     """Makes requests, as many at a time as `Climb` says, or as `pinned` does, in the order asked for.
 
-    Thread-safety: any number of threads may ask; answers are held for their calls within 32 MiB, or
-    for one call.
+    Thread-safety: any number of threads may ask; requests in flight ask for 32 MiB together, or one for
+    more.
     """
 
     def __init__(self, name: str, pinned: int | None = None) -> None:
@@ -136,11 +150,11 @@ class Flight:
     def _begin(self) -> None:
         self._process = os.getpid()
         self._lock = threading.Lock()
-        self._room = threading.Condition(self._lock)
-        self._pool: ThreadPoolExecutor | None = None
         self._waiting: deque[tuple[_Call[Any, Any], int]] = deque()
-        self._flying = 0
-        self._held = 0
+        self._flying = 0  # threads that make requests, or are being started for one
+        self._tickets: set[object] = set()  # of those that are being started
+        self._threads = math.inf  # that the system gave, should it have refused one
+        self._bytes_flying = 0
         self._rest = 0  # answers to requests that began before the number was changed
         self._measure_anew(time.monotonic())
 
@@ -154,47 +168,88 @@ class Flight:
         ask: Callable[[Asked], Answer],
         asked: Sequence[Asked],
         sizes: Sequence[int] | None = None,
+        stopped: Callable[[], bool] = never,
     ) -> list[Any]:
         """The answers of `ask` to all that is asked, or what it raised, in order.
 
         Args:
             sizes: bytes of the answers; without, nothing is learned from them.
+            stopped: whether the answers are of no use any more. Requests that have not begun then get
+                an `IoError` instead.
         """
         if os.getpid() != self._process:  # threads and locks do not survive a fork
             self._begin()
         if not asked:
             return []
-        call = _Call(ask, asked)
-        total = sum(sizes or ())
-        measured = sizes is not None
-        with self._lock:
-            while self._held and self._held + total > _HELD_BYTES:
-                self._room.wait()
-            self._held += total
-            self._waiting.extend((call, i) for i in range(len(asked)))
-            if measured and not self._flying:
-                self._measure_anew(time.monotonic())
+        call = _Call(ask, asked, sizes, stopped)
+        try:
+            with self._lock:
+                self._waiting.extend((call, i) for i in range(len(asked)))
+                if sizes is not None and not self._flying:
+                    self._measure_anew(time.monotonic())
             self._start()
-        call.done.wait()
-        with self._lock:
-            self._held -= total
-            self._room.notify_all()
+            while not call.done.wait(_LOOK_SECONDS):
+                if stopped():
+                    self._drop(call)
+        finally:
+            if call.left:  # interrupted
+                self._drop(call)
         return call.answers
 
-    def _start(self) -> None:
-        """Under the lock: a thread for each request that may begin."""
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(max(_MOST, self.requests), "nostall objects")
-        for _ in range(min(self.requests - self._flying, len(self._waiting))):
-            try:
-                self._pool.submit(self._work)
-            except RuntimeError as error:  # the interpreter ends, or there are no more threads
-                if not self._flying:
-                    self._refuse(error)
-                return
-            self._fly(+1, time.monotonic())
+    def _drop(self, call: _Call[Any, Any]) -> None:
+        """Answers those requests of a call that have not begun."""
+        with self._lock:
+            others = [entry for entry in self._waiting if entry[0] is not call]
+            mine = [number for of, number in self._waiting if of is call]
+            self._waiting = deque(others)
+            for number in mine:
+                self._answer(call, number, self._closed())
+        self._start()
 
-    def _refuse(self, error: Exception) -> None:
+    def _closed(self) -> IoError:
+        return IoError(f"{self._name} is read no further: its reader was closed")
+
+    def _may_begin(self) -> bool:
+        if not self._waiting:
+            return False
+        call, number = self._waiting[0]
+        held = self._bytes_flying
+        return not held or held + call.sizes[number] <= _FLYING_BYTES
+
+    def _reserve(self, tickets: list[object]) -> None:
+        """Under the lock: a ticket for each thread that is to be started, which counts from here on."""
+        if not self._may_begin():
+            return
+        most = int(min(self.requests, self._threads)) - self._flying
+        tickets += [object() for _ in range(min(most, len(self._waiting)))]
+        if tickets:
+            self._tickets.update(tickets)
+            self._fly(len(tickets), time.monotonic())
+
+    def _start(self) -> None:
+        """Without the lock, for a thread is waited for until it runs."""
+        tickets: list[object] = []
+        try:
+            with self._lock:
+                self._reserve(tickets)
+            for ticket in tickets:
+                threading.Thread(target=self._work, args=(ticket,), name="nostall objects").start()
+        except BaseException as error:
+            with self._lock:
+                unused = self._tickets.intersection(tickets)
+                self._tickets -= unused
+                self._fly(-len(unused), time.monotonic())
+                # Without one more thread, or at the interpreter's end.
+                refused = isinstance(error, RuntimeError)
+                if refused:
+                    self._threads = max(1, self._flying)
+                    if not self._flying:
+                        self._refuse(error)
+            if not refused:
+                raise
+
+    def _refuse(self, error: BaseException) -> None:
+        self._threads = math.inf  # the next call tries again
         while self._waiting:
             call, number = self._waiting.popleft()
             self._answer(call, number, error)
@@ -204,25 +259,37 @@ class Flight:
         self._counted = now
         self._flying += change
 
-    def _work(self) -> None:
+    def _work(self, ticket: object) -> None:
         """Makes requests one after the other while there are some, and not too many in flight."""
+        with self._lock:
+            if ticket not in self._tickets:  # whoever started this thread was interrupted
+                return
+            self._tickets.remove(ticket)
         while True:
             with self._lock:
-                if not self._waiting or self._flying > self.requests:
+                if not threading.main_thread().is_alive():  # the interpreter waits for this thread
+                    self._refuse(self._closed())
+                if self._flying > self.requests or not self._may_begin():
                     self._fly(-1, time.monotonic())
+                    if not self._flying:
+                        self._threads = math.inf
                     return
                 call, number = self._waiting.popleft()
+                size = call.sizes[number]
+                self._bytes_flying += size
             began = time.monotonic()
+            answer: Any
             try:
-                answer = call.ask(call.asked[number])
+                answer = self._closed() if call.stopped() else call.ask(call.asked[number])
             except BaseException as error:  # whoever asked must not wait for ever
                 answer = error
             with self._lock:
                 now = time.monotonic()
+                self._bytes_flying -= size
                 self._answer(call, number, answer)
                 self._fly(0, now)
                 self._learn(now, now - began, answer)
-                self._start()
+            self._start()
 
     @staticmethod
     def _answer(call: _Call[Any, Any], number: int, answer: Any) -> None:

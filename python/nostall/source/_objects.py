@@ -10,7 +10,7 @@ import fnmatch
 import hashlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from nostall.base import _object_client as client
 from nostall.base import _options as option_values
 from nostall.errors import IoError, UsageError
 from nostall.source import _hub as hub
-from nostall.source._flight import Flight
+from nostall.source._flight import Flight, never
 
 _SCHEMES = ("s3://", "s3a://", "gs://", "az://", "abfs://", "http://", "https://", hub.SCHEME)
 # Attempts for a range whose body ends early, which the client's own retries do not cover.
@@ -142,13 +142,20 @@ class Ranges:
         self.versions: list[int] = []
         self._tags: list[str | None] = []
 
+        failures: list[IoError] = []
+
         def head(url: str) -> Any:
             try:
                 return obstore.head(self._store(url), split_url(url)[1])
             except Exception as error:
-                raise _failed(url, error) from None
+                failures.append(_failed(url, error))
+                raise failures[-1] from None
 
-        for meta in self._flight.ask(head, self._urls) if known is None else known:
+        if known is None:
+            known = self._flight.ask(head, self._urls, stopped=lambda: bool(failures))
+        if failures:  # the others that were asked for would fail alike
+            raise failures[0]
+        for meta in known:
             if isinstance(meta, BaseException):
                 raise meta
             self.sizes.append(int(meta["size"]))
@@ -163,11 +170,13 @@ class Ranges:
             self._stores[root] = connect(root)
         return self._stores[root]
 
-    def read(self, ranges: list[tuple[int, int, int]]) -> list[Any]:
-        """One buffer or exception for every (file, offset, size)."""
+    def read(
+        self, ranges: list[tuple[int, int, int]], stopped: Callable[[], bool] = never
+    ) -> list[Any]:
+        """One buffer or exception for every (file, offset, size); none is asked for once `stopped`."""
         if ranges:
             client.client(self._urls[ranges[0][0]])
-        return self._flight.ask(self._one, ranges, [size for _, _, size in ranges])
+        return self._flight.ask(self._one, ranges, [size for _, _, size in ranges], stopped)
 
     def _one(self, asked: tuple[int, int, int]) -> Any:
         file, offset, size = asked

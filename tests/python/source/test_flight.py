@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from nostall.errors import IoError
 from nostall.source import _flight
 from nostall.source._flight import Climb, Flight
 
@@ -131,21 +132,103 @@ def test_as_many_requests_are_in_flight_as_were_pinned(requests: int) -> None:
     assert busy.most == max(begun) == requests
 
 
+def wait_for(condition: Callable[[], object]) -> None:
+    for _ in range(6000):
+        if condition():
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("it did not come so far")
+
+
+class Stuck:
+    """Requests that are answered when told to."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+        self.begun: list[int] = []
+
+    def __call__(self, number: int) -> bytes:
+        self.begun.append(number)
+        assert self.go_on.wait(60)
+        return b""
+
+
 def test_a_call_waits_for_its_own_answers_alone() -> None:
-    flight, slow = Flight("store", 2), threading.Event()
-    stuck = threading.Thread(
-        target=flight.ask, args=(lambda _: slow.wait(60) and b"", [0], [1]), daemon=True
-    )
+    flight, slow = Flight("store", 2), Stuck()
+    stuck = threading.Thread(target=flight.ask, args=(slow, [0], [1]), daemon=True)
     stuck.start()
     try:
-        assert flight.ask(lambda n: bytes(n), [1, 2, 3], [1, 2, 3]) == [
-            bytes(1),
-            bytes(2),
-            bytes(3),
-        ]
+        wait_for(lambda: slow.begun)
+        answers = flight.ask(lambda n: bytes(n), [1, 2, 3], [1, 2, 3])
+        assert answers == [bytes(1), bytes(2), bytes(3)]
+        assert stuck.is_alive()
     finally:
-        slow.set()
+        slow.go_on.set()
         stuck.join()
+
+
+@pytest.mark.parametrize("looked", [False, True])
+def test_once_stopped_no_request_begins_and_those_in_flight_are_waited_for(looked: bool) -> None:
+    flight, slow, stop = Flight("store", 2), Stuck(), threading.Event()
+    answers: list[object] = []
+    call = threading.Thread(
+        target=lambda: answers.extend(flight.ask(slow, range(100), [1] * 100, stop.is_set))
+    )
+    call.start()
+    wait_for(lambda: len(slow.begun) == 2)
+    stop.set()
+    if looked:
+        wait_for(lambda: not flight._waiting)
+        assert call.is_alive()
+    slow.go_on.set()
+    call.join(60)
+    assert sorted(slow.begun) == [0, 1]
+    assert answers[:2] == [b"", b""]
+    assert all(isinstance(a, IoError) and "was closed" in str(a) for a in answers[2:])
+
+
+def test_a_call_that_is_interrupted_takes_its_requests_with_it() -> None:
+    flight, slow = Flight("store", 1), Stuck()
+
+    def interrupt() -> bool:
+        if slow.begun and threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        return False
+
+    with pytest.raises(KeyboardInterrupt):
+        flight.ask(slow, range(50), [1 << 20] * 50, interrupt)
+    assert not flight._waiting
+    slow.go_on.set()
+    assert flight.ask(bytes, [1, 2], [1 << 25, 2]) == [bytes(1), bytes(2)]
+    assert slow.begun == [0]
+    wait_for(lambda: (flight._flying, flight._bytes_flying) == (0, 0))
+
+
+@pytest.mark.parametrize("granted", [0, 1, 3])
+def test_the_threads_that_start_are_enough(monkeypatch: pytest.MonkeyPatch, granted: int) -> None:
+    flight, busy = Flight("store", 8), Busy(granted)
+    given, refused, start = [], [], threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if len(given) == granted:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        given.append(thread)
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        answers = flight.ask(busy, range(40), [1] * 40)
+    if granted:
+        assert answers == [b"%d" % n for n in range(40)]
+        assert busy.most == granted
+    else:
+        assert all(isinstance(a, RuntimeError) for a in answers)
+    assert len(refused) == 1
+    wait_for(lambda: flight._flying == 0)
+    all_again = Busy(8)
+    assert flight.ask(all_again, range(40), [1] * 40) == [b"%d" % n for n in range(40)]
+    assert all_again.most == 8
 
 
 def test_what_a_request_raises_is_its_answer() -> None:
@@ -159,36 +242,21 @@ def test_what_a_request_raises_is_its_answer() -> None:
     assert isinstance(second, ValueError)
 
 
-def test_answers_are_held_within_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_flight, "_HELD_BYTES", 10)
-    flight, go_on, asked = Flight("store", 8), threading.Event(), []
-
-    def ask(name: str) -> bytes:
-        asked.append(name)
-        if name == "first":
-            assert go_on.wait(60)
-        return b""
-
-    def wait(condition: Callable[[], object]) -> None:
-        for _ in range(6000):
-            if condition():
-                return
-            threading.Event().wait(0.01)
-        raise AssertionError("it did not come so far")
-
-    calls = [
-        threading.Thread(target=flight.ask, args=(ask, [name], [8]), daemon=True)
-        for name in ("first", "second")
-    ]
-    calls[0].start()
-    wait(lambda: "first" in asked)
-    calls[1].start()
-    wait(lambda: flight._room._waiters or "second" in asked)  # type: ignore[attr-defined]
-    flight.ask(ask, ["small"], [2])
-    assert asked == ["first", "small"]
-    go_on.set()
-    for call in calls:
-        call.join(60)
-    assert asked == ["first", "small", "second"]
-    flight.ask(ask, ["larger than the limit"], [11])
-    assert asked[-1] == "larger than the limit"
+def test_requests_in_flight_ask_for_bytes_within_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the requests, not of the calls: one call's begin while another waits for its last answer."""
+    monkeypatch.setattr(_flight, "_FLYING_BYTES", 10)
+    flight, slow, quick = Flight("store", 8), Stuck(), []
+    first = threading.Thread(target=flight.ask, args=(slow, [0, 1], [4, 4]), daemon=True)
+    first.start()
+    wait_for(lambda: len(slow.begun) == 2)
+    second = threading.Thread(target=flight.ask, args=(quick.append, [2, 3], [2, 8]), daemon=True)
+    second.start()
+    wait_for(lambda: quick == [2])
+    wait_for(lambda: flight._flying == 2 or 3 in quick)
+    assert quick == [2]
+    slow.go_on.set()
+    second.join(60)
+    assert quick == [2, 3]
+    flight.ask(quick.append, [4], [11])
+    assert quick[-1] == 4  # larger than the limit
+    first.join(60)

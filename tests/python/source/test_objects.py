@@ -3,6 +3,7 @@ rest is a clear error, and nothing wrong is served."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from test_tar import webdataset
 import nostall
 from nostall import transforms
 from nostall.errors import CorruptionError, IoError, UsageError
+from nostall.source._objects import Ranges
 
 pytest_plugins = ["object_fixtures"]
 
@@ -376,3 +378,53 @@ def test_a_forked_process_is_told_to_open_again(
         finally:
             os._exit(code)
     assert os.waitpid(child, 0)[1] == 0
+
+
+# ------------------------------------------------------------------------------ requests in flight
+
+
+def test_a_closed_loader_asks_for_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    from obstore import put
+    from obstore.store import MemoryStore
+
+    store, one = MemoryStore(), Ranges._one
+    for number in range(1600):
+        put(store, f"a/{number:04d}.jpg", b"%d" % number)
+    begun: list[int] = []
+    numbers, go_on = itertools.count(1), threading.Event()
+
+    def late(self: Ranges, asked: tuple[int, int, int]) -> Any:
+        number = next(numbers)
+        begun.append(number)
+        assert number <= 800 or go_on.wait(60)
+        return one(self, asked)
+
+    monkeypatch.setattr(Ranges, "_one", late)
+    monkeypatch.setenv("NOSTALL_OBJECT_REQUESTS", "8")
+    source = nostall.ObjectFolder("s3://here", store=store)
+    loader = nostall.DataLoader(source, 4, epochs=1, rank=0, world_size=1)
+    next(iter(loader))
+    for _ in range(6000):
+        if len(begun) == 808:
+            break
+        threading.Event().wait(0.01)
+    closing = threading.Thread(target=loader.close)
+    closing.start()
+    closing.join(1)
+    assert closing.is_alive()  # those in flight have places in the loader's memory
+    go_on.set()
+    closing.join(60)
+    assert len(begun) == 808
+
+
+def test_opening_ends_with_the_first_failure(proxy: Proxy, bucket: Any) -> None:
+    asked = []
+
+    def deny(request: Any, forward: Callable[[], Answer]) -> Answer:
+        asked.append(request)
+        return error(403, "AccessDenied")
+
+    proxy.meddle = deny
+    with pytest.raises(IoError, match="access was denied"):
+        nostall.TarShards([f"s3://{bucket.name}/{i}.tar" for i in range(300)])
+    assert len(asked) <= 2 * 32  # those in flight when the first answer came
