@@ -35,6 +35,10 @@ _TRIES, _REST = 2, 12
 # how many measurements must say so, for a processor that is busy elsewhere looks alike for a moment;
 # and the measurements before the next step up, should that have been so.
 _TOO_MANY, _SURE, _DOUBT = 2.0, 3, 3
+# Measurements among which the shortest time of an answer is looked for.
+_LATELY = 50
+# The rest after the store asked for fewer requests is doubled so often at most.
+_MOST_DOUBLED = 5
 # A measurement has at least this many answers per request in flight, and takes so long.
 _ANSWERS, _SECONDS = 2, 0.2
 # Of the number allowed, what must have been in flight for a measurement to say something about it.
@@ -58,7 +62,8 @@ class Climb:
     It goes up by half as long as the bytes per second rise by a tenth, then rests at the last number
     that brought more, and tries again from time to time. It comes down where the requests in flight
     are, in several measurements, more than twice those that the rate of answers needs, at the shortest
-    time that an answer has taken. A decision follows from the measurements alone.
+    time that an answer has taken lately; and goes back, should that cost bytes, for then the store has
+    become slower. A decision follows from the measurements alone.
     """
 
     def __init__(self, start: int = _START, least: int = _LEAST, most: int = _MOST) -> None:
@@ -68,31 +73,63 @@ class Climb:
         self._base_rate = 0.0  # bytes/s at the base; 0: not measured
         self._best = 0.0  # of the measurements of the present step
         self._tries = self._rests = 0
-        self._quickest = math.inf  # seconds, mean of a measurement
-        self._needed: list[int] = []  # by the last measurements, where each said that it is less
+        self._times: deque[float] = deque(maxlen=_LATELY)  # seconds, means of the measurements
+        # By the last measurements, where each said that fewer are needed: those, and bytes/s.
+        self._needed: list[tuple[int, float]] = []
+        # The base before it came down, and its bytes/s.
+        self._above: tuple[int, float] | None = None
+        self._overloads = 0
 
     def measured(self, bytes_per_s: float, answers_per_s: float, seconds: float) -> Choice:
         """What to do after a measurement at `requests` in flight: rates, and the mean time of one."""
-        self._quickest = min(self._quickest, seconds)
+        self._times.append(seconds)
+        if self._above is not None:
+            return self._came_down(bytes_per_s)
+        needed = max(self._least, math.ceil(_TOO_MANY * answers_per_s * min(self._times)))
+        if needed < self.requests:
+            self._needed.append((needed, bytes_per_s))
+        else:
+            self._needed = []
+        if len(self._needed) == _SURE:
+            fewer = max(needed for needed, _ in self._needed)
+            self._above = self._base, min(rate for _, rate in self._needed)
+            self._needed = []
+            self._times.clear()  # should the store have become slower, they say nothing
+            return self._go(min(fewer, self._base), fewer, "requests wait for each other")
         if self.requests > self._base:
             return self._stepped(bytes_per_s)
         rate = self._base_rate
         self._base_rate = bytes_per_s if rate == 0 else (rate + bytes_per_s) / 2
-        needed = max(self._least, math.ceil(_TOO_MANY * answers_per_s * self._quickest))
-        self._needed = [*self._needed, needed] if needed < self._base else []
-        if len(self._needed) == _SURE:
-            fewer = max(self._needed)
-            self._base_rate, self._rests, self._needed = 0.0, _DOUBT, []
-            return self._go(fewer, fewer, "requests wait for each other")
         if self._rests:
             self._rests -= 1
             return self._go(self._base, self._base, "resting")
+        if self._needed:
+            return self._go(self._base, self._base, "requests may wait for each other")
+        self._overloads = 0
         return self._up("a first measurement" if rate == 0 else "time to try more")
+
+    def overloaded(self) -> Choice:
+        """What to do where the store asks for fewer requests: half, for longer each time."""
+        self._above, self._needed, self._base_rate = None, [], 0.0
+        self._rests = _REST << min(self._overloads, _MOST_DOUBLED)
+        self._overloads += 1
+        half = max(self._least, self._base // 2)
+        return self._go(half, half, "the store asks for fewer")
+
+    def _came_down(self, bytes_per_s: float) -> Choice:
+        assert self._above is not None
+        base, rate = self._above
+        self._above = None
+        if _GAIN * bytes_per_s < rate:
+            self._base_rate, self._rests = rate, 0
+            return self._go(base, base, "fewer requests brought fewer bytes")
+        self._base_rate, self._rests = bytes_per_s, _DOUBT
+        return self._go(self._base, self._base, "resting")
 
     def _stepped(self, bytes_per_s: float) -> Choice:
         self._best = max(self._best, bytes_per_s)
         self._tries += 1
-        if self._best >= _GAIN * self._base_rate:
+        if self._best >= _GAIN * self._base_rate and not self._needed:
             self._base, self._base_rate = self.requests, self._best
             return self._up("more bytes came")
         if self._tries < _TRIES:
@@ -111,6 +148,10 @@ class Climb:
     def _go(self, base: int, requests: int, reason: str) -> Choice:
         self._base, self.requests = base, requests
         return Choice(requests, reason)
+
+
+class Overloaded(IoError):
+    """A store that asks for fewer requests, or gives no answer in time."""
 
 
 def never() -> bool:
@@ -299,12 +340,17 @@ class Flight:
             call.done.set()
 
     def _learn(self, now: float, seconds: float, answer: Any) -> None:
-        if self._climb is None or not isinstance(answer, (bytes, memoryview)):
+        if self._climb is None:
             return
-        if self._rest:
+        if isinstance(answer, Overloaded) and not self._rest:
+            self._change(self._climb.overloaded(), now)
+            return
+        if self._rest:  # one that failed too is one that began before
             self._rest -= 1
             if not self._rest:
                 self._measure_anew(now)
+            return
+        if not isinstance(answer, (bytes, memoryview)):
             return
         self._answers += 1
         self._bytes += len(answer)
@@ -316,12 +362,17 @@ class Flight:
             choice = self._climb.measured(
                 self._bytes / took, self._answers / took, self._seconds / self._answers
             )
-            if choice.requests != self.requests:
-                _log.debug(
-                    "%s: %d requests in flight after %d: %s (%.1f MB/s, %.0f ms a request)",
-                    *(self._name, choice.requests, self.requests, choice.reason),
-                    *(self._bytes / took / 1e6, 1e3 * self._seconds / self._answers),
-                )
-                self._rest = self._flying
-                self.requests = choice.requests
+            self._change(choice, now)
         self._measure_anew(now)
+
+    def _change(self, choice: Choice, now: float) -> None:
+        if choice.requests == self.requests:
+            return
+        took = max(1e-9, now - self._since)
+        _log.debug(
+            "%s: %d requests in flight after %d: %s (%.1f MB/s, %.0f ms a request)",
+            *(self._name, choice.requests, self.requests, choice.reason),
+            *(self._bytes / took / 1e6, 1e3 * self._seconds / max(1, self._answers)),
+        )
+        self._rest = self._flying
+        self.requests = choice.requests

@@ -20,11 +20,14 @@ from nostall.base import _object_client as client
 from nostall.base import _options as option_values
 from nostall.errors import IoError, UsageError
 from nostall.source import _hub as hub
-from nostall.source._flight import Flight, never
+from nostall.source._flight import Flight, Overloaded, never
 
 _SCHEMES = ("s3://", "s3a://", "gs://", "az://", "abfs://", "http://", "https://", hub.SCHEME)
 # Attempts for a range whose body ends early, which the client's own retries do not cover.
 _ATTEMPTS = 3
+
+# What the client says where a store asks for fewer requests, or gives no answer in time.
+_OVERLOADED = re.compile(r"status code: (429|503)|SlowDown|timed? ?out", re.IGNORECASE)
 
 
 def is_url(path: str) -> bool:
@@ -221,4 +224,5 @@ def _failed(url: str, error: Exception) -> IoError:
         return IoError(f"{url} was replaced since it was opened: open the data set again")
     if sentence := client.denied(error):
         return IoError(f"{url}: {sentence}")
-    return IoError(f"{url} cannot be read: {text[:500]}")
+    kind_of_error = Overloaded if _OVERLOADED.search(text) else IoError
+    return kind_of_error(f"{url} cannot be read: {text[:500]}")

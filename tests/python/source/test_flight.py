@@ -9,7 +9,7 @@ import pytest
 
 from nostall.errors import IoError
 from nostall.source import _flight
-from nostall.source._flight import Climb, Flight
+from nostall.source._flight import Climb, Flight, Overloaded
 
 # (bytes/s, requests/s, seconds a request) of a store by the requests in flight.
 Store = Callable[[int], tuple[float, float, float]]
@@ -95,6 +95,45 @@ def test_a_moment_without_a_processor_does_not_bring_the_number_down() -> None:
         assert chosen.measured(rate / 8, answers / 8, seconds * 8) == (before, "resting")
     chosen.measured(rate, answers, seconds)
     assert chosen.measured(rate / 8, answers / 8, seconds * 8).requests == before
+
+
+MB = 1e6
+CHANGES = {
+    "later": [(0.005, 400 * MB, 95e3), (0.06, 400 * MB, 95e3)],
+    "a little later": [(0.002, 400 * MB, 95e3), (0.01, 400 * MB, 95e3)],
+    "sooner": [(0.06, 400 * MB, 95e3), (0.005, 400 * MB, 95e3)],
+    "later and sooner": [(0.03, 80 * MB, 95e3), (0.3, 80 * MB, 95e3), (0.03, 80 * MB, 95e3)],
+    "larger": [(0.005, 400 * MB, 9.5e3), (0.005, 400 * MB, 950e3)],
+    "larger and smaller": [(0.03, 400 * MB, size) for size in (95e3, 950e3, 9.5e3, 95e3)],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_climb_settles_after_a_change(change: str) -> None:
+    chosen = Climb()
+    for parts in CHANGES[change]:
+        store = emulated(*parts)
+        settled = climb(chosen, store, 150)[30:]
+        assert max(settled) <= 2 * min(settled)
+        best = max(store(n)[0] for n in range(1, 257))
+        assert min(store(n)[0] for n in settled) >= 0.9 * best
+
+
+def test_a_store_that_answers_later_is_asked_for_as_much_as_before() -> None:
+    chosen = Climb()
+    climb(chosen, emulated(0.005, 400e6, 95e3), 20)
+    before, later = chosen.requests, emulated(0.06, 400e6, 95e3)
+    while (choice := chosen.measured(*later(chosen.requests))).requests >= before:
+        assert choice.reason in ("resting", "requests may wait for each other")
+    assert choice.reason == "requests wait for each other"
+    choice = chosen.measured(*later(chosen.requests))
+    assert choice == (before, "fewer requests brought fewer bytes")
+
+
+def test_no_step_is_kept_while_requests_wait_for_each_other() -> None:
+    chosen = Climb(start=32)
+    chosen.measured(80e6, 800, 0.05)
+    assert chosen.measured(90e6, 300, 0.2) == (48, "once more")
 
 
 class Busy:
@@ -229,6 +268,34 @@ def test_the_threads_that_start_are_enough(monkeypatch: pytest.MonkeyPatch, gran
     all_again = Busy(8)
     assert flight.ask(all_again, range(40), [1] * 40) == [b"%d" % n for n in range(40)]
     assert all_again.most == 8
+
+
+def test_an_overloaded_store_is_asked_for_half_at_once() -> None:
+    flight = Flight("store")
+    answer: list[bytes | Exception] = [Overloaded("503")]
+
+    def ask(_: int) -> bytes:
+        if isinstance(answer[0], Exception):
+            raise answer[0]
+        return answer[0]
+
+    flight.ask(ask, range(1), [1])
+    assert flight.requests == 16
+    answer[0] = b"1"
+    flight.ask(ask, range(40), [1] * 40)
+    assert flight.requests == 16
+
+
+def test_rests_grow_while_the_store_is_overloaded() -> None:
+    chosen, store, rests = Climb(start=128), emulated(0.1, 1e12, 95e3), []
+    for half in (64, 32):
+        assert chosen.overloaded() == (half, "the store asks for fewer")
+        rests.append(0)
+        while chosen.measured(*store(chosen.requests)).reason == "resting":
+            rests[-1] += 1
+        chosen._overloads, chosen.requests = len(rests), half
+        chosen._base = half
+    assert rests == [12, 24]
 
 
 def test_what_a_request_raises_is_its_answer() -> None:

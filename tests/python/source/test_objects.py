@@ -23,6 +23,7 @@ from test_tar import webdataset
 import nostall
 from nostall import transforms
 from nostall.errors import CorruptionError, IoError, UsageError
+from nostall.source._flight import Overloaded
 from nostall.source._objects import Ranges
 
 pytest_plugins = ["object_fixtures"]
@@ -428,3 +429,19 @@ def test_opening_ends_with_the_first_failure(proxy: Proxy, bucket: Any) -> None:
     with pytest.raises(IoError, match="access was denied"):
         nostall.TarShards([f"s3://{bucket.name}/{i}.tar" for i in range(300)])
     assert len(asked) <= 2 * 32  # those in flight when the first answer came
+
+
+def test_a_store_that_asks_for_less_is_asked_for_half(
+    proxy: Proxy, bucket: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NOSTALL_OBJECT_RETRIES", "0")
+    for number in range(4):
+        bucket.put_object(Key=f"{number}", Body=b"content")
+    ranges = Ranges([f"s3://{bucket.name}/{i}" for i in range(4)])
+    asked = [(i % 4, 0, 7) for i in range(8)]
+    assert ranges.read(asked) == [b"content"] * 8
+    assert ranges._flight.requests == 32
+    proxy.spoil = lambda n, answer: error(503, "SlowDown") if n % 8 == 3 else answer
+    answers = ranges.read(asked)
+    assert sum(isinstance(a, Overloaded) for a in answers) == 1
+    assert ranges._flight.requests == 16
