@@ -23,6 +23,7 @@ void average(double& value, double measured) {
 
 bool FileWindow::worth_reading_through(uint64_t offset) {
   const uint64_t end = begin_ + bytes_.size();
+  if (storage_.is_local()) return false;  // a page cache reads ahead, and others share the disk
   if (offset < end || offset - end > kMostJump || bytes_.empty()) return false;
   // What is left of a jump where a window that went through many ends says nothing of them.
   if (bytes_.size() < kMostJump) average(skipped_, static_cast<double>(offset - end));
@@ -59,7 +60,6 @@ std::span<const std::byte> FileWindow::get(uint64_t offset, size_t size) {
   r.into = bytes_;
   const int64_t asked = now_ns();
   reader_.read({&r, 1});
-  measured(r.size(), static_cast<double>(now_ns() - asked) * 1e-9);
   if (r.error != 0) {
     bytes_.clear();
     error_ = Error(ErrorKind::io,
@@ -68,6 +68,7 @@ std::span<const std::byte> FileWindow::get(uint64_t offset, size_t size) {
                    r.error);
     return {};
   }
+  measured(r.size(), static_cast<double>(now_ns() - asked) * 1e-9);
   return std::span<const std::byte>(bytes_).subspan(offset - begin_, size);
 }
 

@@ -112,6 +112,24 @@ TEST(FileWindow, ReadsThroughJumpsWhereReadsTakeLong) {
   EXPECT_GE(reads_of_jumps(900'000, 40), 35u);
 }
 
+TEST(FileWindow, SkipsJumpsInFilesOfThisMachine) {
+  class Files : public MemoryStorage {
+   public:
+    using MemoryStorage::MemoryStorage;
+    bool is_local() const override { return true; }
+  };
+  Files storage({std::string(20 << 20, 'x')});
+  storage.before = [](const RangeRead&) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    return 0;
+  };
+  const auto reader = storage.make_reader(ReaderKind::pread, 1);
+  FileWindow window(*reader, storage, 0);
+  for (uint64_t at = 0; at < 50; ++at) EXPECT_EQ(window.get(at * 200'000, 100).size(), 100u);
+  EXPECT_EQ(storage.ranges, 50u);
+  EXPECT_LT(storage.bytes, 1u << 20);
+}
+
 TEST(EachInParallel, DoesEveryPieceOnce) {
   const MemoryStorage storage({"x"});
   for (const unsigned threads : {0u, 1u, 4u}) {
