@@ -255,9 +255,13 @@ def test_the_threads_that_start_are_enough(monkeypatch: pytest.MonkeyPatch, gran
         given.append(thread)
         start(thread)
 
+    def ask(number: int) -> bytes:
+        wait_for(lambda: refused)
+        return busy(number)
+
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        answers = flight.ask(busy, range(40), [1] * 40)
+        answers = flight.ask(ask, range(40), [1] * 40)
     if granted:
         assert answers == [b"%d" % n for n in range(40)]
         assert busy.most == granted
