@@ -19,6 +19,7 @@ import json
 import mmap
 import os
 import random
+import select
 import subprocess
 import sys
 import time
@@ -120,10 +121,14 @@ class ObjectStore:
             start_new_session=True,
         )
         assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        ready, _, _ = select.select([self._process.stdout], [], [], _START_SECONDS)
+        line = self._process.stdout.readline() if ready else ""
         if not line:
+            if not ready:
+                self._process.kill()
             self.close()
-            raise UsageError("the emulated object store did not start: see its message above")
+            why = "see its message above" if ready else f"it says nothing for {_START_SECONDS} s"
+            raise UsageError(f"the emulated object store did not start: {why}")
         self.endpoint = line.strip()
         return self
 

@@ -82,6 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     for latency in arguments.latency_ms:
         rows: dict[str, list[dict[str, Any]]] = {}
         errors = dict(lacking)
+        failed: dict[str, int] = {}
         for name in harness.turns(ways, arguments.repeats):
             limits = {
                 "latency": latency / 1e3,
@@ -99,6 +100,9 @@ def run(arguments: argparse.Namespace) -> int:
                     rows.setdefault(name, []).append(_run(found))
                 except UsageError as error:
                     errors[name] = str(error)
+                    failed[name] = failed.get(name, 0) + 1
+        for name, times in failed.items():
+            errors[name] = f"{times} of {arguments.repeats} failed: {errors[name]}"
         harness.console().print(
             table(f"{latency:g} ms to the first byte", rows, errors, size, arguments.bandwidth)
         )
@@ -261,8 +265,7 @@ def table(
             ]
         out.add_row(*cells)
     for name, why in errors.items():
-        if name not in rows:
-            out.add_row(name, why)
+        out.add_row(name, why)
     return out
 
 
