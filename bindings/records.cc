@@ -104,6 +104,8 @@ void bind_storage(nb::module_& m) {
           },
           "Nanoseconds since the epoch of each file's last change; 0 where unknown.",
           nb::rv_policy::automatic)
+      .def_prop_ro("is_local", &records::Storage::is_local,
+                   "Whether its files are of this machine, and no objects.")
       .def(
           "read",
           [](const records::Storage& s, uint32_t file, uint64_t offset, uint64_t size) {

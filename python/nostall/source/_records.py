@@ -237,7 +237,7 @@ class RecordStore(Source):
     def over_network(self) -> bool:
         """Whether its files are objects."""
         storage: _native.Storage | None = getattr(self, "storage", None)
-        return storage is not None and any(map(is_url, storage.paths[:1]))
+        return storage is not None and not storage.is_local
 
     @property
     def places(self) -> tuple[NDArray[np.uint32], NDArray[np.uint64], NDArray[np.uint64]]:

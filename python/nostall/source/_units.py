@@ -11,7 +11,6 @@ from nostall import _native
 from nostall.errors import CorruptionError, UsageError
 from nostall.fields import Schema
 from nostall.fields._tokens import PARTS, UnitImages, UnitPart, UnitPlaces
-from nostall.source._objects import is_url
 from nostall.source._source import Source
 from nostall.source._tokens import LABELS, LOSS_MASK, Tokens
 
@@ -199,7 +198,7 @@ class Units(Source):
     @property
     def over_network(self) -> bool:
         """Whether the files of the stream are objects."""
-        return any(map(is_url, self.tokens.storage.paths[:1]))
+        return not self.tokens.storage.is_local
 
     @property
     def extent(self) -> dict[str, int]:

@@ -97,6 +97,7 @@ def test_a_folder_of_images(bucket: Any, make_folder: Callable[[int], Path]) -> 
     local = nostall.ImageFolder(image_folder, index=False)
     source = nostall.ObjectFolder(f"s3://{bucket.name}/set")
     assert source.classes == local.classes
+    assert source.over_network and not local.over_network
     samples = [local.read(i) for i in range(len(local))]
     check_source(source, samples, local.labels.tolist(), fork=False)
     options: dict[str, Any] = {"epochs": 2, "seed": 3, "output": "numpy", "tiers": ["ram:1MiB"]}
