@@ -39,10 +39,8 @@ bool keep_threads() {
 void bind_base(nb::module_& m) {
   m.def("keep_ended_threads", &keep_threads,
         "Lets threads that ask for Python's lock after it shut down sleep, for at most 10 s, and "
-        "not end "
-        "within native code (native/base/ended_threads.h). The main thread calls it at the end of "
-        "the "
-        "program. Returns whether they will.");
+        "not end within native code (native/base/ended_threads.h). For the main thread, at the "
+        "end of the program. Returns whether they will.");
   nb::class_<MemoryLimit>(m, "MemoryLimit", "A limit of memory (native/base/limits.h), in bytes.")
       .def_prop_ro("kind",
                    [](const MemoryLimit& l) {

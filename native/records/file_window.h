@@ -32,12 +32,12 @@ class FileWindow {
   const std::optional<Error>& error() const { return error_; }
 
  private:
-  RangeReader& reader_;
-  const Storage& storage_;
   // Whether to read on from the window's end to `offset`, and further.
   bool worth_reading_through(uint64_t offset);
   void measured(uint64_t bytes, double seconds);
 
+  RangeReader& reader_;
+  const Storage& storage_;
   uint32_t file_;
   size_t most_, ahead_ = 4096;
   // Of reads that skip, seconds each and the bytes that they skip, and of those that read through,
