@@ -228,13 +228,18 @@ def lineage_of(
     stores: Sequence[Store],
     owned: Sequence[Store],
     held: Sequence[Held] = (),
-    seen: int = 0,
+    seen: int | None = None,
 ) -> Lineage:
-    """What the next save in these directories continues; `seen` is the highest number elsewhere."""
+    """What the next save in these directories continues.
+
+    `seen` is the highest number of all ranks' directories before any rank has noted its first one;
+    without it there is one rank.
+    """
     entries = [entry for store in stores for entry in store.entries()]
     found = {e.manifest.id: e.manifest for e in entries if e.manifest is not None}
     found |= {h.manifest.id: h.manifest for h in held}
-    seen = max([seen, *(store.seen() for store in stores)])
+    if seen is None:
+        seen = max((store.seen() for store in stores), default=0)
     lineage = Lineage(list(found.values()), begin_of_branch(*stores), seen)
     for store in owned:
         try:
@@ -256,9 +261,8 @@ def _lineage_on_all(
     seen: int,
     gather: Gather,
 ) -> Lineage:
-    """As `lineage_of`; where one rank cannot ask a store on the network, all fail."""
-    if all(store.is_directory for store in stores):
-        return lineage_of(stores, owned, held, seen)
+    """As `lineage_of`, before any rank saves: the numbers of saves are the same on all. Where one rank
+    cannot read a store, all fail."""
     note: dict[str, Any] = {}
     with _noting(note):
         lineage = lineage_of(stores, owned, held, seen)

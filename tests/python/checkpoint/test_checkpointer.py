@@ -24,6 +24,7 @@ import nostall
 import nostall.checkpoint._checkpointer
 import nostall.checkpoint._store
 from nostall import Keep, _native
+from nostall.checkpoint import _begin
 from nostall.checkpoint._format import Manifest, Part
 from nostall.checkpoint._retention import decide
 from nostall.checkpoint._saved import Saved
@@ -713,6 +714,27 @@ def test_replicated_state_is_written_once_and_read_by_any_world(tmp_path: Path) 
     with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable") as ckpt:
         found = ckpt.restore()
         assert found is not None and found.state["step"] == 5
+
+
+def test_no_rank_saves_before_all_know_what_a_save_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved, early, begin = threading.Event(), [], _begin.lineage_of
+
+    def slow(stores: Any, owned: Any, *more: Any) -> Any:
+        if not owned:
+            early.append(saved.wait(0.5))
+        return begin(stores, owned, *more)
+
+    def work(rank: int, gather: Any) -> int:
+        with ranked(tmp_path, 2, replicated=True)(rank, gather) as ckpt:
+            ckpt.save(state_of(1), 1)
+            saved.set()
+            return ckpt._lineage.first
+
+    monkeypatch.setattr(_begin, "lineage_of", slow)
+    one, other = World(2).run(work)
+    assert early == [False] and one == other
 
 
 @pytest.mark.parametrize("fast", [True, False])
