@@ -37,6 +37,8 @@ _client_process: int | None = None
 def connect(root: str, headers: dict[str, str] | None = None) -> Any:
     """The store of ``scheme://bucket``, as the environment configures it.
 
+    An endpoint of S3 that is empty is removed from the environment, which the client reads itself.
+
     Raises:
         UsageError: the client is not installed, or a variable of the environment is malformed.
     """
