@@ -38,9 +38,10 @@ def tell(work):
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
-def shared(name, count=4):  # of all ranks
-    mode = "r+" if os.path.exists(f"PATH/{name}") else "w+"
-    return np.memmap(f"PATH/{name}", np.int64, mode, shape=count)
+def shared(name, count=4):  # of all ranks, each of which may be the first
+    with open(f"PATH/{name}", "ab") as file:
+        os.ftruncate(file.fileno(), 8 * count)
+    return np.memmap(f"PATH/{name}", np.int64, "r+", shape=count)
 """
 
 
