@@ -60,6 +60,8 @@ class Signals:
         self._addresses: list[tuple[str, int]] = []
         self._listener: Listener | None = None
         self._closed = False
+        self._ended = ""  # the signal of the stop, once `due` has returned it
+        self._here: set[str] = set()
         numbers = [] if self.refusal else [signal.Signals[name] for name in names_of(names)]
         self._before = {number: signal.signal(number, self._handle) for number in numbers}
 
@@ -102,30 +104,44 @@ class Signals:
                     return ""
                 self._stop = (self._calls, self._came.get())
             call, name = self._stop
-            return name if call == self._calls else ""
+            if call != self._calls:
+                return ""
+            self._ended = name
+            return name
 
     def close(self) -> None:
-        """Gives the signals back to what handled them before."""
+        """Gives the signals back to what handled them before.
+
+        The signal by which another rank made this one end is ignored, if it has not come here: it may
+        still come, and would end the process by the signal where its exit code says to go on.
+        """
         self._closed = True
         self._came.put("")
         if self._listener is not None:
             self._listener.close()
         if threading.current_thread() is threading.main_thread():
-            for number, before in self._before.items():
+            for number in self._before:
                 if signal.getsignal(number) == self._handle:
-                    signal.signal(number, signal.SIG_DFL if before is None else before)
+                    signal.signal(number, self._after(number))
+
+    def _after(self, number: int) -> Callable[[int, FrameType | None], Any] | int:
+        """What handles a signal once this is closed."""
+        number = signal.Signals(number)
+        if number.name == self._ended and number.name not in self._here:
+            return signal.SIG_IGN  # a function of Python would be gone while Python ends
+        before = self._before[number]
+        return signal.SIG_DFL if before is None else before
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         # A forked child may have to end. A closed one is called where another checkpointer had the
         # signal when it closed, or another thread than the main one closed it.
         if self._closed or os.getpid() != self._pid:
-            before = self._before[signal.Signals(number)]
-            signal.signal(number, signal.SIG_DFL if before is None else before)
+            signal.signal(number, self._after(number))
             os.kill(os.getpid(), number)
             return
-        self._came.put(
-            signal.Signals(number).name
-        )  # of a SimpleQueue: it may interrupt another put
+        name = signal.Signals(number).name
+        self._here.add(name)
+        self._came.put(name)  # of a SimpleQueue: it may interrupt another put
 
     def _tell(self) -> None:
         """On all ranks but 0."""

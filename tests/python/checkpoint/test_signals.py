@@ -182,6 +182,32 @@ def test_ranks_agree_on_one_call_that_none_has_begun() -> None:
     assert len(set(ended)) == 1 and ended[0] > 3
 
 
+@pytest.mark.parametrize("late", [True, False])
+def test_a_signal_that_comes_once_its_rank_has_ended_does_not_change_the_exit_code(
+    late: bool,
+) -> None:
+    """Slurm signals the nodes one after the other: the ranks of the first may have ended by then."""
+    before = signal.getsignal(signal.SIGUSR1)
+    # The last one made has the signal of the process, as every rank has in a process of its own.
+    ranks = Ranks(["SIGUSR1", "SIGUSR1"])
+    came, ended = ranks.ranks[0], ranks.ranks[1]
+
+    def train(rank: int) -> None:
+        while not ranks.ranks[rank].due():
+            time.sleep(0.001)
+
+    try:
+        came._handle(signal.SIGUSR1, None)
+        if not late:
+            ended._handle(signal.SIGUSR1, None)
+        ranks.run(train)
+        ended.close()
+        assert signal.getsignal(signal.SIGUSR1) == (signal.SIG_IGN if late else came._handle)
+    finally:
+        ranks.close()
+        signal.signal(signal.SIGUSR1, before)
+
+
 def test_ranks_go_on_where_one_does_not_answer(caplog: pytest.LogCaptureFixture) -> None:
     ranks = Ranks(["SIGUSR1", "SIGUSR2", "SIGHUP"])
     try:
