@@ -18,8 +18,8 @@
 namespace nostall::stage {
 namespace {
 
-// How many samples that cost no memory fetching may be ahead of the consumer: enough to keep slow
-// storage busy during a burst of compute, few enough that a seek stays cheap.
+// How many samples that cost no memory fetching, and how many batches, may be ahead of the consumer:
+// enough to keep slow storage busy during a burst of compute, few enough that a seek stays cheap.
 constexpr uint64_t kMaxAhead = 16384;
 constexpr int64_t kPeerCheckNs = 500'000'000;
 constexpr uint64_t kLabelAlignment = alignof(int64_t);
@@ -43,6 +43,13 @@ uint64_t batches_of_part(const LoaderConfig& config) {
   const bool by_place = plan::found_by_place(config.job) && !(config.peers && config.locality);
   return std::max<uint64_t>(1, by_place ? kPlannedSamples / config.job.global_batch
                                         : plan::batches_per_epoch(config.job));
+}
+
+// What a staged batch takes beside its contents: most of it, where samples are a few bytes.
+uint64_t overhead(uint64_t samples) {
+  constexpr uint64_t kSample = sizeof(Task::Item) + sizeof(plan::SampleId) + sizeof(int64_t) +
+                               2 * sizeof(uint64_t);  // of items, samples, labels, offsets, lengths
+  return sizeof(Task) + sizeof(Batch) + sizeof(Buffer) + samples * kSample;
 }
 
 // Memory that others give may be taken by what calls this loader, which the consumer must not wait for.
@@ -80,6 +87,7 @@ Loader::Run::Run(const LoaderConfig& config, std::shared_ptr<BufferPool> batch_p
       sizes_.empty() ? 1 : std::max<uint64_t>(1, config.source->total_bytes() / sizes_.size());
   slab_bytes_ = transformed() ? config.program->slab_bytes(local) : local * mean_size;
   if (transformed() && config.labels_in_slab) slab_bytes_ += local * sizeof(int64_t);
+  overhead_ = overhead(local);
   cached_ = ColdReads::cached_seconds(mean_size) / static_cast<double>(mean_size);
   {
     const MutexLock lock(mutex_);
@@ -162,9 +170,9 @@ Loader::Run::~Run() { end_threads(); }
 
 void Loader::Run::set_most_staged() {
   // A batch has its ragged values where they are held or together, but for the one that is completed.
-  const uint64_t bytes = std::max<uint64_t>(1, slab_bytes_ + most_ragged_);
+  const uint64_t bytes = slab_bytes_ + most_ragged_ + overhead_;
   const uint64_t room = config_.staging_bytes - std::min(config_.staging_bytes, most_ragged_);
-  max_staged_ = room / bytes;
+  max_staged_ = std::min(room / bytes, kMaxAhead);
   if (copy_plan_ != nullptr) {
     const uint64_t epoch = plan::batches_per_epoch(config_.job);
     max_staged_ = std::min(

@@ -312,6 +312,7 @@ class Loader::Run {
   const uint64_t part_batches_;
   const Position last_;      // of the job's batches
   uint64_t slab_bytes_ = 0;  // of a whole batch, about
+  uint64_t overhead_ = 0;    // bytes of a batch beside its contents
   double cached_ = 0.0;      // seconds per byte of samples that are read from memory, at most
 
   Mutex mutex_;

@@ -2,6 +2,7 @@
 #include "stage/loader.h"
 
 #include <gtest/gtest.h>
+#include <malloc.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -110,6 +111,18 @@ std::unique_ptr<Batch> must_have(Loader& loader) {
   auto batch = loader.next(60s);
   EXPECT_NE(batch, nullptr);
   return batch;
+}
+
+// How many samples were read once no more are, and `least` at the least.
+uint64_t reads_at_rest(const MemorySource& source, uint64_t least) {
+  const auto deadline = std::chrono::steady_clock::now() + 60s;
+  uint64_t before = 0;
+  do {
+    before = source.reads;
+    std::this_thread::sleep_for(200ms);
+  } while ((source.reads <= least || source.reads != before) &&
+           std::chrono::steady_clock::now() < deadline);
+  return source.reads;
 }
 
 TEST(Loader, HandsOutThePlanWithTheRightBytes) {
@@ -327,6 +340,29 @@ TEST(Loader, HandsOutRaggedFieldsWithinItsBounds) {
     }
   }
   EXPECT_EQ(replaced, 1u);
+}
+
+TEST(Loader, CountsWhatABatchTakesBesideItsContents) {
+  // A consumer that computes, and records of which 10,000 would be staged if these alone counted.
+  constexpr uint64_t kStaging = 256 << 10;
+  const auto source = std::make_shared<MemorySource>(10000);
+  LoaderConfig config = config_for(source, 1, 100);
+  config.staging_bytes = kStaging;
+  Loader loader(config);
+  const size_t before = mallinfo2().uordblks;
+  must_have(loader);
+  EXPECT_GT(reads_at_rest(*source, 50), 50u);
+  // Beside it lie the plan of this part of the job and of the next, and the loader's threads.
+  EXPECT_LT(mallinfo2().uordblks - before, kStaging + (1u << 20));
+}
+
+TEST(Loader, StagesFewBatchesWhateverTheirMemory) {
+  const auto source = std::make_shared<MemorySource>(40000);
+  LoaderConfig config = config_for(source, 1, 1);
+  config.staging_bytes = uint64_t{1} << 40;
+  Loader loader(config);
+  must_have(loader);
+  EXPECT_LE(reads_at_rest(*source, 16384), 16384u + 1);
 }
 
 TEST(Loader, GoesOnWhereTheSystemGivesNoMoreThreads) {

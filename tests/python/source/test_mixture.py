@@ -215,6 +215,7 @@ def test_an_epoch_beyond_all_memory_resumes_in_its_middle(sources: dict[str, Any
         for rank in range(world):
             place = {"rank": rank, "world_size": world, "local_rank": 0, "local_world_size": 1}
             place |= {"tiers": [], "peers": "off", "job": f"beyond {world} {rank}"}
+            place |= {"staging": 4096}  # few batches are planned beyond those taken
             with load(mixture, 12 // world, **place) as loader:
                 loader.load_state_dict(state)
                 labels += taken(itertools.islice(loader, 3))
