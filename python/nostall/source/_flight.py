@@ -270,14 +270,18 @@ class Flight:
     def _start(self) -> None:
         """Without the lock, for a thread is waited for until it runs."""
         tickets: list[object] = []
+        started = 0
         try:
             with self._lock:
                 self._reserve(tickets)
             for ticket in tickets:
                 threading.Thread(target=self._work, args=(ticket,), name="nostall objects").start()
+                started += 1
         except BaseException as error:
             with self._lock:
-                unused = self._tickets.intersection(tickets)
+                # A thread that was interrupted while it started may have taken its ticket; those before
+                # it take theirs, though perhaps not yet.
+                unused = self._tickets.intersection(tickets[started:])
                 self._tickets -= unused
                 self._fly(-len(unused), time.monotonic())
                 # Without one more thread, or at the interpreter's end.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -243,10 +244,23 @@ def test_a_call_that_is_interrupted_takes_its_requests_with_it() -> None:
     wait_for(lambda: (flight._flying, flight._bytes_flying) == (0, 0))
 
 
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("granted", [0, 1, 3])
-def test_the_threads_that_start_are_enough(monkeypatch: pytest.MonkeyPatch, granted: int) -> None:
+def test_the_threads_that_start_are_enough(
+    monkeypatch: pytest.MonkeyPatch, granted: int, late: bool
+) -> None:
+    """`late`: they get no processor until the system has refused one."""
     flight, busy = Flight("store", 8), Busy(granted)
     given, refused, start = [], [], threading.Thread.start
+    work = flight._work
+
+    def begin(ticket: object) -> None:
+        if late:
+            wait_for(lambda: refused)
+            time.sleep(0.05)
+        work(ticket)
+
+    monkeypatch.setattr(flight, "_work", begin)
 
     def refuse(thread: threading.Thread) -> None:
         if len(given) == granted:
