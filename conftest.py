@@ -8,9 +8,20 @@ from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import pytest
 from PIL import Image
+
+# How quickly examples are drawn and tried says nothing of the product, and the same ones are tried in
+# each run: others are the campaigns' and fuzzers' to find.
+hypothesis.settings.register_profile(
+    "suite",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("suite")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

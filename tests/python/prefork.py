@@ -66,8 +66,7 @@ class Server:
 
     def __init__(self, torch: bool) -> None:
         self._lock = threading.Lock()
-        # An abstract name, of which nothing is left when no process has the socket.
-        name = f"\0nostall-prefork {os.getuid()} {_run} {'torch' if torch else ''}"
+        name = address(torch)
         while True:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * LARGEST)
@@ -92,6 +91,11 @@ class Server:
             answer, descriptors, _, _ = socket.recv_fds(self._socket, 64, 1)
         assert answer and descriptors, "the server of processes ended; its errors are above"
         return int(answer), descriptors[0]
+
+
+def address(torch: bool) -> str:
+    """An abstract name, of which nothing is left when no process has the socket."""
+    return f"\0nostall-prefork {os.getuid()} {_run} {'torch' if torch else ''}"
 
 
 def start(name: str, torch: bool) -> None:
@@ -225,7 +229,8 @@ class Process:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            signal.pidfd_send_signal(self._pidfd, number)
+            with contextlib.suppress(ProcessLookupError):  # it has ended since
+                signal.pidfd_send_signal(self._pidfd, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
@@ -295,6 +300,11 @@ class Child:
     caller: socket.socket
 
 
+def gone_callers() -> contextlib.AbstractContextManager[None]:
+    """A caller that was killed leaves the server to the others; its end is read next."""
+    return contextlib.suppress(BrokenPipeError, ConnectionResetError)
+
+
 def serve(listening: socket.socket) -> dict[str, Any]:
     """Returns in each child, with its request; the server ends when it has no caller any more."""
     callers: set[socket.socket] = set()
@@ -305,7 +315,8 @@ def serve(listening: socket.socket) -> dict[str, Any]:
             for key, _ in selector.select():
                 if key.fileobj is listening:
                     caller, _ = listening.accept()
-                    caller.send(b"+")
+                    with gone_callers():
+                        caller.send(b"+")
                     callers.add(caller)
                     selector.register(caller, selectors.EVENT_READ)
                     continue
@@ -320,7 +331,9 @@ def serve(listening: socket.socket) -> dict[str, Any]:
                     continue
                 caller = key.fileobj
                 assert isinstance(caller, socket.socket)
-                message, files, _, _ = socket.recv_fds(caller, LARGEST, 3)
+                message, files = b"", []
+                with gone_callers():
+                    message, files, _, _ = socket.recv_fds(caller, LARGEST, 3)
                 if not message:
                     for child in children.values():
                         if child.caller is caller:
@@ -346,7 +359,8 @@ def serve(listening: socket.socket) -> dict[str, Any]:
                 pidfd = os.pidfd_open(pid)
                 children[pidfd] = Child(pid, told, caller)
                 selector.register(pidfd, selectors.EVENT_READ)
-                socket.send_fds(caller, [str(pid).encode()], [pidfd])
+                with gone_callers():
+                    socket.send_fds(caller, [str(pid).encode()], [pidfd])
 
 
 def program(request: dict[str, Any]) -> None:

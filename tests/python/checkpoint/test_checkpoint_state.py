@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nostall
@@ -110,7 +110,7 @@ LEAVES = st.one_of(
 )
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(max_examples=150)
 @given(
     st.recursive(
         LEAVES,
@@ -126,7 +126,7 @@ def test_any_nesting_comes_back(state: Any) -> None:
     assert same(through_bytes(state), state)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.binary(max_size=400), st.integers(0, 300), st.binary(min_size=1, max_size=4))
 def test_any_bytes_give_a_state_or_an_error(noise: bytes, at: int, patch: bytes) -> None:
     tree, leaves = encode({"a": np.arange(5), "b": [1, {"c": torch.ones(2)}]})

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nostall.errors import CorruptionError, UsageError
@@ -78,7 +78,6 @@ def stats(rank: int = 0, *, stall: float = 1.0, source: int = 10) -> Stats:
     )
 
 
-@settings(deadline=None)
 @given(st.lists(epochs, max_size=3), counts, memory)
 def test_what_is_saved_comes_back(
     tmp_path_factory: pytest.TempPathFactory,

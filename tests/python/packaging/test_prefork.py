@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -71,6 +73,33 @@ def test_errors_and_signals_are_told(torch: bool) -> None:
     assert process.communicate(timeout=60) == ("", "")
     assert process.wait() == -signal.SIGTERM
     process.kill()  # of what has ended: nothing
+
+
+def test_callers_that_are_killed_leave_the_server_to_the_others() -> None:
+    parent = ["-c", "import os\nprint(os.getppid())"]
+    server = int(prefork.run(parent, timeout=60).stdout)
+
+    def caller() -> socket.socket:
+        connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connected.connect(prefork.address(torch=False))
+        return connected
+
+    def request(through: socket.socket) -> None:
+        wanted = {"arguments": ["-c", ""], "environment": {}, "directory": "/", "whole": True}
+        with open(os.devnull, "wb") as none:
+            message = json.dumps({**wanted, "mounts of": None}).encode()
+            socket.send_fds(through, [message], [none.fileno()] * 3)
+
+    with caller() as greeted:  # and ends before it has read that
+        assert select.select([greeted], [], [], 60)[0]
+    os.kill(server, signal.SIGSTOP)
+    try:
+        caller().close()  # before it is greeted
+        with caller() as asking:  # before it is answered
+            request(asking)
+    finally:
+        os.kill(server, signal.SIGCONT)
+    assert int(prefork.run(parent, timeout=60).stdout) == server
 
 
 def test_what_only_a_start_reads_is_refused() -> None:

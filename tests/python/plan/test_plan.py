@@ -20,7 +20,7 @@ def batches(plan: Plan, epoch: int, rank: int) -> list[list[int]]:
     return [ids[a:b].tolist() for a, b in zip(starts, ends.tolist(), strict=True)]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     samples=st.integers(1, 700),
     world=st.integers(1, 9),
@@ -53,7 +53,7 @@ def test_every_rank_gets_the_batches_of_torch(
         assert len(plan) == len(expected)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     samples=st.integers(1, 300),
     order_world=st.integers(1, 6),
@@ -80,7 +80,7 @@ def test_global_batches_do_not_depend_on_how_many_ranks_share_them(
     assert len(seen) == 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(n=st.integers(1, 5000), seed=st.integers(0, 2**63), epoch=st.integers(0, 99))
 def test_keyed_permutation_is_a_bijection_with_an_inverse(n: int, seed: int, epoch: int) -> None:
     permutation = _native.KeyedPermutation(n, seed, epoch)
@@ -132,7 +132,7 @@ def cached_reads(plan: Plan, epochs: int, sizes: np.ndarray, keep: set[int]) -> 
     return read
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     samples=st.integers(1, 60),
     world=st.integers(1, 4),
@@ -162,7 +162,7 @@ def test_the_lower_bound_is_one_and_is_reached(
         assert reached <= bound + (epochs - 1) * int(sizes.max())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     samples=st.integers(1, 80),
     nodes=st.integers(1, 5),

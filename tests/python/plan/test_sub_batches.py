@@ -41,7 +41,7 @@ def make(
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(**SHAPES, drop=st.booleans())
 def test_a_round_is_so_many_epochs_of_torch(drop: bool, **shape: int) -> None:
     plan = make(**shape, drop_last=drop)
@@ -65,7 +65,7 @@ def test_a_round_is_so_many_epochs_of_torch(drop: bool, **shape: int) -> None:
         }
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(**SHAPES)
 def test_sub_batches_stay_whole_and_with_their_ranks(**shape: int) -> None:
     plan = make(**shape)
@@ -95,7 +95,7 @@ def test_sub_batches_stay_whole_and_with_their_ranks(**shape: int) -> None:
     assert len(fresh) >= batches * size - world  # padding repeats some
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(**SHAPES)
 def test_one_use_is_torch(**shape: int) -> None:
     plan = make(**{**shape, "reuse": 1})
@@ -110,7 +110,7 @@ def test_one_use_is_torch(**shape: int) -> None:
         assert plan.epoch_order(epoch).tolist() == torch.epoch_order(epoch).tolist()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(**SHAPES)
 def test_other_worlds_continue_with_the_same_global_batches(**shape: int) -> None:
     plan = make(**shape)

@@ -37,7 +37,7 @@ def machines(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(machines(), st.integers(1, 4), st.integers(12, 60))
 def test_no_policy_beats_the_bounds(machine: dict[str, Any], epochs: int, batch: int) -> None:
     one = scenario(
@@ -69,7 +69,7 @@ def _accessed(one: Any, outcome: Any) -> float:
     return float(sum(sizes[plan.epoch_order(e)].sum() for e in range(one.training.E)))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.dictionaries(st.integers(1, 64), st.floats(1, 1000), min_size=1, max_size=8),
     st.floats(0.5, 100),

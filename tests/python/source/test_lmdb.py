@@ -46,7 +46,7 @@ def as_liblmdb(path: Path, name: bytes | None = None) -> dict[bytes, bytes]:
     ),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 def test_reads_what_liblmdb_reads(
     tmp_path_factory: pytest.TempPathFactory,
     operations: list[tuple[bytes, int | None, bool]],
