@@ -151,7 +151,10 @@ def _files(root: Path) -> list[str]:
 
 
 def _timed(work: Callable[[int, threading.Event], int], threads: int, seconds: float) -> float:
-    """Bytes/s of `threads` calls of work(thread, stop), each of which returns its bytes."""
+    """Bytes/s of `threads` calls of work(thread, stop), each of which returns its bytes.
+
+    Work is done before `stop` is looked at: a thread that gets no processor until then counts too.
+    """
     stop, done = threading.Event(), [0] * threads
 
     def one(thread: int) -> None:
@@ -173,7 +176,7 @@ def _read_files(files: Sequence[str], threads: int, seconds: float) -> float:
 
     def work(thread: int, stop: threading.Event) -> int:
         moved, at = 0, thread
-        while not stop.is_set():
+        while True:
             descriptor = os.open(files[at % len(files)], os.O_RDONLY)
             try:
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
@@ -181,8 +184,9 @@ def _read_files(files: Sequence[str], threads: int, seconds: float) -> float:
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             finally:
                 os.close(descriptor)
+            if stop.is_set():
+                return moved
             at += threads
-        return moved
 
     return _timed(work, threads, seconds)
 
@@ -206,21 +210,23 @@ def tier_curves(
 
             def write(thread: int, stop: threading.Event) -> int:
                 draw, moved = random.Random(thread), 0
-                while not stop.is_set():
+                while True:
                     for _ in range(_FLUSH_EVERY):
                         moved += os.pwrite(descriptor, block, draw.randrange(slots) * size)
                     if tier.kind == "file":
                         os.fdatasync(descriptor)
-                return moved
+                    if stop.is_set():
+                        return moved
 
             def read(thread: int, stop: threading.Event) -> int:
                 draw, moved = random.Random(thread), 0
-                while not stop.is_set():
+                while True:
                     at = draw.randrange(slots) * size
                     moved += len(os.pread(descriptor, size, at))
                     if tier.kind == "file":
                         os.posix_fadvise(descriptor, at, size, os.POSIX_FADV_DONTNEED)
-                return moved
+                    if stop.is_set():
+                        return moved
 
             written = [_timed(write, n, seconds) for n in _counts(most)]
             if tier.kind == "file":

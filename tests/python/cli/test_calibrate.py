@@ -6,6 +6,7 @@ import os
 import secrets
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import pytest
 from nodes import free_port
 
 import nostall
+from nostall.base._sizes import parse_tiers
+from nostall.cli import _calibrate
 from nostall.cli._calibrate import Curve
 from nostall.errors import IoError, UsageError
 from nostall.loader._calibration import Calibration
@@ -43,6 +46,19 @@ def test_one_node(image_folder: Path, tmp_path: Path) -> None:
         assert sum(len(labels) for _, labels in loader) == 61
 
 
+def test_threads_that_get_no_processor_in_time_count(
+    image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over = threading.Event()
+    over.set()
+    monkeypatch.setattr(_calibrate, "_timed", lambda work, *_: work(0, over))
+    assert _calibrate._read_files(_calibrate._files(image_folder), 1, 0.0) > 0
+    tiers = ["ram:1MiB", f"{tmp_path / 'tier'}:1MiB"]
+    for tier in parse_tiers(tiers, dataset_bytes=0, local_world_size=1):
+        read, write = _calibrate.tier_curves(tier, 1000, 2, 0.0)
+        assert min(read + write) > 0
+
+
 @pytest.mark.alone
 @pytest.mark.multi
 def test_two_nodes_share_the_storages_bandwidth(image_folder: Path, tmp_path: Path) -> None:
@@ -63,7 +79,7 @@ def test_two_nodes_share_the_storages_bandwidth(image_folder: Path, tmp_path: Pa
         started = [
             subprocess.Popen(
                 command(
-                    storage.mounts[rank], "--tiers", "ram:8MiB", "--out", out, "--seconds", "0.6"
+                    storage.mounts[rank], "--tiers", "ram:8MiB", "--out", out, "--seconds", "1.5"
                 ),
                 env={**environment, "RANK": str(rank), "NOSTALL_NODE": f"node {rank}"},
                 stdout=subprocess.PIPE,
