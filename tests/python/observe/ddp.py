@@ -19,13 +19,13 @@ step = 0
 
 
 def came(at: int) -> Path:
-    """Is there once rank 0 has begun a collective of this step."""
+    """Is there once rank 0 has begun all collectives of this step."""
     return Path(f"{store}.{at}")
 
 
 def allreduce(_, bucket):  # type: ignore[no-untyped-def]  # torch refuses types that are strings
     sums = dist.all_reduce(bucket.buffer().div_(int(world)), async_op=True).get_future()
-    if rank == 0:
+    if rank == 0 and bucket.is_last():
         came(step).touch()
     return sums.then(lambda done: done.value()[0])
 
