@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import secrets
-import socket
 import statistics
 import tempfile
 import time
@@ -257,23 +256,18 @@ def launch(
 ) -> list[Any]:
     """Runs `module` as all ranks of a job, `settings["ranks"]` on each of the nodes whose dataset is
     at `roots`; what each measured. With `together` as in `harness.children`."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    meeting = {
-        "NOSTALL_RENDEZVOUS": f"tcp://127.0.0.1:{port}",
-        "NOSTALL_SECRET": secrets.token_hex(16),
-    }
     nodes = [rank // settings["ranks"] for rank in range(settings["world"])]
-    return harness.children(
-        module,
-        [
-            {**settings, "rank": rank, "root": roots[node], "job": f"nodes-{port}"}
-            for rank, node in enumerate(nodes)
-        ],
-        together=together,
-        environments=[{**meeting, "NOSTALL_NODE": f"node {node}"} for node in nodes],
-    )
+    with tempfile.TemporaryDirectory(prefix="nostall-nodes-") as meet:
+        meeting = {"NOSTALL_RENDEZVOUS": meet, "NOSTALL_SECRET": secrets.token_hex(16)}
+        return harness.children(
+            module,
+            [
+                {**settings, "rank": rank, "root": roots[node], "job": Path(meet).name}
+                for rank, node in enumerate(nodes)
+            ],
+            together=together,
+            environments=[{**meeting, "NOSTALL_NODE": f"node {node}"} for node in nodes],
+        )
 
 
 def _work(settings: dict[str, Any]) -> dict[str, Any]:
