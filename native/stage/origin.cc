@@ -22,10 +22,17 @@ void SpeedEstimate::record(uint64_t bytes, int64_t nanoseconds) noexcept {
   const double weight =
       std::clamp(static_cast<double>(age) / static_cast<double>(kMemoryNs), 1.0 / 16.0, 1.0);
   const double seen = static_cast<double>(nanoseconds) * 1e-9 / static_cast<double>(bytes);
+  double first = 0.0;
+  if (first_.compare_exchange_strong(first, seen, std::memory_order_relaxed)) return;
+  const bool second = !known_.exchange(true, std::memory_order_relaxed);
   double old = value_.load(std::memory_order_relaxed);
   double next = 0.0;
   do {
-    next = old == 0.0 ? seen : old + (std::min(seen, kMostAtOnce * old) - old) * weight;
+    if (second) {
+      next = std::min(first, seen);
+    } else {
+      next = old == 0.0 ? seen : old + (std::min(seen, kMostAtOnce * old) - old) * weight;
+    }
   } while (!value_.compare_exchange_weak(old, next, std::memory_order_relaxed));
 }
 

@@ -15,22 +15,25 @@ enum class Origin : uint8_t { ram = 0, file = 1, peer = 2, source = 3 };
 inline constexpr size_t kOrigins = 4;
 
 // Running estimate of what one origin delivers to one reader, seconds per byte: r_j(p_j)/p_j for a
-// tier, min(b_c, r_j(p_j)/p_j) for a peer, min(b_fs, t(gamma)/gamma) for the source. A measurement
-// has a weight of 1/16, and more the older the last one is: after kMemoryNs it counts alone.
+// tier, min(b_c, r_j(p_j)/p_j) for a peer, min(b_fs, t(gamma)/gamma) for the source. The first
+// measurement says nothing by itself, for this process may not have run meanwhile: the estimate begins
+// with the faster one of two. Each later one has a weight of 1/16, and more the older the last one is:
+// after kMemoryNs it counts alone.
 class SpeedEstimate {
  public:
   void record(uint64_t bytes, int64_t nanoseconds) noexcept;
   // True at most once every `nanoseconds` in which nothing was recorded. Then a slow origin is
   // tried again, for it may have become faster.
   bool stale(int64_t nanoseconds) noexcept;
-  // Sets the estimate to use until the first measurement.
+  // Sets the estimate to use until there are two measurements.
   void expect(double seconds_per_byte) noexcept { value_.store(seconds_per_byte); }
-  // 0 while nothing was measured.
+  // 0 while it is not known.
   double seconds_per_byte() const noexcept { return value_.load(std::memory_order_relaxed); }
 
  private:
   static constexpr int64_t kMemoryNs = 2'000'000'000;
-  std::atomic<double> value_{0.0};
+  std::atomic<double> value_{0.0}, first_{0.0};
+  std::atomic<bool> known_{false};    // by two measurements
   std::atomic<int64_t> recorded_{0};  // time of the last measurement
   std::atomic<int64_t> tried_{0};     // and of the last time that one was due
 };

@@ -80,13 +80,26 @@ TEST(SpeedEstimate, IsStaleOnceInAWhile) {
 TEST(SpeedEstimate, FollowsAFileSystemThatSlowsDown) {
   SpeedEstimate estimate;
   EXPECT_EQ(estimate.seconds_per_byte(), 0.0);
-  estimate.record(1000, 1000);  // 1 ns a byte
+  for (int i = 0; i < 2; ++i) estimate.record(1000, 1000);  // 1 ns a byte
   EXPECT_DOUBLE_EQ(estimate.seconds_per_byte(), 1e-9);
   for (int i = 0; i < 200; ++i) estimate.record(1000, 10000);
   EXPECT_NEAR(estimate.seconds_per_byte(), 1e-8, 1e-10);
   estimate.record(0, 5);
   estimate.record(5, 0);
   EXPECT_NEAR(estimate.seconds_per_byte(), 1e-8, 1e-10);
+}
+
+TEST(SpeedEstimate, TheFirstMeasurementSaysNothingByItself) {
+  SpeedEstimate stalled, expected;
+  stalled.record(1000, 300'000'000);  // its process was not running
+  EXPECT_EQ(stalled.seconds_per_byte(), 0.0);
+  stalled.record(1000, 1000);
+  EXPECT_DOUBLE_EQ(stalled.seconds_per_byte(), 1e-9);
+  expected.expect(5e-9);
+  expected.record(1000, 1000);
+  EXPECT_DOUBLE_EQ(expected.seconds_per_byte(), 5e-9);
+  expected.record(1000, 300'000'000);
+  EXPECT_DOUBLE_EQ(expected.seconds_per_byte(), 1e-9);
 }
 
 TEST(SpeedEstimate, OneStallSaysLittle) {
