@@ -171,11 +171,11 @@ def test_requests_in_flight_follow_from_measurement_or_the_option(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requests: str
 ) -> None:
     """By the store's own count. It answers so late that no machine is too slow to ask for more."""
-    for number in range(800):
+    for number in range(2000):
         path = tmp_path / "images" / f"{number % 4}" / f"{number}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"%d" % number * 50)
-    samples = 800 if requests == "auto" else 60
+    samples = 2000 if requests == "auto" else 60
     with ObjectStore({"images": tmp_path / "images"}, latency=0.2) as store:
         for name, value in store.environment.items():
             monkeypatch.setenv(name, value)

@@ -569,15 +569,14 @@ def test_an_old_owner_that_pauses_anywhere_harms_no_later_save(
     first = Ranks(tmp_path, f"{url}/count", AWS_ENDPOINT_URL=slow.url)
     requests, _, said = run_with_a_pause(first, slow, -1, lambda: None)
     assert said == [{"restored": None}, {"step": 1}, {"step": 2}]
-    stops = 0
-    for at in range(EVERY * residue, requests, EVERY * 4):
+    places, stops = range(EVERY * residue, requests, EVERY * 4), 0
+    for at in places:
         goes_back = at // (EVERY * 4) % 2 == 0
         made, problem = pause_at(at, goes_back, bucket, f"{url}/{at}", slow, tmp_path / str(at))
         assert not problem, f"stopped at request {at}: {problem}"
-        # Two runs of retention may have become one; else each run has as many requests.
-        assert made > at or at > 0.8 * requests, f"{made} requests instead of {requests}"
+        # A run has fewer requests where two runs of retention became one.
         stops += made > at
-    assert stops > 0
+    assert stops > len(places) // 2
 
 
 def pause_at(

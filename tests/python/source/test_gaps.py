@@ -24,7 +24,8 @@ def test_few_small_records_of_many_on_slow_storage(tmp_path: Path) -> None:
         for i in range(many):
             writing.put(b"%08d" % i, bytes(3_073))
     order = np.random.default_rng(0).permutation(many)[:few]
-    with SlowFS(backing, tmp_path / "mnt", 66e6, 66e6, 0.5e-3) as slow:
+    # Bytes cost so much that a request of a busy machine, ten times as long, is cheap beside them.
+    with SlowFS(backing, tmp_path / "mnt", 6.6e6, 6.6e6, 0.5e-3) as slow:
         reading = nostall.ReadOptions(direct="always")
         store = nostall.LMDB(tmp_path / "mnt", index=False, reading=reading)
         before = slow.served_bytes
@@ -33,7 +34,6 @@ def test_few_small_records_of_many_on_slow_storage(tmp_path: Path) -> None:
             local_rank=0, local_world_size=1, job=f"gaps-{os.getpid()}", staging="8MiB",
         ) as loader:  # fmt: skip
             assert sum(len(batch) for batch, _ in loader) == few
-        # A page of 4096 bytes for each record, and what reading on to a near one adds: all that lies
-        # between them is 17 pages for each. Where the machine is busy, requests take longer.
-        assert slow.served_bytes - before < 8 * 4096 * few
+        # A page of 4096 bytes for each record; between two lie 16 others.
+        assert slow.served_bytes - before < 6 * 4096 * few
         del store, loader
