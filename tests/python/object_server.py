@@ -136,6 +136,13 @@ class Request(NamedTuple):
     body: bytes
 
 
+class HTTPServer(ThreadingHTTPServer):
+    """Of which many connections may be asked for at once: one that finds the queue full is tried again
+    after a second, or after three."""
+
+    request_queue_size = 1024
+
+
 class Proxy:
     """Forwards to the server, counts, and lets `spoil` change the answers to ranged GETs.
 
@@ -165,7 +172,7 @@ class Proxy:
 
             do_HEAD = do_PUT = do_POST = do_DELETE = do_GET
 
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._http = HTTPServer(("127.0.0.1", 0), Handler)
         self._http.daemon_threads = True
         self._http.block_on_close = False
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True)

@@ -34,12 +34,11 @@ def state_of(step: int) -> dict[str, Any]:
 def test_a_killed_job_leaves_the_newest_checkpoint_and_no_rubbish(
     ranks: int, nodes: bool, power_cut: bool
 ) -> None:
-    seed = random.randrange(1000)
     points = [(i % ranks, share) for i, share in enumerate((0.5, 0.0, 0.75, 0.25))]
     result = campaign.run(
-        points, ranks=ranks, power_cut=power_cut, seed=seed, timeout=280, nodes=nodes
+        points, ranks=ranks, power_cut=power_cut, seed=7, timeout=280, nodes=nodes
     )
-    assert result["failures"] == [], f"seed {seed}"
+    assert result["failures"] == []
     assert result["counts"]["killed"] == len(points)
 
 
@@ -223,7 +222,7 @@ def test_a_killed_training_ends_with_the_same_weights(image_folder: Path, tmp_pa
             for line in process.stdout:
                 last = line
                 if kill_after is not None and line.split() == ["step", str(kill_after)]:
-                    time.sleep(random.random() * 0.01)
+                    time.sleep(0.005)  # or wherever it is by then
                     process.send_signal(signal.SIGKILL)
                     return None
             assert process.wait() == 0
@@ -231,6 +230,6 @@ def test_a_killed_training_ends_with_the_same_weights(image_folder: Path, tmp_pa
 
     undisturbed = train(tmp_path / "a", None)
     assert undisturbed is not None and undisturbed.split()[0::2] == ["weights", "24"]
-    for at in [random.randrange(2, 23)]:
+    for at in (5, 17):
         train(tmp_path / "b", at)
     assert train(tmp_path / "b", None) == undisturbed
