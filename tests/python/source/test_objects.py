@@ -18,6 +18,7 @@ from object_server import Answer, Proxy, cut, error, upload
 from PIL import Image
 from protobuf import example, write_tfrecord
 from samples import noise
+from test_flight import wait_for
 from test_tar import webdataset
 
 import nostall
@@ -393,9 +394,11 @@ def test_a_closed_loader_asks_for_no_more(monkeypatch: pytest.MonkeyPatch) -> No
     for number in range(1600):
         put(store, f"a/{number:04d}.jpg", b"%d" % number)
     begun: list[int] = []
+    flights = set()
     numbers, go_on = itertools.count(1), threading.Event()
 
     def late(self: Ranges, asked: tuple[int, int, int]) -> Any:
+        flights.add(self._flight)
         number = next(numbers)
         begun.append(number)
         assert number <= 800 or go_on.wait(60)
@@ -406,12 +409,11 @@ def test_a_closed_loader_asks_for_no_more(monkeypatch: pytest.MonkeyPatch) -> No
     source = nostall.ObjectFolder("s3://here", store=store)
     loader = nostall.DataLoader(source, 4, epochs=1, rank=0, world_size=1)
     next(iter(loader))
-    for _ in range(6000):
-        if len(begun) == 808:
-            break
-        threading.Event().wait(0.01)
+    wait_for(lambda: len(begun) == 808)
+    (flight,) = flights
     closing = threading.Thread(target=loader.close)
     closing.start()
+    wait_for(lambda: not flight._waiting)
     closing.join(1)
     assert closing.is_alive()  # those in flight have places in the loader's memory
     go_on.set()
