@@ -267,6 +267,8 @@ def command(arguments: Sequence[str | os.PathLike[str]], torch: bool = False) ->
     The forked process has the environment, the directory and the streams that the launcher gives; it
     gets the signals that end a program, and its end is the one that the launcher sees.
     """
+    # One that a stand-in started would keep the launcher's streams for as long as it has callers.
+    server(torch or ON_DEVICE in os.environ)
     words = [sys.executable, "-S", __file__, "stand in", _run, "torch" if torch else ""]
     return [*words, *map(os.fspath, arguments)]
 
@@ -353,7 +355,8 @@ def serve(listening: socket.socket) -> dict[str, Any]:
                     os.dup2(err, 2)
                     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
                     return dict(json.loads(message))
-                os.setpgid(pid, pid)
+                with contextlib.suppress(PermissionError):  # it did, and runs another program now
+                    os.setpgid(pid, pid)
                 os.close(out)
                 os.close(err)
                 pidfd = os.pidfd_open(pid)
