@@ -162,7 +162,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except Error as error:
-        print(f"nostall: {error}", file=sys.stderr)
+        # Of an OSError of ours strerror is the sentence; what stands before it is a number.
+        sentence = isinstance(error, OSError) and error.filename is None and error.strerror
+        print(f"nostall: {sentence or error}", file=sys.stderr)
         return error.exit_code
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] in ("nostall", "nostall_bench"):

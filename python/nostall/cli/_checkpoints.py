@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _list(stores: Sequence[Store], step: int | None, *, check: bool) -> int:
-    damaged = 0
+    damaged = any_found = 0
     top = view(stores, None).top
     print(
         f"{'STEP':>12}  {'WRITTEN':<19}  {'RANKS':>5}  {'BYTES':>15}  {'METRIC':>10}  {'SAVE':<15}  "
@@ -111,6 +111,12 @@ def _list(stores: Sequence[Store], step: int | None, *, check: bool) -> int:
             print(f"{other:>12}  {_BLANK}not complete")
         if not found and not incomplete:
             print(f"no checkpoints in {store.root}")
+        any_found += found
+    if not any_found and (check or step is not None):
+        of = "" if step is None else f" of step {step}"
+        raise UsageError(
+            f"there is no complete checkpoint{of} in {', '.join(str(s.root) for s in stores)}"
+        )
     return CorruptionError.exit_code if damaged else 0
 
 
@@ -154,17 +160,22 @@ def _check(store: Store, entry: Entry, manifest: Manifest) -> str:
 
 
 def _remove(stores: Sequence[Store], steps: Sequence[int]) -> int:
+    missing = set(steps)
     for store in stores:
         store.own()
         try:
             for step in steps:
                 if step in store.steps():
                     store.remove_step(step)
+                    missing.discard(step)
                     print(f"removed step {step} from {store.root}")
                 else:
                     print(f"no step {step} in {store.root}")
         finally:
             store.disown()
+    if missing:
+        places = ", ".join(str(store.root) for store in stores)
+        raise UsageError(f"there is no step {', '.join(map(str, sorted(missing)))} in {places}")
     return 0
 
 

@@ -53,6 +53,11 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console()
     before = look()
     if arguments.once or not console.is_terminal:
+        if not before:
+            raise UsageError(
+                f"{' '.join(arguments.run)}: no loader has told what it does, which each does "
+                "once per second from its first batch on"
+            )
         console.print(table(before, {}))
         return 0
     with Live(table(before, {}), console=console, auto_refresh=False) as live:
@@ -65,8 +70,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _looks(names: list[str]) -> Callable[[], dict[str, dict[str, Any]]]:
-    addresses = [m and f"{m[1] or '127.0.0.1'}:{m[2]}" for m in map(_ADDRESS.fullmatch, names)]
+    matches = [_ADDRESS.fullmatch(name) for name in names]
+    addresses = [m and f"{m[1] or '127.0.0.1'}:{m[2]}" for m in matches]
     if all(addresses) and not Path(names[0]).is_dir():
+        if over := [m[0] for m in matches if m and int(m[2]) > 65535]:
+            raise UsageError(f"{over[0]}: ports are numbers up to 65535")
         scrape([str(address) for address in addresses])  # says which of them has no answer
         return functools.partial(scrape, [str(address) for address in addresses], refuse=False)
     home = Path(names[0])
@@ -90,8 +98,10 @@ def scrape(addresses: list[str], refuse: bool = True) -> dict[str, dict[str, Any
                 lines = answer.read().decode().splitlines()
         except (OSError, http.client.HTTPException, ValueError) as error:
             if refuse:
+                cause = getattr(error, "reason", error)
+                why = getattr(cause, "strerror", None) or cause
                 raise IoError(
-                    f"nothing serves metrics at {address} ({error}): start the job with "
+                    f"nothing serves metrics at {address} ({why}): start the job with "
                     "NOSTALL_METRICS_PORT=9464, or call nostall.metrics.serve(9464) in it"
                 ) from error
             continue

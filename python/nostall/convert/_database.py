@@ -107,6 +107,8 @@ def _write(
     source = work.source
     n = len(source)
     room = int((source.sizes + 2 * _PAGE).sum()) + 200 * n + _SPARE
+    if not (work.folder / "data.mdb").exists():
+        work.check_room(0)  # before there is a file
     with liblmdb.open(
         str(work.folder), map_size=room // _PAGE * _PAGE, readahead=False, meminit=False
     ) as environment:

@@ -89,8 +89,19 @@ class Work:
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._remove_if_unused()
         self._close()
+
+    def _remove_if_unused(self) -> None:
+        """Of a conversion that was refused before its first sample nothing is left."""
+        own = {_STATE, _SUMS}
+        with contextlib.suppress(OSError):
+            if os.fstat(self._sums).st_size == 0 and set(os.listdir(self.folder)) <= own:
+                for name in own:
+                    (self.folder / name).unlink()
+                self.folder.rmdir()
 
     def _close(self) -> None:
         for descriptor in (self._sums, self._lock):

@@ -13,6 +13,7 @@ import nostall
 from nostall import _native
 from nostall.checkpoint._store import Store
 from nostall.cli import main
+from nostall.errors import UsageError
 
 
 @pytest.fixture
@@ -62,6 +63,24 @@ def test_rm_removes_and_says_what(tiers: list[str], capsys: pytest.CaptureFixtur
         assert found is not None and found.step == 2
         assert main(["checkpoints", "rm", "--step", "2", tiers[1]]) == 2
     assert "another running job" in capsys.readouterr().err
+
+
+def test_what_is_not_there_is_an_error(
+    tiers: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    assert main(["checkpoints", "ls", str(tmp_path / "empty")]) == 0
+    assert "no checkpoints in" in capsys.readouterr().out
+    for words, told in (
+        (["verify", str(tmp_path / "empty")], f"no complete checkpoint in {tmp_path / 'empty'}"),
+        (["verify", "--step", "7", *tiers], f"of step 7 in {tiers[0]}, {tiers[1]}"),
+        (["ls", "--step", "7", tiers[1]], f"of step 7 in {tiers[1]}"),
+        (["rm", "--step", "7", "--step", "1", "--step", "8", *tiers], "no step 7, 8 in "),
+    ):
+        assert main(["checkpoints", *words]) == UsageError.exit_code
+        assert told in capsys.readouterr().err
+    with nostall.Checkpointer(*tiers) as ckpt:
+        assert 1 not in ckpt.durable.steps()  # those that are there are removed
 
 
 def test_restore_dry_run_reads_as_a_restore_would(

@@ -219,7 +219,11 @@ def small_disk(tmp_path: Path) -> Any:
 
 @pytest.mark.parametrize("kind", ["lmdb", "tar"])
 def test_a_full_disk_is_said_and_can_be_mended(
-    tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    tmp_path: Path,
+    small_disk: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    kind: str,
 ) -> None:
     root = tmp_path / "large"
     (root / "a").mkdir(parents=True)
@@ -235,6 +239,10 @@ def test_a_full_disk_is_said_and_can_be_mended(
 
     with pytest.raises(IoError, match="needs 400000 bytes more"):
         make()
+    assert list(small_disk.iterdir()) == []
+    capsys.readouterr()
+    assert main(["convert", str(root), str(small_disk / "out"), "--to", kind]) == 3
+    assert capsys.readouterr().err.startswith(f"nostall: {small_disk / 'out'} needs 400000 bytes")
     # Room that others take while it runs.
     monkeypatch.setattr(convert._work.Work, "check_room", lambda *_: None)
     with pytest.raises(IoError, match="is full") as error:

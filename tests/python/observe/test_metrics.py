@@ -156,7 +156,9 @@ def test_top_asks_a_job_that_is_not_recorded(
     assert {"samples/s", "source", "100%"} <= set(shown.split())
     metrics.close()
     assert main(["top", address, "--once"]) == IoError.exit_code
-    assert "NOSTALL_METRICS_PORT" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"metrics at {address} (Connection refused): start" in said
+    assert "NOSTALL_METRICS_PORT" in said
     assert top.scrape([address], refuse=False) == {}
 
 
@@ -205,6 +207,12 @@ def test_top_shows_what_a_recorded_run_does(
     told = list(top.table(long_ago, {}).columns[-1].cells)
     assert told == [time.strftime("ended\n%d %b", time.localtime(ended - 2 * 86400))]
     assert main(["top", str(tmp_path / "none"), "--once"]) == UsageError.exit_code
+    (tmp_path / "empty").mkdir()
+    capsys.readouterr()
+    assert main(["top", str(tmp_path / "empty"), "--once"]) == UsageError.exit_code
+    assert "empty: no loader has told what it does" in capsys.readouterr().err
+    assert main(["top", "99999", "--once"]) == UsageError.exit_code
+    assert "99999: ports are numbers up to 65535" in capsys.readouterr().err
     monkeypatch.chdir(tmp_path)
     Path("9464").mkdir()
     assert main(["top", "9464", "9465", "--once"]) == UsageError.exit_code
