@@ -435,23 +435,23 @@ def test_while_the_manifest_is_on_its_way_nothing_is_certain(
     monkeypatch.setattr(nostall.checkpoint._nodes, "_PUBLISHING_SECONDS", 0.1)
     first, second = some_nodes(tmp_path, 2, timeout=60)
     manifest = Manifest(5, "aaaaaaaa-000001", 2, ())
-    waiting, go_on, told = threading.Event(), threading.Event(), []
-    publish = first._publish_everywhere
+    publishing, go_on, told = threading.Event(), threading.Event(), []
+    publish, mine = first._publish_everywhere, own_part(second, 5)
 
     def slowly(whole: Manifest) -> Any:
+        publishing.set()
         go_on.wait(60)
         return publish(whole)
 
     monkeypatch.setattr(first, "_publish_everywhere", slowly)
     rank0 = threading.Thread(
-        target=lambda: told.append(
-            first.commit(manifest, own_part(first, 5), lambda: bool(waiting.set()))
-        )
+        target=lambda: told.append(first.commit(manifest, own_part(first, 5), lambda: False))
     )
     rank0.start()
-    assert waiting.wait(60)
+    first._take_note(manifest.id, 1, mine.to_dict())  # as the one that rank 1 sends below
+    assert publishing.wait(60)
     first._timeout = 0.1  # from now on: the note of rank 1 alone
-    told_second = second.commit(manifest, own_part(second, 5), lambda: False)
+    told_second = second.commit(manifest, mine, lambda: False)
     assert told_second == Outcome("rank 0 did not decide in time", False)
     go_on.set()
     rank0.join(60)
