@@ -149,7 +149,10 @@ class Failures:
         self._looking: threading.Thread | None = None
 
     def check(self, history: Sequence[Saved], is_complete: Callable[[Saved], bool]) -> None:
-        """Checks all saves, oldest first.
+        """Checks all saves, oldest first, once the last one is under way.
+
+        That one counts for no failure, whether the writer is done with it or not: the save that raises
+        is then the same one on every machine.
 
         Raises:
             IoError: too many or too old ones are safe nowhere.
@@ -159,7 +162,7 @@ class Failures:
             if saved.level != "memory":
                 break
             unsafe.append(saved)
-        failed = [saved for saved in unsafe if saved.failed]
+        failed = [saved for saved in unsafe if saved.failed and saved is not history[-1]]
         age = time.monotonic() - unsafe[-1]._began if unsafe else 0.0
         if len(failed) < self._most and age < self._seconds:
             return

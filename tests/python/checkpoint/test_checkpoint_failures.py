@@ -76,6 +76,29 @@ def test_failures_in_a_row_are_told_and_the_training_may_go_on(
     assert steps_in(tmp_path) == [0, 4, 5]
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_save_that_raises_does_not_depend_on_the_writers_speed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: bool
+) -> None:
+    Broken(monkeypatch)
+    ckpt = nostall.Checkpointer(durable=tmp_path, max_failures=2)
+    remember = ckpt._remember
+
+    def late(saved: Saved) -> None:
+        remember(saved)
+        ckpt.wait(60)
+
+    if ahead:  # the writer is done with a save before the call looks at it
+        monkeypatch.setattr(ckpt, "_remember", late)
+    for step in (1, 2):
+        ckpt.save(state_of(step), step)
+        ckpt.wait(60)
+    with pytest.raises(IoError, match="steps 1, 2, 3; no other is safe"):
+        ckpt.save(state_of(3), 3)
+    with pytest.raises(IoError, match="of step 3, is safe nowhere"):
+        ckpt.close()
+
+
 def test_a_time_without_a_safe_checkpoint_is_told_to_a_function(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
