@@ -277,30 +277,44 @@ def _compile(mpi: Mpi, folder: Path) -> bytes:
 @contextlib.contextmanager
 def _lock(name: str, directory: int, what: str) -> Iterator[None]:
     """One process at a time builds, where the file system has locks."""
-    file = os.open(
-        name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory
-    )
+    end, told, held = time.monotonic() + 2 * _SECONDS_OF_BUILD, False, False
+    file = _open_lock(name, directory)
     try:
-        end, told = time.monotonic() + 2 * _SECONDS_OF_BUILD, False
-        while True:
+        while time.monotonic() <= end:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
             except BlockingIOError:
                 if not told:
                     print(f"nostall: waiting for a process that builds {what}", file=sys.stderr)
                     told = True
+                time.sleep(0.1)
+                continue
             except OSError:  # this file system has none: several may build, and the last one stays
                 break
-            if time.monotonic() > end:
+            if held := _names(name, directory, file):
                 break
-            time.sleep(0.1)
+            # Who had the lock took its file away; another process may have made a new one since.
+            old, file = file, _open_lock(name, directory)
+            os.close(old)
         yield
     finally:
-        # Those that wait for it look for the library next; one that comes now makes a new lock.
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=directory)
+        if held:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=directory)
         os.close(file)
+
+
+def _open_lock(name: str, directory: int) -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.open(name, flags, 0o600, dir_fd=directory)
+
+
+def _names(name: str, directory: int, file: int) -> bool:
+    try:
+        there = os.stat(name, dir_fd=directory, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(there, os.fstat(file))
 
 
 def build(mpi: Mpi) -> Path:
