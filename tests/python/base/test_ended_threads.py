@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-# What waits for the thread is run after Python has shut down.
+# What waits for the thread is run after Python has shut down. Where the thread ends the process, the
+# wait ends with it; a thread that is kept says nothing, so it has a second.
 LIBRARY = """
 #include <unistd.h>
 
@@ -24,16 +25,18 @@ extern "C" void PyEval_RestoreThread(void*);
 namespace {
 
 std::atomic<bool> started = false;
+std::atomic<int> seconds = 0;
 
 void ask() noexcept { PyEval_RestoreThread(PyEval_SaveThread()); }
 
 [[gnu::destructor]] void wait() {
-  if (started) usleep(1000000);
+  sleep(seconds);
 }
 
 }  // namespace
 
-extern "C" void start() {
+extern "C" void start(int waiting) {
+  seconds = waiting;
   std::thread([] {
     PyGILState_Ensure();
     for (;; started = true) ask();
@@ -46,9 +49,10 @@ PROGRAM = """
 import atexit, ctypes, sys
 from nostall import _native
 
-if sys.argv[2] == "kept":
+kept = sys.argv[2] == "kept"
+if kept:
     atexit.register(lambda: print(_native.keep_ended_threads(), flush=True))
-ctypes.CDLL(sys.argv[1]).start()
+ctypes.CDLL(sys.argv[1]).start(1 if kept else 60)
 """
 
 
