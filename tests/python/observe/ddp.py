@@ -15,7 +15,9 @@ torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
 layers = torch.nn.Sequential(*[torch.nn.Linear(128, 128) for _ in range(4)])
 model = torch.nn.parallel.DistributedDataParallel(layers, bucket_cap_mb=0.1)
-step = 0
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+step = -2  # the first two build the buckets, for which each rank waits for the other
+works: list[dist.Work] = []
 
 
 def came(at: int) -> Path:
@@ -24,23 +26,32 @@ def came(at: int) -> Path:
 
 
 def allreduce(_, bucket):  # type: ignore[no-untyped-def]  # torch refuses types that are strings
-    sums = dist.all_reduce(bucket.buffer().div_(int(world)), async_op=True).get_future()
+    works.append(dist.all_reduce(bucket.buffer().div_(int(world)), async_op=True))
     if rank == 0 and bucket.is_last():
         came(step).touch()
-    return sums.then(lambda done: done.value()[0])
+    return works[-1].get_future().then(lambda done: done.value()[0])
+
+
+def train() -> None:
+    global step
+    while step >= 0 and rank == 1 and not came(step).exists():
+        time.sleep(0.001)
+    time.sleep(0.03 * rank)  # rank 0 waits for it
+    optimizer.zero_grad()
+    model(torch.ones(4, 128)).sum().backward()
+    for work in works:  # its end is recorded after its future has the sums
+        work.wait()
+    works.clear()
+    optimizer.step()
+    step += 1
 
 
 model.register_comm_hook(None, allreduce)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for _ in range(2):
+    train()
 with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
-    for step in range(6):
-        # In the second step DDP rebuilds its buckets, for which it waits for both.
-        while step > 1 and rank == 1 and not came(step).exists():
-            time.sleep(0.001)
-        time.sleep(0.03 * rank)  # rank 0 waits for it
-        optimizer.zero_grad()
-        model(torch.ones(4, 128)).sum().backward()
-        optimizer.step()
+    for _ in range(6):
+        train()
         profiler.step()
 profiler.export_chrome_trace(out)
 dist.destroy_process_group()
