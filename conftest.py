@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-# How quickly examples are drawn and tried says nothing of the product, and the same ones are tried in
-# each run: others are the campaigns' and fuzzers' to find.
+# How quickly examples are drawn and tried says nothing of the product. The same ones are tried in each
+# run; pytest --hypothesis-profile=default draws others.
 hypothesis.settings.register_profile(
     "suite",
     deadline=None,
