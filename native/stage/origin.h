@@ -49,7 +49,7 @@ struct Speeds {
 
 struct Candidate {
   bool available = false;
-  double seconds_per_byte = 0.0;  // 0: not measured yet
+  double seconds_per_byte = 0.0;  // 0: not known yet
 };
 
 // Why an origin was chosen.
@@ -76,8 +76,8 @@ inline constexpr double kSourceAdvantage = 2.0;
 inline constexpr double kSourceAdvantageOverPeers = 8.0;
 
 // The origin with the least expected time among the available ones (indexed by Origin). A tier of
-// this node that was never measured is trusted, another node is tried once the tier is measured, and
-// a source is not.
+// this node whose speed is not known is trusted, another node is tried once that of the tier is known,
+// and a source is not.
 Choice choose(const std::array<Candidate, kOrigins>& candidates) noexcept;
 
 // Whether to push a sample that was read from the source to its owner: not if the network is so

@@ -61,7 +61,7 @@ class Signals:
         self._listener: Listener | None = None
         self._closed = False
         self._ended = ""  # the signal of the stop, once `due` has returned it
-        self._here: set[str] = set()
+        self._here: set[str] = set()  # signals that came to this rank
         numbers = [] if self.refusal else [signal.Signals[name] for name in names_of(names)]
         self._before = {number: signal.signal(number, self._handle) for number in numbers}
 

@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _list(stores: Sequence[Store], step: int | None, *, check: bool) -> int:
-    damaged = any_found = 0
+    damaged, any_found = 0, False
     top = view(stores, None).top
     print(
         f"{'STEP':>12}  {'WRITTEN':<19}  {'RANKS':>5}  {'BYTES':>15}  {'METRIC':>10}  {'SAVE':<15}  "
@@ -111,7 +111,7 @@ def _list(stores: Sequence[Store], step: int | None, *, check: bool) -> int:
             print(f"{other:>12}  {_BLANK}not complete")
         if not found and not incomplete:
             print(f"no checkpoints in {store.root}")
-        any_found += found
+        any_found = any_found or found
     if not any_found and (check or step is not None):
         of = "" if step is None else f" of step {step}"
         raise UsageError(

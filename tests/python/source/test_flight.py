@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 
 import pytest
@@ -254,13 +253,9 @@ def test_the_threads_that_start_are_enough(
     given, refused, start = [], [], threading.Thread.start
     work = flight._work
 
-    def begin(ticket: object) -> None:
-        if late:
-            wait_for(lambda: refused)
-            time.sleep(0.05)
+    def begin_late(ticket: object) -> None:
+        wait_for(lambda: flight._flying <= granted)  # the refusal was dealt with
         work(ticket)
-
-    monkeypatch.setattr(flight, "_work", begin)
 
     def refuse(thread: threading.Thread) -> None:
         if len(given) == granted:
@@ -275,6 +270,8 @@ def test_the_threads_that_start_are_enough(
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
+        if late:
+            patch.setattr(flight, "_work", begin_late)
         answers = flight.ask(ask, range(40), [1] * 40)
     if granted:
         assert answers == [b"%d" % n for n in range(40)]
