@@ -681,7 +681,7 @@ class Store:
         return self._look_seconds
 
     def _leave_word(self, manifest: Manifest, rank: int, word: bytes) -> str:
-        """Why it cannot be left, so that rank 0 completes nothing; or ""."""
+        """Why it cannot be left, so that rank 0 completes nothing; or "": it is there, or was taken."""
         directory = self.directory(manifest.step)
         try:
             with io_errors("leave word in", directory):
@@ -741,7 +741,11 @@ class Store:
         return self._take_back(manifest, rank, reason, left=mine is not None)
 
     def _take_back(self, manifest: Manifest, rank: int, reason: str, *, left: bool) -> str:
-        """Takes a rank's word back; what rank 0 has taken by then stands."""
+        """Takes a rank's word back; what rank 0 has taken by then stands.
+
+        Of a word that may not have been left (not `left`) "" says that rank 0 has it: the answer alone
+        was lost.
+        """
         note, taken = self._note(manifest, rank), self._taken(manifest, rank)
         with io_errors("take a word back from", note.parent):
             try:
@@ -749,8 +753,10 @@ class Store:
             except FileNotFoundError:
                 # Rank 0 has it, or over NFS the answer was lost: a word that was left is not there
                 # by itself. A listing is newer than what a client has cached of a single name.
-                if left or taken.name in self._names(manifest.step):
+                if left:
                     raise part_stays(reason, rank) from None
+                if taken.name in self._names(manifest.step):
+                    return ""
         return reason
 
     def aborted(self, manifest: Manifest) -> str | None:

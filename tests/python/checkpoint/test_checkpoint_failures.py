@@ -586,6 +586,26 @@ def test_a_rename_whose_answer_was_lost_is_looked_at_again(
         rename(tmp_path / "a", tmp_path / "b")
 
 
+def test_a_word_that_rank_0_takes_before_its_rename_is_looked_at_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, store = os.rename, Store(tmp_path, "durable")
+    store.prepare(1)
+    manifest = Manifest(1, "aaaaaaaa-000001", 2, ())
+    taken: list[tuple[int, bytes]] = []
+
+    def rename_and_say_no(old: Any, new: Any) -> None:
+        real(old, new)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "rename", real)
+            taken.extend(store._words(manifest, [1]))
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+    monkeypatch.setattr(os, "rename", rename_and_say_no)
+    assert store._leave_word(manifest, 1, b"word") == ""
+    assert taken == [(1, b"word")]
+
+
 def test_a_word_whose_removal_is_not_answered_may_be_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
