@@ -151,7 +151,7 @@ class Hosts:
             environment: changes of this process's.
 
         Raises:
-            UsageError: it failed or took too long, with the last line of its output.
+            UsageError: it failed or took too long, with where its output is.
         """
         self._write_agent(mounts)
         mpirun = _mpirun()

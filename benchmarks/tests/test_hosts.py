@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,15 +16,17 @@ MEMORY = 128 << 20
 
 
 @pytest.fixture
-def two(tmp_path: Path) -> tuple[Path, dict[str, list[Path]]]:
-    """A folder for `Hosts`, and one that each of two hosts sees other files in."""
+def two(tmp_path: Path) -> Iterator[tuple[Path, dict[str, list[Path]]]]:
+    """A folder for `Hosts`, and one that each of two hosts sees other files in. Prints the folder's log
+    at the end, for what is told of a test that fails."""
     seen = tmp_path / "seen"
     seen.mkdir()
     roots = [tmp_path / f"root{i}" for i in range(2)]
     for i, root in enumerate(roots):
         root.mkdir()
         (root / "file").write_text(f"of host {i}\n")
-    return tmp_path, {str(seen): roots}
+    yield tmp_path, {str(seen): roots}
+    print((tmp_path / "log").read_text())
 
 
 @NEEDS

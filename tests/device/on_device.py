@@ -364,8 +364,11 @@ class Plugin:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if hasattr(self._config, "workeroutput"):
             self._config.workeroutput["left"] = self._left
-        elif len(self._without) * 9 > self._ran and session.exitstatus == pytest.ExitCode.OK:
+        elif self._too_many() and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def _too_many(self) -> bool:
+        return len(self._without) * 9 > self._ran
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
@@ -375,6 +378,7 @@ class Plugin:
         terminalreporter.write_line(
             f"{self._ran} tests ran on {NAME}, {self._left} stay on the host ({LIST.name}), "
             f"{len(self._without)} had nothing there and are not listed"
+            + (": too many, and the run fails" if self._too_many() else "")
         )
         for name in self._without:
             terminalreporter.write_line(f"  {name}")
