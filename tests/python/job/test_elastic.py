@@ -27,6 +27,7 @@ def saved(self, state, step):
 def reduced(tensor):
     if distributed.get_world_size() == 3 and distributed.get_rank() == 2 and len(saves) == 3:
         saves[-1].wait("durable")
+        print("rank 2 is lost", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     all_reduce(tensor)
 
@@ -57,7 +58,8 @@ def test_a_lost_rank_loses_no_sample(tmp_path: Path) -> None:
         return prefork.run(command, torch=True, timeout=250, env=environment)
 
     first = started(3)
-    assert first.returncode != 0 and "Signal 9 (SIGKILL)" in first.stderr, first.stderr[-6000:]
+    # torchrun names the rank whose end it sees first, and that may be another one's.
+    assert first.returncode != 0 and "rank 2 is lost" in first.stdout, first.stderr[-6000:]
     assert first.stdout.count("3 ranks go on at step 0") == 3
     second = started(2)
     assert second.returncode == 0, second.stderr[-6000:]

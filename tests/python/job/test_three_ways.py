@@ -90,7 +90,7 @@ def test_another_nodes_memory_is_read_instead_of_a_slow_disk(tmp_path: Path) -> 
 
 @pytest.mark.multi
 def test_a_quick_source_is_read_instead_of_a_slow_disk(tmp_path: Path) -> None:
-    (alone,) = run(tmp_path, 1, disk=0.03, source=0, compute=0, epochs=6)
+    (alone,) = run(tmp_path, 1, disk=0.1, source=0, compute=0, epochs=6)
     assert alone["had"] > alone["taken"] / 2
     assert alone["gets"] <= alone["had"] / 2
     assert alone["peer"] == 0
