@@ -63,7 +63,8 @@ def to_lmdb(
         progress: called with "writing" or "verifying", and the number of samples.
 
     Raises:
-        UsageError: py-lmdb is missing, `dest` exists, or something else is at ``dest.partial``.
+        UsageError: py-lmdb is missing, `dest` exists or lies in `source`, something else is at
+            ``dest.partial``, or an argument cannot be meant.
         IoError: a sample cannot be read, or the disk is full or fails.
         CorruptionError: what was read back is not what was written.
     """
@@ -78,9 +79,9 @@ def to_lmdb(
     if order == "plan":
         options["order"] = f"plan of seed {seed}"
         ids = Plan(samples=len(source), batch_size=1, seed=seed).epoch_order(0).tolist()
-    with Work(source, dest, options) as work:
+    with Work(source, dest, threads, options) as work:
         try:
-            resumed_at = _write(liblmdb, work, ids, values, limit, threads, progress)
+            resumed_at = _write(liblmdb, work, ids, values, limit, progress)
             forget_cached(work.folder / "data.mdb")
         except liblmdb.Error as error:
             raise work.failure(_as_oserror(liblmdb, error, work.folder)) from error
@@ -88,7 +89,7 @@ def to_lmdb(
             if isinstance(error, IoError):
                 raise
             raise work.failure(error) from error
-        work.verify(LMDB(work.folder, values=values, index=False), threads, progress)
+        work.verify(LMDB(work.folder, values=values, index=False), progress)
         work.finish(leave_out=["lock.mdb"])
     LMDB(work.dest, values=values)  # stores the places
     size = (work.dest / "data.mdb").stat().st_size
@@ -101,7 +102,6 @@ def _write(
     ids: Sequence[int],
     values: Values,
     limit: int,
-    threads: int,
     progress: Progress | None,
 ) -> int:
     source = work.source
@@ -123,7 +123,7 @@ def _write(
         writing = environment.begin(write=True)
         pending = 0
         try:
-            for done, (sample, data) in enumerate(work.samples(ids[begin:], threads), begin + 1):
+            for done, (sample, data) in enumerate(work.samples(ids[begin:]), begin + 1):
                 value = encode(data, int(labels[sample]))
                 writing.put(key_of(sample, n), value, append=sorted_keys)
                 pending += len(data)

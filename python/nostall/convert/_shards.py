@@ -41,21 +41,21 @@ def to_tar(
         progress: called with "writing" or "verifying", and the number of samples.
 
     Raises:
-        UsageError: `dest` exists, something else is at ``dest.partial``, or a sample's name does not
-            say its format.
+        UsageError: `dest` exists or lies in `source`, something else is at ``dest.partial``, an
+            argument cannot be meant, or a sample's name does not say its format.
         IoError: a sample cannot be read, or the disk is full or fails.
         CorruptionError: what was read back is not what was written.
     """
     limit = parse_size(shard_size)
-    with Work(source, dest, {"to": "tar", "shard_size": limit}) as work:
+    with Work(source, dest, threads, {"to": "tar", "shard_size": limit}) as work:
         shards = list(_split(source, limit))
         try:
-            resumed_at = _write(work, shards, threads, progress)
+            resumed_at = _write(work, shards, progress)
         except OSError as error:
             if isinstance(error, IoError):
                 raise
             raise work.failure(error) from error
-        work.verify(TarShards(work.folder, index=False), threads, progress)
+        work.verify(TarShards(work.folder, index=False), progress)
         work.finish()
     size = sum(p.stat().st_size for p in work.dest.glob("*.tar"))
     TarShards(work.dest)  # stores the places
@@ -76,13 +76,13 @@ def _split(source: Source, limit: int) -> Iterator[range]:
     yield range(begin, len(sizes))
 
 
-def _write(work: Work, shards: list[range], threads: int, progress: Progress | None) -> int:
+def _write(work: Work, shards: list[range], progress: Progress | None) -> int:
     """Writes the shards that are not there; returns the first sample that was not."""
     names = [work.folder / f"shard-{k:06d}.tar" for k in range(len(shards))]
     done = next((k for k, name in enumerate(names) if not name.exists()), len(names))
     begin = shards[done].start if done < len(shards) else len(work.source)
     work.check_room(int(work.source.sizes[:begin].sum()))
-    samples = work.samples(range(begin, len(work.source)), threads)
+    samples = work.samples(range(begin, len(work.source)))
     for name, part in zip(names[done:], shards[done:], strict=True):
         unfinished = name.with_name(name.name + ".partial")
         with unfinished.open("wb") as file:

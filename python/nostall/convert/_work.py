@@ -50,23 +50,34 @@ class Work:
     Args:
         source: what is converted.
         dest: the folder to be made.
+        threads: threads that read ahead.
         options: whatever the bytes written depend on.
 
     Raises:
-        UsageError: `dest` exists, another process works on it, or an earlier conversion of something
-            else was left there, or labels are floating-point numbers.
+        UsageError: `dest` exists or lies in a folder of images that is converted, another process
+            works on it, an earlier conversion of something else was left there, `threads` is no
+            number of at least 1, or labels are floating-point numbers.
         IoError: the disk has too little room for the samples.
     """
 
     def __init__(
-        self, source: Source, dest: str | os.PathLike[str], options: dict[str, Any]
+        self, source: Source, dest: str | os.PathLike[str], threads: int, options: dict[str, Any]
     ) -> None:
+        if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
+            raise UsageError(f"threads must be a number of at least 1, not {threads!r}")
         if source.labels.dtype.kind == "f":
             raise UsageError(
                 f"{source!r} has floating-point labels, which the new format cannot hold"
             )
         self.source = source
         self.dest = Path(dest).absolute()
+        self._threads = threads
+        if isinstance(source, ImageFolder) and self.dest.resolve().is_relative_to(
+            Path(source.root).resolve()
+        ):
+            raise UsageError(
+                f"{self.dest} lies in {source.root}, which is converted: convert to another place"
+            )
         self.folder = self.dest.with_name(self.dest.name + ".partial")
         self._state = {**options, "source": f"{source.fingerprint:016x}", "samples": len(source)}
         self._sums = -1
@@ -158,21 +169,21 @@ class Work:
 
     # ------------------------------------------------------------------ samples
 
-    def samples(self, wanted: Sequence[int], threads: int) -> Iterator[tuple[int, bytes]]:
-        """(id, bytes) of the samples, read ahead by `threads` threads; their checksums are kept."""
+    def samples(self, wanted: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+        """(id, bytes) of the samples, read ahead; their checksums are kept."""
 
         def read(sample: int) -> tuple[int, bytes]:
             data = self.source.read(sample)
             os.pwrite(self._sums, zlib.crc32(data).to_bytes(_SUM_BYTES, "little"), 4 * sample)
             return sample, data
 
-        yield from _ahead(read, wanted, threads)
+        yield from _ahead(read, wanted, self._threads)
 
     def sums_written(self) -> None:
         """Returns once the checksums so far are on the disk."""
         os.fsync(self._sums)
 
-    def verify(self, result: Source, threads: int, progress: Progress | None) -> None:
+    def verify(self, result: Source, progress: Progress | None) -> None:
         """Reads every sample of `result` and compares it with what the source had.
 
         Raises:
@@ -198,7 +209,7 @@ class Work:
                 )
             return sample
 
-        for done, _ in enumerate(_ahead(check, range(n), threads), 1):
+        for done, _ in enumerate(_ahead(check, range(n), self._threads), 1):
             if progress:
                 progress("verifying", done)
 

@@ -183,6 +183,28 @@ def test_does_not_go_on_with_another_data_set(folder: nostall.ImageFolder, tmp_p
     assert 0 < convert.to_lmdb(folder, tmp_path / "db").resumed_at <= 30
 
 
+@pytest.mark.parametrize("to", [convert.to_lmdb, convert.to_tar])
+def test_a_place_in_the_folder_of_images_is_refused(
+    folder: nostall.ImageFolder, tmp_path: Path, to: Any
+) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(folder.root)
+    for inside in (Path(folder.root) / "new", Path(folder.root) / "class0" / "new", link / "new"):
+        with pytest.raises(UsageError, match=r"new lies in .*: convert to another place"):
+            to(folder, inside)
+        assert not inside.with_name("new.partial").exists()
+
+
+@pytest.mark.parametrize("to", [convert.to_lmdb, convert.to_tar])
+@pytest.mark.parametrize("threads", [0, -1, 2.5, True])
+def test_threads_that_cannot_be_are_refused(
+    folder: nostall.ImageFolder, tmp_path: Path, to: Any, threads: Any
+) -> None:
+    with pytest.raises(UsageError, match=f"threads must be a number of at least 1, not {threads}"):
+        to(folder, tmp_path / "new", threads=threads)
+    assert not any(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("kind", ["lmdb", "tar"])
 def test_damage_is_found_before_the_result_has_its_name(
     folder: nostall.ImageFolder, tmp_path: Path, kind: str
