@@ -114,10 +114,12 @@ def _list(stores: Sequence[Store], step: int | None, *, check: bool) -> int:
         any_found = any_found or found
     if not any_found and (check or step is not None):
         of = "" if step is None else f" of step {step}"
-        raise UsageError(
-            f"there is no complete checkpoint{of} in {', '.join(str(s.root) for s in stores)}"
-        )
+        raise UsageError(f"there is no complete checkpoint{of} in {_places(stores)}")
     return CorruptionError.exit_code if damaged else 0
+
+
+def _places(stores: Sequence[Store]) -> str:
+    return ", ".join(str(store.root) for store in stores)
 
 
 def _row(
@@ -174,8 +176,8 @@ def _remove(stores: Sequence[Store], steps: Sequence[int]) -> int:
         finally:
             store.disown()
     if missing:
-        places = ", ".join(str(store.root) for store in stores)
-        raise UsageError(f"there is no step {', '.join(map(str, sorted(missing)))} in {places}")
+        steps_ = ", ".join(map(str, sorted(missing)))
+        raise UsageError(f"there is no step {steps_} in {_places(stores)}")
     return 0
 
 
@@ -184,12 +186,15 @@ def _remove_superseded(stores: Sequence[Store]) -> int:
         for store in stores:
             store.own()
             owning.callback(store.disown)
-        top = view(stores, None).top
+        top, removed = view(stores, None).top, False
         for store in stores:
             for manifest in store.manifests():
                 if top is not None and not is_past(manifest.sequence, *top):
                     store.remove(manifest.step, manifest.id)
                     print(f"removed save {manifest.id} of step {manifest.step} from {store.root}")
+                    removed = True
+    if not removed:
+        print(f"no superseded saves in {_places(stores)}")
     return 0
 
 
@@ -202,7 +207,7 @@ def _branch(stores: Sequence[Store], step: int | None, id: str | None) -> int:
         chosen = next((c for c in found.choices if id in (None, c.id)), None)
         if chosen is None:
             of = f"of step {step}" if id is None else f"with the id {id}"
-            raise UsageError(f"there is no undamaged checkpoint {of} in {list(stores)}")
+            raise UsageError(f"there is no undamaged checkpoint {of} in {_places(stores)}")
         manifest = next(m for s in stores if (m := s.find(chosen.step, chosen.id)) is not None)
         lineage = lineage_of(stores, stores)
         lineage.restored(manifest)
@@ -244,7 +249,7 @@ def _dry_run(stores: Sequence[Store], step: int | None, rank: int) -> int:
         for line in _outline(restored.state):
             print(f"  {line}")
         return 0
-    print("nothing can be restored")
+    print(f"nothing can be restored from {_places(stores)}")
     return CorruptionError.exit_code
 
 

@@ -267,9 +267,11 @@ def test_branches_in_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["checkpoints", "branch", "--step", "3", root]) == 0
     assert newest(tmp_path) == (3, 0)
     assert main(["checkpoints", "branch", "--step", "9", root]) == 2
-    capsys.readouterr()
+    assert f"no undamaged checkpoint of step 9 in {root}\n" in capsys.readouterr().err
     assert main(["checkpoints", "rm", "--superseded", root]) == 0
     assert capsys.readouterr().out.count("removed") == 1
+    assert main(["checkpoints", "rm", "--superseded", root]) == 0
+    assert capsys.readouterr().out == f"no superseded saves in {root}\n"
     assert saves_in(tmp_path) == [1, 2, 3] and newest(tmp_path) == (3, 0)
     assert main(["checkpoints", "rm", "--step", "3", root]) == 0
     assert newest(tmp_path) == (2, 0)

@@ -152,6 +152,13 @@ def test_a_directory_that_is_not_there_is_named(capsys: pytest.CaptureFixture[st
     assert "/nonexistent/ckpt" in capsys.readouterr().err
 
 
+def test_a_directory_without_checkpoints_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["checkpoints", "restore-dry-run", str(tmp_path)]) == 5
+    assert capsys.readouterr().out == f"nothing can be restored from {tmp_path}\n"
+
+
 def test_checkpoints_that_are_spread_over_nodes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
