@@ -4,6 +4,7 @@
 #include <nanobind/stl/chrono.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -249,7 +250,12 @@ void bind_loader_config(nb::module_& m) {
       .def_rw("sharing", &LoaderConfig::sharing)
       .def_rw("copies", &LoaderConfig::copies)
       .def_rw("locality", &LoaderConfig::locality)
-      .def_rw("first_epoch", &LoaderConfig::first_epoch)
+      .def_prop_rw(
+          "begin", [](const LoaderConfig& c) { return std::pair(c.begin.epoch, c.begin.batch); },
+          [](LoaderConfig& c, std::pair<uint32_t, uint64_t> at) {
+            c.begin = {at.first, at.second};
+          },
+          "Epoch and batch that the placement begins with.")
       .def_rw("on_error", &LoaderConfig::on_error)
       .def_rw("fetchers", &LoaderConfig::fetchers)
       .def_rw("workers", &LoaderConfig::workers)

@@ -9,10 +9,10 @@
 namespace nostall::plan {
 
 // The least number of bytes that any policy, however clairvoyant, must read from the source for
-// epochs [first_epoch, spec.epochs) over all ranks, when `capacity` bytes can be kept in total and
+// global batches from `begin` on over all ranks, when `capacity` bytes can be kept in total and
 // samples may be kept in part (so it is a true lower bound). Accesses of one sample within one
 // epoch count once. With full shuffles it equals S + (E-1) * max(0, S - capacity).
 uint64_t source_bytes_lower_bound(const JobSpec& spec, std::span<const uint64_t> sizes,
-                                  uint64_t capacity, uint32_t first_epoch = 0);
+                                  uint64_t capacity, Position begin = {});
 
 }  // namespace nostall::plan

@@ -11,7 +11,7 @@ namespace nostall::plan {
 
 Copies copies_of_others(const JobSpec& spec, std::span<const uint64_t> sizes, const Nodes& nodes,
                         std::span<const std::vector<TierShape>> tiers, uint32_t node,
-                        uint32_t first_epoch) {
+                        Position begin) {
   if (nodes.of_rank.size() != spec.world || sizes.size() != spec.samples ||
       std::any_of(nodes.of_rank.begin(), nodes.of_rank.end(),
                   [&](uint32_t of) { return of >= tiers.size(); })) {
@@ -30,7 +30,7 @@ Copies copies_of_others(const JobSpec& spec, std::span<const uint64_t> sizes, co
     const auto ranks = std::count(first, nodes.of_rank.end(), other);
     const NodeAccess access =
         node_access(spec, static_cast<uint32_t>(first - nodes.of_rank.begin()),
-                    static_cast<uint32_t>(ranks), first_epoch);
+                    static_cast<uint32_t>(ranks), begin);
     const Placement placed = place(sizes, access, tiers[other]);
     for (size_t t = 0; t < placed.fill.size(); ++t) {
       for (uint32_t i = 0; i < placed.fill[t].size(); ++i) {

@@ -24,6 +24,6 @@ struct Copies {
 // are consecutive. Pure. Cost: O(F) memory, O(nodes * F * epochs) time.
 Copies copies_of_others(const JobSpec& spec, std::span<const uint64_t> sizes, const Nodes& nodes,
                         std::span<const std::vector<TierShape>> tiers, uint32_t node,
-                        uint32_t first_epoch = 0);
+                        Position begin = {});
 
 }  // namespace nostall::plan

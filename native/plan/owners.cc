@@ -41,21 +41,21 @@ std::vector<Node> node_of_position(const JobSpec& spec, uint64_t size,
 // epoch stay within one row, which the caches hold.
 template <typename Node>
 struct Readers {
-  std::vector<Node> rows;       // [epoch * samples + sample]
-  std::vector<uint64_t> ever;   // per sample: time of its first access, kNever
-  std::vector<uint64_t> first;  // the same from first_epoch on; empty if that is 0
-  std::vector<bool> missing;    // as rows, of incomplete epochs only
+  std::vector<Node> rows;      // [epoch * samples + sample]
+  std::vector<uint64_t> ever;  // per sample: time of its first access, kNever
+  std::vector<uint64_t>
+      first;                  // the same from the job's begin on; empty if that is its first batch
+  std::vector<bool> missing;  // as rows, of incomplete epochs only
 };
 
 template <typename Node>
-Readers<Node> collect(const JobSpec& spec, std::span<const uint32_t> node_of_rank,
-                      uint32_t first_epoch) {
+Readers<Node> collect(const JobSpec& spec, std::span<const uint32_t> node_of_rank, Position from) {
   const uint64_t count = spec.samples, length = epoch_length(spec);
   const std::vector<Node> full = node_of_position<Node>(spec, spec.global_batch, node_of_rank);
   Readers<Node> readers;
   readers.rows.resize(count * spec.epochs);
   readers.ever.assign(count, kNever);
-  if (first_epoch > 0) readers.first.assign(count, kNever);
+  if (from != Position{}) readers.first.assign(count, kNever);
   uint64_t never = count, not_since = count;  // samples not read so far
   std::vector<uint32_t> order;
   for (uint32_t epoch = 0; epoch < spec.epochs; ++epoch) {
@@ -88,7 +88,9 @@ Readers<Node> collect(const JobSpec& spec, std::span<const uint32_t> node_of_ran
         }
       };
       note(readers.ever, never);
-      if (first_epoch > 0 && epoch >= first_epoch) note(readers.first, not_since);
+      const bool since =
+          epoch > from.epoch || (epoch == from.epoch && begin >= from.batch * spec.global_batch);
+      if (from != Position{} && since) note(readers.first, not_since);
     }
   }
   return readers;
@@ -171,10 +173,10 @@ std::vector<std::pair<uint64_t, uint32_t>> by_frequency(std::span<const Best> be
 
 template <typename Node>
 Ownership choose(const JobSpec& spec, std::span<const uint64_t> sizes, const Nodes& job_nodes,
-                 uint32_t first_epoch) {
+                 Position begin) {
   const auto nodes = static_cast<uint32_t>(job_nodes.capacity.size());
   const uint64_t count = spec.samples;
-  Readers<Node> readers = collect<Node>(spec, job_nodes.of_rank, first_epoch);
+  Readers<Node> readers = collect<Node>(spec, job_nodes.of_rank, begin);
   ReadCounts<Node> counts(readers, count, nodes, spec.epochs);
   const std::vector<Best> best = most_frequent(readers, counts, count, spec.epochs);
 
@@ -204,7 +206,7 @@ Ownership choose(const JobSpec& spec, std::span<const uint64_t> sizes, const Nod
   }
 
   const uint64_t length = epoch_length(spec);
-  ownership.first_access = std::move(first_epoch > 0 ? readers.first : readers.ever);
+  ownership.first_access = std::move(begin != Position{} ? readers.first : readers.ever);
   ownership.first_reader.assign(count, kNoOwner);
   for (SampleId s = 0; s < count; ++s) {
     const uint64_t first = ownership.first_access[s];
@@ -228,7 +230,7 @@ Nodes equal_nodes(const JobSpec& spec, std::vector<uint64_t> capacity, uint32_t 
 }
 
 Ownership owners(const JobSpec& spec, std::span<const uint64_t> sizes, const Nodes& nodes,
-                 uint32_t first_epoch) {
+                 Position begin) {
   const size_t count = nodes.capacity.size();
   const bool known = std::all_of(nodes.of_rank.begin(), nodes.of_rank.end(),
                                  [&](uint32_t node) { return node < count; });
@@ -237,12 +239,12 @@ Ownership owners(const JobSpec& spec, std::span<const uint64_t> sizes, const Nod
                 std::to_string(count) + " nodes with " + std::to_string(nodes.of_rank.size()) +
                     " ranks do not make up a world of " + std::to_string(spec.world));
   }
-  if (first_epoch >= spec.epochs) {
-    throw Error(ErrorKind::usage, "epoch " + std::to_string(first_epoch) + " is not among the " +
+  if (begin.epoch >= spec.epochs) {
+    throw Error(ErrorKind::usage, "epoch " + std::to_string(begin.epoch) + " is not among the " +
                                       std::to_string(spec.epochs) + " of the job");
   }
-  return count <= 256 ? choose<uint8_t>(spec, sizes, nodes, first_epoch)
-                      : choose<uint16_t>(spec, sizes, nodes, first_epoch);
+  return count <= 256 ? choose<uint8_t>(spec, sizes, nodes, begin)
+                      : choose<uint16_t>(spec, sizes, nodes, begin);
 }
 
 }  // namespace nostall::plan

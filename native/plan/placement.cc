@@ -20,8 +20,7 @@ constexpr uint64_t kLookUpCost = 12;
 
 }  // namespace
 
-NodeAccess node_access(const JobSpec& spec, uint32_t first_rank, uint32_t ranks,
-                       uint32_t first_epoch) {
+NodeAccess node_access(const JobSpec& spec, uint32_t first_rank, uint32_t ranks, Position begin) {
   NodeAccess access;
   access.frequency.assign(spec.samples, 0);
   access.first_access.assign(spec.samples, kNever);
@@ -41,20 +40,20 @@ NodeAccess node_access(const JobSpec& spec, uint32_t first_rank, uint32_t ranks,
   const bool look_up =
       spec.order == OrderKind::keyed && full.size() * kLookUpCost < spec.global_batch;
   std::vector<uint32_t> order;
-  for (uint32_t epoch = first_epoch; epoch < spec.epochs; ++epoch) {
+  for (uint32_t epoch = begin.epoch; epoch < spec.epochs; ++epoch) {
     const KeyedPermutation permutation(spec.samples, spec.seed, epoch);
     if (!look_up) epoch_order_into(spec, epoch, order);
     const uint64_t end = length_of(spec, epoch);
-    for (uint64_t begin = 0; begin < end; begin += spec.global_batch) {
-      const uint64_t size = std::min<uint64_t>(spec.global_batch, end - begin);
+    const uint64_t skipped = epoch == begin.epoch ? begin.batch : 0;
+    for (uint64_t at = skipped * spec.global_batch; at < end; at += spec.global_batch) {
+      const uint64_t size = std::min<uint64_t>(spec.global_batch, end - at);
       const std::vector<uint64_t> rest =
           size == spec.global_batch ? std::vector<uint64_t>{} : owned(size);
       for (const uint64_t p : size == spec.global_batch ? full : rest) {
-        const SampleId sample =
-            look_up ? permutation((begin + p) % spec.samples) : order[begin + p];
+        const SampleId sample = look_up ? permutation((at + p) % spec.samples) : order[at + p];
         ++access.frequency[sample];
         if (access.first_access[sample] == kNever) {
-          access.first_access[sample] = epoch * length + begin + p;
+          access.first_access[sample] = epoch * length + at + p;
         }
       }
     }

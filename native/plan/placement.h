@@ -16,7 +16,7 @@
 
 namespace nostall::plan {
 
-// What one node (the ranks [first_rank, first_rank + ranks)) reads during the whole job.
+// What one node (the ranks [first_rank, first_rank + ranks)) reads during the job.
 struct NodeAccess {
   std::vector<uint32_t> frequency;     // accesses of each sample by this node
   std::vector<uint64_t> first_access;  // time of the first access, kNever if there is none
@@ -24,9 +24,9 @@ struct NodeAccess {
 };
 inline constexpr uint64_t kNever = ~uint64_t{0};
 
-// Epochs [first_epoch, spec.epochs). Time is epoch * epoch_length + position in the epoch.
+// Global batches from `begin` on. Time is epoch * epoch_length + position in the epoch.
 NodeAccess node_access(const JobSpec& spec, uint32_t first_rank, uint32_t ranks,
-                       uint32_t first_epoch = 0);
+                       Position begin = {});
 
 inline constexpr uint8_t kNoTier = 255;
 

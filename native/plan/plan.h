@@ -94,6 +94,13 @@ struct JobSpec {
   uint64_t steps = 0;
 };
 
+// The next global batch of a job.
+struct Position {
+  uint32_t epoch = 0;
+  uint64_t batch = 0;  // in the epoch
+  friend bool operator==(const Position&, const Position&) = default;
+};
+
 // Throws Error(usage) with the offending value if the spec cannot be planned.
 void validate(const JobSpec& spec);
 

@@ -62,7 +62,7 @@ LoaderConfig attach(LoaderConfig config, const NodeSpec& node, peer::ExchangeCon
   here.copies = config.copies;
   here.locality = config.locality;
   NodeTiers tiers = attach_node_cache(config.job, config.rank, *config.source, here, config.sharing,
-                                      config.first_epoch);
+                                      config.begin);
   config.cache = tiers.cache;
   config.chunks = tiers.chunks;
   config.half = tiers.half;

@@ -52,6 +52,8 @@ namespace nostall::stage {
 // left empty and its number goes to Batch::failures.
 enum class OnError : uint8_t { raise, substitute, report };
 
+using plan::Position;
+
 struct LoaderConfig {
   plan::JobSpec job;
   uint32_t rank = 0;
@@ -62,9 +64,9 @@ struct LoaderConfig {
   Sharing sharing = Sharing::push;                 // with peers
   // With peers: which of others' samples a node keeps too.
   plan::CopyRule copies = plan::CopyRule::fixed;
-  plan::CopyPlaces places;   // of those that come and go, in the cache
-  bool locality = false;     // with peers: deal samples to their owners' ranks (plan/locality.h)
-  uint32_t first_epoch = 0;  // of the placement: no owner has its samples before it
+  plan::CopyPlaces places;  // of those that come and go, in the cache
+  bool locality = false;    // with peers: deal samples to their owners' ranks (plan/locality.h)
+  Position begin;           // of the placement: no owner has its samples before it
   // With peers, what is read ahead of need: a thread for each list reads this rank's part of it.
   std::vector<std::vector<plan::SampleId>> ahead;
   uint32_t local_rank = 0, local_world = 1;  // of the node, for `ahead` and `chunks`
@@ -101,12 +103,6 @@ struct LoaderConfig {
 // before that what Loader throws.
 LoaderConfig attach(LoaderConfig config, const NodeSpec& node, peer::ExchangeConfig peers,
                     std::unique_ptr<peer::Transport> transport);
-
-struct Position {
-  uint32_t epoch = 0;
-  uint64_t batch = 0;
-  friend bool operator==(const Position&, const Position&) = default;
-};
 
 struct OriginCount {
   uint64_t samples = 0;

@@ -23,11 +23,11 @@ namespace {
 // on.
 constexpr uint32_t kMostEpochs = 1024, kEpochsAhead = 16;
 
-plan::JobSpec placed_job(const plan::JobSpec& job, uint32_t first_epoch) {
+plan::JobSpec placed_job(const plan::JobSpec& job, plan::Position begin) {
   plan::JobSpec near = job;
   if (job.epochs > kMostEpochs) {
     near.epochs =
-        static_cast<uint32_t>(std::min<uint64_t>(job.epochs, uint64_t{first_epoch} + kEpochsAhead));
+        static_cast<uint32_t>(std::min<uint64_t>(job.epochs, uint64_t{begin.epoch} + kEpochsAhead));
   }
   return near;
 }
@@ -65,7 +65,7 @@ const char* name_of(plan::OrderKind order) {
 
 // The arguments of a rank as "name=value" lines, with the names of DataLoader's arguments.
 std::string arguments_of(const plan::JobSpec& job, const source::Source& source,
-                         const NodeSpec& node, uint32_t first_epoch) {
+                         const NodeSpec& node, plan::Position begin) {
   std::string text;
   const auto line = [&text](const char* name, const std::string& value) {
     // Paths may hold anything.
@@ -112,7 +112,7 @@ std::string arguments_of(const plan::JobSpec& job, const source::Source& source,
   }
   line("order", order);
   line("scheme", std::to_string(static_cast<int>(job.scheme)));
-  line("first epoch", std::to_string(first_epoch));
+  line("first batch", std::to_string(begin.batch) + " of epoch " + std::to_string(begin.epoch));
   std::string tiers;
   for (const tier::TierSpec& spec : node.tiers) {
     tiers += (tiers.empty() ? "" : ", ") +
@@ -155,11 +155,11 @@ std::vector<plan::TierShape> shapes_of(std::span<const tier::TierSpec> tiers) {
 
 // What the other nodes keep under Sharing::hdmlp, and which node this one fetches each sample from.
 void find_copies(const plan::JobSpec& job, std::span<const uint64_t> sizes, const NodeSpec& node,
-                 uint32_t first_epoch, NodeTiers& into) {
+                 plan::Position begin, NodeTiers& into) {
   std::vector<std::vector<plan::TierShape>> shapes;
   for (const std::vector<tier::TierSpec>& tiers : node.all_tiers)
     shapes.push_back(shapes_of(tiers));
-  into.copies = plan::copies_of_others(job, sizes, node.nodes, shapes, node.node, first_epoch);
+  into.copies = plan::copies_of_others(job, sizes, node.nodes, shapes, node.node, begin);
   into.ownership.owner = into.copies.node;
   into.ownership.first_reader.assign(sizes.size(), plan::kNoOwner);
   into.ownership.first_access.assign(sizes.size(), plan::kNever);
@@ -186,7 +186,7 @@ std::vector<ChunkNode> chunk_nodes(uint32_t first_rank, uint32_t ranks, const No
 // What each node takes of its first RAM tier for chunks, and has less for what it owns; nothing where
 // everything that is read can stay for the whole job anyway. Those of node number `here`.
 tier::Halves take_halves(const plan::JobSpec& job, std::span<const uint64_t> sizes,
-                         const plan::NodeAccess& access, uint32_t first_epoch, uint32_t here,
+                         const plan::NodeAccess& access, plan::Position begin, uint32_t here,
                          std::span<const ChunkNode> chunked, plan::Nodes& nodes) {
   uint64_t wanted = 0, room = 0;
   for (uint64_t s = 0; s < sizes.size(); ++s) {
@@ -206,7 +206,7 @@ tier::Halves take_halves(const plan::JobSpec& job, std::span<const uint64_t> siz
     const auto [at, fresh] = known.try_emplace({node.ranks, ram->capacity});
     if (fresh) {
       at->second =
-          plan::Chunks(job, node.first_rank, node.ranks, sizes).shape(ram->capacity, first_epoch);
+          plan::Chunks(job, node.first_rank, node.ranks, sizes).shape(ram->capacity, begin.epoch);
     }
     if (n < nodes.capacity.size()) nodes.capacity[n] -= 2 * at->second.bytes;
     if (n == here || chunked.size() == 1) {
@@ -217,9 +217,9 @@ tier::Halves take_halves(const plan::JobSpec& job, std::span<const uint64_t> siz
 }
 
 uint64_t fingerprint_of(const plan::JobSpec& job, const source::Source& source,
-                        const NodeSpec& node, Sharing sharing, uint32_t first_epoch) {
+                        const NodeSpec& node, Sharing sharing, plan::Position begin) {
   Fnv hash(plan::fingerprint(job));
-  hash.number(first_epoch).number(static_cast<uint64_t>(sharing));
+  hash.number(begin.epoch).number(begin.batch).number(static_cast<uint64_t>(sharing));
   hash.number(static_cast<uint64_t>(node.copies));
   for (const uint32_t of : node.nodes.of_rank) hash.number(of);
   for (const uint64_t capacity : node.nodes.capacity) hash.number(capacity);
@@ -229,7 +229,7 @@ uint64_t fingerprint_of(const plan::JobSpec& job, const source::Source& source,
 }  // namespace
 
 NodeTiers attach_node_cache(const plan::JobSpec& job, uint32_t rank, const source::Source& source,
-                            const NodeSpec& node, Sharing sharing, uint32_t first_epoch) {
+                            const NodeSpec& node, Sharing sharing, plan::Position begin) {
   if (node.local_world == 0 || node.local_rank >= node.local_world || node.local_rank > rank) {
     throw Error(ErrorKind::usage, "local rank " + std::to_string(node.local_rank) + " of " +
                                       std::to_string(node.local_world) + " does not go with rank " +
@@ -245,15 +245,15 @@ NodeTiers attach_node_cache(const plan::JobSpec& job, uint32_t rank, const sourc
 
   const uint32_t first_rank = rank - node.local_rank;
   const uint32_t ranks = std::min(node.local_world, job.world - first_rank);
-  const plan::JobSpec near = placed_job(job, first_epoch);
-  plan::NodeAccess access = plan::node_access(near, first_rank, ranks, first_epoch);
+  const plan::JobSpec near = placed_job(job, begin);
+  plan::NodeAccess access = plan::node_access(near, first_rank, ranks, begin);
   access.whole = near.epochs == job.epochs;
   NodeTiers attached;
   tier::Halves halves;
   plan::Nodes nodes = node.nodes;
   if (plan::has_chunks(near) && sharing == Sharing::push && !node.locality) {
     const std::vector<ChunkNode> chunked = chunk_nodes(first_rank, ranks, node);
-    halves = take_halves(near, source.sizes(), access, first_epoch, node.node, chunked, nodes);
+    halves = take_halves(near, source.sizes(), access, begin, node.node, chunked, nodes);
   }
   if (halves.shape.places > 0) {
     attached.chunks = std::make_shared<const plan::Chunks>(job, first_rank, ranks, source.sizes());
@@ -270,14 +270,14 @@ NodeTiers attach_node_cache(const plan::JobSpec& job, uint32_t rank, const sourc
       }
     }
     if (sharing == Sharing::hdmlp) {
-      find_copies(near, source.sizes(), node, first_epoch, attached);
+      find_copies(near, source.sizes(), node, begin, attached);
     } else {
       // What a record takes differs a little between kinds of tier; the owner must have room in any.
       std::vector<uint64_t> records(source.sizes().begin(), source.sizes().end());
       for (uint64_t& bytes : records) bytes += tier::record_overhead(tier::TierKind::file);
-      attached.ownership = plan::owners(near, records, nodes, first_epoch);
+      attached.ownership = plan::owners(near, records, nodes, begin);
     }
-    attached.plan = fingerprint_of(job, source, node, sharing, first_epoch);
+    attached.plan = fingerprint_of(job, source, node, sharing, begin);
   }
   tier::NodeCacheConfig config;
   config.halves = halves;
@@ -286,8 +286,8 @@ NodeTiers attach_node_cache(const plan::JobSpec& job, uint32_t rank, const sourc
   config.local_world = node.local_world;
   config.any_member = node.any_member;
   config.dataset = source.fingerprint();
-  config.plan = Fnv(plan::fingerprint(job)).number(first_epoch).value();
-  config.arguments = arguments_of(job, source, node, first_epoch);
+  config.plan = Fnv(plan::fingerprint(job)).number(begin.epoch).number(begin.batch).value();
+  config.arguments = arguments_of(job, source, node, begin);
   config.tiers = node.tiers;
   config.stamp = source.stamp();
   config.listing = source.shareable();

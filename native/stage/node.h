@@ -53,10 +53,10 @@ struct NodeTiers {
   plan::HalfShape half;
 };
 
-// Plans what this node keeps where (plan/placement.h, plan/cluster.h, plan/copies.h), for epochs from
-// `first_epoch` on (of a job of more than 1,024 for the next 16), and attaches. Throws what
+// Plans what this node keeps where (plan/placement.h, plan/cluster.h, plan/copies.h), for global
+// batches from `begin` on (of a job of more than 1,024 epochs those of the next 16), and attaches. Throws what
 // NodeCache::attach throws. Cost: O(F) memory, O(F * epochs) time.
 NodeTiers attach_node_cache(const plan::JobSpec& job, uint32_t rank, const source::Source& source,
-                            const NodeSpec& node, Sharing sharing, uint32_t first_epoch = 0);
+                            const NodeSpec& node, Sharing sharing, plan::Position begin = {});
 
 }  // namespace nostall::stage

@@ -203,7 +203,7 @@ class Loader::Run {
   plan::RankEpoch plan_of(Part part) const;
   // How an epoch is dealt by what nodes keep (plan/locality.h), which takes its whole order.
   bool dealt_by_owners(uint32_t epoch) const {
-    return config_.peers && config_.locality && epoch > config_.first_epoch;
+    return config_.peers && config_.locality && epoch > config_.begin.epoch;
   }
 
   void fetch(std::vector<Fetch>& chunk, Fetcher& fetcher, std::stop_token stop);

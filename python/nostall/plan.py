@@ -492,11 +492,25 @@ class Plan:
             ranks_per_node,
         )
 
-    def lower_bound(self, sizes: NDArray[np.uint64], capacity: int, *, first_epoch: int = 0) -> int:
-        """The fewest bytes that must leave the source when `capacity` bytes can be kept in all."""
+    def lower_bound(
+        self,
+        sizes: NDArray[np.uint64],
+        capacity: int,
+        *,
+        first_epoch: int = 0,
+        first_batch: int = 0,
+    ) -> int:
+        """The fewest bytes that must leave the source when `capacity` bytes can be kept in all.
+
+        Of a job that begins with global batch `first_batch` of epoch `first_epoch`.
+        """
         return int(
             _native.source_bytes_lower_bound(
-                self.native, np.ascontiguousarray(sizes, dtype=np.uint64), capacity, first_epoch
+                self.native,
+                np.ascontiguousarray(sizes, dtype=np.uint64),
+                capacity,
+                first_epoch,
+                first_batch,
             )
         )
 

@@ -135,13 +135,13 @@ def _lower_bound(
     planned: dict[str, Any],
     sizes: NDArray[np.uint64],
     capacity: int,
-    first_epoch: int,
+    begin: tuple[int, int],
     recorder: Recorder,
 ) -> int:
     spec = Plan(**planned).native
     if spec.epochs > _BOUNDED:
-        spec.epochs = min(spec.epochs, max(recorder.epochs_begun, first_epoch + 1))
-    return int(_native.source_bytes_lower_bound(spec, sizes, capacity, first_epoch))
+        spec.epochs = min(spec.epochs, max(recorder.epochs_begun, begin[0] + 1))
+    return int(_native.source_bytes_lower_bound(spec, sizes, capacity, *begin))
 
 
 def _named(kind: type[enum.Enum], value: str) -> Any:
@@ -298,7 +298,7 @@ class DataLoader:
                 counted(self.world.world_size, "rank"),
             )  # fmt: skip
         self._position = (0, 0)
-        self._first_epoch = 0
+        self._begin = (0, 0)  # epoch and batch of the placement
         self._resumed = False
         self._ended: int | None = None  # the epoch that the loaded state had just ended
         self._loader: _native.Loader | None = None
@@ -650,7 +650,7 @@ class DataLoader:
             self._ended = epoch
             epoch, batch = epoch + 1, 0
         self._position = (epoch, batch)
-        self._first_epoch = min(epoch, self._last_epoch - 1)
+        self._begin = (epoch, batch) if epoch < self._last_epoch else (self._last_epoch - 1, 0)
         self._resumed = True
 
     # ------------------------------------------------------------------ what happened
@@ -689,7 +689,7 @@ class DataLoader:
             self._planned,
             self.dataset.sizes,
             capacity,
-            self._first_epoch,
+            self._begin,
             self._recorder,
         )
 
@@ -956,7 +956,7 @@ class DataLoader:
         config.reader = _named(_native.ReaderKind, chosen.reader)
         config.staging_bytes = self._staging
         config.io_bytes = self._reading
-        config.first_epoch = self._first_epoch
+        config.begin = self._begin
         if self._recipe.place is not None and self._recipe.is_native:
             config.take_batch_memory(self._recipe.place.memory)
             config.labels_in_slab = True

@@ -130,16 +130,39 @@ TEST(Owners, TellWhoReadsFirst) {
     EXPECT_EQ(ownership.first_access[order[p]], p);
     EXPECT_EQ(ownership.first_reader[order[p]], (p % 8) % 4 / 2);
   }
-  const Ownership later = owners(spec, std::vector<uint64_t>(40, 10), nodes, 2);
+  const Ownership later = owners(spec, std::vector<uint64_t>(40, 10), nodes, {2, 0});
   EXPECT_EQ(later.first_access[epoch_order(spec, 2)[3]], 2 * 40 + 3u);
   EXPECT_EQ(later.first_reader[epoch_order(spec, 2)[3]], 1u);
+  const Ownership within = owners(spec, std::vector<uint64_t>(40, 10), nodes, {2, 1});
+  EXPECT_EQ(within.first_access[epoch_order(spec, 2)[8]], 2 * 40 + 8u);
+  EXPECT_EQ(within.first_access[epoch_order(spec, 2)[7]], kNever);
+  EXPECT_EQ(within.owner, ownership.owner);
+}
+
+TEST(NodeAccess, BeginsWithTheBatchThatTheJobGoesOnWith) {
+  for (const OrderKind order : {OrderKind::torch, OrderKind::keyed}) {
+    JobSpec spec = job(40, 8, 4);
+    spec.order = order;
+    const NodeAccess whole = node_access(spec, 0, 4, {1, 0}),
+                     rest = node_access(spec, 0, 4, {1, 3});
+    const std::vector<SampleId> ids = epoch_order(spec, 1);
+    for (uint64_t p = 0; p < ids.size(); ++p) {
+      const SampleId s = ids[p];
+      EXPECT_EQ(rest.frequency[s], whole.frequency[s] - (p < 24 ? 1 : 0));
+      if (p < 24) {
+        EXPECT_GE(rest.first_access[s], 2 * 40u);
+      } else {
+        EXPECT_EQ(rest.first_access[s], 40 + p);
+      }
+    }
+  }
 }
 
 TEST(Owners, AreTheSameWhereverTheJobResumes) {
   const JobSpec spec = job(60, 8, 4);
   const Nodes nodes = equal_nodes(spec, {200, 200}, 2);
   const std::vector<uint64_t> sizes(60, 10);
-  EXPECT_EQ(owners(spec, sizes, nodes).owner, owners(spec, sizes, nodes, 2).owner);
+  EXPECT_EQ(owners(spec, sizes, nodes).owner, owners(spec, sizes, nodes, {2, 5}).owner);
 }
 
 }  // namespace

@@ -410,6 +410,11 @@ def test_ranks_that_disagree_are_told_so(image_folder: Path) -> None:
         ):
             with loader(1, **other) as second, pytest.raises(PeerError, match=told):
                 next(iter(second))
+        with loader(1) as second:
+            second.load_state_dict({**second.state_dict(), "batch": 3})
+            told = r"first batch \(3 of epoch 0 here, 0 of epoch 0 there\);"
+            with pytest.raises(PeerError, match=told):
+                next(iter(second))
 
 
 def test_python_callables_see_bytes_or_images(image_folder: Path) -> None:

@@ -126,6 +126,25 @@ def test_resume_on_another_world_size_gives_the_same_global_batches(
         assert head + tail == whole, f"after {take} batches"
 
 
+def test_tiers_keep_what_a_resumed_epoch_still_reads(tmp_path: Path) -> None:
+    size, room = 4096, 60
+    (tmp_path / "class").mkdir()
+    for i in range(200):
+        (tmp_path / "class" / f"{i:03d}.jpg").write_bytes(bytes([i]) * size)
+    folder = nostall.ImageFolder(tmp_path, index=False)
+    with nostall.DataLoader(folder, 10, epochs=3, tiers=[], **one_rank(0, 1)) as loader:
+        list(itertools.islice(itertools.chain.from_iterable(loader.epochs()), 20 + 15))
+        state = loader.state_dict()
+    tiers = [f"ram:{room * size}B"]
+    with nostall.DataLoader(folder, 10, epochs=3, tiers=tiers, **one_rank(0, 1)) as loader:
+        loader.load_state_dict(state)
+        assert [len(list(epoch)) for epoch in loader.epochs()] == [5, 20]
+        stats = loader.stats()
+    # 50 are read in what is left of epoch 1, and all of them have room.
+    assert stats.epochs[1].origins["ram"].samples == 50
+    assert stats.source_bytes == stats.lower_bound_bytes == 200 * size
+
+
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_any_number_of_ranks_shares_a_global_batch(image_folder: Path, drop_last: bool) -> None:
     folder = nostall.ImageFolder(image_folder)

@@ -164,6 +164,30 @@ def test_the_lower_bound_is_one_and_is_reached(
 
 @settings(max_examples=60)
 @given(
+    batches=st.integers(1, 12),
+    epochs=st.integers(2, 5),
+    begin=st.tuples(st.integers(0, 1), st.integers(0, 12)),
+    share=st.floats(0, 1.2),
+    seed=st.integers(0, 99),
+)
+def test_the_lower_bound_of_a_job_that_goes_on(
+    batches: int, epochs: int, begin: tuple[int, int], share: float, seed: int
+) -> None:
+    epoch, batch = begin[0], min(begin[1], batches)
+    plan = Plan(samples=4 * batches, batch_size=2, world_size=2, epochs=epochs, seed=seed)
+    sizes = np.random.default_rng(seed).integers(1, 50, 4 * batches).astype(np.uint64)
+    total, capacity = int(sizes.sum()), int(share * int(sizes.sum()))
+    rest = int(sizes[plan.epoch_order(epoch)[4 * batch :]].sum())
+    bound = plan.lower_bound(sizes, capacity, first_epoch=epoch, first_batch=batch)
+    expected = rest
+    if epoch + 1 < epochs:  # the next one finds of the rest what can be kept
+        expected += total - min(rest, capacity)
+        expected += (epochs - epoch - 2) * max(0, total - capacity)
+    assert bound == expected
+
+
+@settings(max_examples=60)
+@given(
     samples=st.integers(1, 80),
     nodes=st.integers(1, 5),
     epochs=st.integers(1, 8),
