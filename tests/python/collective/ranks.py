@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import tempfile
 import uuid
 from pathlib import Path
@@ -45,6 +46,12 @@ def run(body: str, size: int, directory: Path, timeout: float = 200) -> list[tup
             for process in processes:
                 out, err = process.communicate(timeout=timeout)
                 results.append((process.wait(), out, err))
+        except subprocess.TimeoutExpired:
+            for process in processes:
+                process.kill()
+            # One that failed leaves the others waiting: what it says is the reason.
+            others = [process.communicate() for process in processes[len(results) + 1 :]]
+            raise AssertionError(f"rank {len(results)} waits: {results + others}") from None
         finally:
             for process in processes:
                 process.kill()

@@ -482,7 +482,7 @@ def test_timeouts_of_any_length_are_kept_and_impossible_ones_refused(shm: Path) 
         """
 import math
 for seconds in (math.inf, 1e10, 1e300, 1e-12):
-    with Communicator("long", 0, 1, directory=directory, timeout=seconds) as node:
+    with Communicator(f"long {rank}", 0, 1, directory=directory, timeout=seconds) as node:
         node.barrier()
 with join() as node:
     for seconds in (math.inf, 1e10, 60.0):

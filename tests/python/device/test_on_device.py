@@ -74,7 +74,9 @@ def test_what_fails_a_run(tmp_path: Path) -> None:
     assert "3 passed" in run.stdout and "1 failed" in run.stdout, run.stdout + run.stderr
     assert "no event" in run.stdout
     assert "2 tests ran on simdev, 0 stay on the host" in run.stdout
-    told = run.stdout.partition("1 had nothing there and are not listed\n")[2]
+    told = run.stdout.partition(
+        "1 had nothing there and are not listed: too many, and the run fails\n"
+    )[2]
     assert "::test_not_on_it" in told.splitlines()[0]
 
 
