@@ -45,7 +45,8 @@ class Manifest(Files):
         columns: likewise, of the columns that are values themselves; if None, all others.
         schema: the kinds of fields. Cells of a CSV file are decimal numbers if all of a column are and
             int64, uint64 or, with fractions, float64 holds them, and texts otherwise; where the schema
-            says array or JSON they are read as JSON. Values of JSON Lines have the types they have.
+            says array or JSON they are read as JSON. An empty cell among numbers is a missing value,
+            among texts an empty text. Values of JSON Lines have the types they have.
         root: where relative paths start; the folder of the table if None.
 
     Raises:
@@ -207,7 +208,16 @@ def _shaped(value: Any, kind: Kind | None) -> Any:
 
 
 def _numbers(cells: list[str]) -> Any:
-    """The numbers, if all cells are and a type holds them as they are; else the texts."""
+    """The numbers, if all cells are and a type holds them as they are; else the texts.
+
+    An empty cell among numbers is None; among texts it is the empty text.
+    """
+    if "" in cells:
+        numbers = _numbers([cell for cell in cells if cell])
+        if not isinstance(numbers, np.ndarray) or not numbers.size:
+            return cells
+        given = iter(numbers.tolist())
+        return [next(given) if cell else None for cell in cells]
     if all(_INTEGER.fullmatch(cell) for cell in cells):
         try:
             found = _integers([int(cell) for cell in cells])

@@ -108,6 +108,12 @@ def column(root: Path, name: str, text: str, kind: f.Kind | None = None) -> list
     return samples(source)["x"]
 
 
+@pytest.mark.parametrize("number", ["7", "-.5e1", str(2**63 + 1)])
+def test_an_empty_cell_among_numbers_is_a_missing_value(root: Path, number: str) -> None:
+    with pytest.raises(UsageError, match=r"column x: sample 1 has no value: give its kind a fill="):
+        column(root, "a.csv", f"x,y\n{number},\n,\n")
+
+
 BIG = 2**63 + 1
 
 
@@ -130,6 +136,9 @@ BIG = 2**63 + 1
         (["", str(BIG)], f.Scalar(dtype="uint64", fill=0), [0, BIG], "uint64"),
         (["true", "false"], f.Scalar(dtype="bool"), [True, False], "bool"),
         (["007", "8"], f.Text(), ["007", "8"], None),
+        (["7", ""], f.Text(), ["7", ""], None),
+        (["a", ""], None, ["a", ""], None),
+        (["", ""], None, ["", ""], None),
     ],
 )
 def test_cells_keep_their_values(
