@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -51,9 +51,9 @@ class TarShards(PartsStore):
             sample's name, or None for 0. With a function the places are not kept, unless `index`
             names a file.
         members: fields of several members: by name, the endings of the members of which a key has
-            one (``{"image": "jpg;png", "caption": "txt"}``); "all" makes every ending that there is
-            a field. What lies between the members of a key is read along. `image` and `label` are
-            not for these.
+            one (``{"image": "jpg;png", "caption": "txt"}``); or a list of endings, which are the
+            names too; "all" makes every ending that there is a field. What lies between the members
+            of a key is read along. `image` and `label` are not for these.
         schema: the kinds of fields. Those that it does not have follow from the ending: jpg, png
             and the other images of `ImageFolder`; txt, text, transcript; cls, cls2, index, inx, id;
             json, jsn; npy, whose type and shape are those of the first samples; wav, flac; others are
@@ -77,7 +77,7 @@ class TarShards(PartsStore):
         *,
         image: Sequence[str] | None = None,
         label: str | Callable[[str], int] | None = "cls",
-        members: Mapping[str, str | Sequence[str]] | Literal["all"] | None = None,
+        members: Mapping[str, str | Sequence[str]] | Sequence[str] | None = None,
         schema: Mapping[str, Kind] | None = None,
         index: bool | PathLike = True,
         reading: ReadOptions | None = None,
@@ -114,7 +114,7 @@ class TarShards(PartsStore):
 
     def _open_members(
         self,
-        members: Mapping[str, str | Sequence[str]] | Literal["all"],
+        members: Mapping[str, str | Sequence[str]] | Sequence[str],
         schema: Mapping[str, Kind] | None,
         index: bool | PathLike,
         progress: Progress | None,

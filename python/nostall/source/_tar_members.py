@@ -28,16 +28,24 @@ _KINDS: dict[str, Kind] = {
 Endings = dict[str, tuple[str, ...]]
 
 
-def parse_members(members: Mapping[str, str | Sequence[str]] | str) -> Endings | None:
-    """The endings of every field, in lower case; None for "all".
+def parse_members(
+    members: Mapping[str, str | Sequence[str]] | Sequence[str],
+) -> Endings | None:
+    """The endings of every field, in lower case; None for "all". A list names fields by endings.
 
     Raises:
         UsageError: there is no field, a field has no ending, or an ending is that of two fields.
     """
-    if isinstance(members, str):
-        if members == "all":
-            return None
-        raise UsageError(f'members must be "all" or {{field: ending}}, not {members!r}')
+    if members == "all":
+        return None
+    if isinstance(members, str) or not isinstance(members, Mapping | Sequence):
+        raise UsageError(f'members must be "all", {{field: ending}} or a list, not {members!r}')
+    if not isinstance(members, Mapping):
+        if any(not isinstance(ending, str) or ";" in ending for ending in members):
+            raise UsageError(f"members: a list has one ending for each field, not {members!r}")
+        if len(set(members)) < len(members):
+            raise UsageError(f"members: an ending is named twice in {members!r}")
+        members = {ending.strip().removeprefix("."): ending for ending in members}
     fields: Endings = {}
     owner: dict[str, str] = {}
     for name, given in members.items():

@@ -157,6 +157,16 @@ def test_named_members_and_what_is_read_of_them(shards: list[Path]) -> None:
         assert batch["label"].tolist() == [i * 3 for i in samples]
 
 
+def test_a_list_names_fields_by_their_endings(shards: list[Path]) -> None:
+    listed = nostall.TarShards(shards, members=["JPG", ".seg.png", "cls"], index=False)
+    named = nostall.TarShards(
+        shards, members={"JPG": "jpg", "seg.png": "seg.png", "cls": "cls"}, index=False
+    )
+    assert listed.schema == named.schema
+    assert list(listed.schema) == ["JPG", "seg.png", "cls"]
+    assert listed.read(3) == named.read(3)
+
+
 def test_places_are_kept_with_the_fields_that_were_found(tmp_path: Path) -> None:
     path = shard(tmp_path / "a.tar", key_of(0) + key_of(1))
     first = nostall.TarShards(path, members="all")
@@ -253,8 +263,12 @@ def test_arrays_that_differ_need_a_schema(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"members": "jpg"}, 'members must be "all" or'),
+        ({"members": "jpg"}, 'members must be "all", '),
+        ({"members": 3}, 'members must be "all", '),
         ({"members": {}}, "must name 1 to"),
+        ({"members": []}, "must name 1 to"),
+        ({"members": ["jpg;png"]}, "a list has one ending for each field"),
+        ({"members": ["txt", "txt"]}, "an ending is named twice"),
         ({"members": {"a": ""}}, "field 'a' needs endings"),
         ({"members": {"a": "jpg", "b": "png;jpg"}}, r"\.jpg is named twice \(a, b\)"),
         ({"members": {"a": "txt"}, "image": ["jpg"]}, "image= and label= are not for it"),
