@@ -7,6 +7,7 @@ import glob
 import hashlib
 import logging
 import os
+import re
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -270,17 +271,25 @@ class PlacedRows(RecordStore):
         self.native = self._native_of(table, _READING)
 
 
+_BRACES = re.compile(r"\{[^{}]*(\.\.|,)[^{}]*\}")
+
+
+_BRACES = re.compile(r"\{[^{}]*(\.\.|,)[^{}]*\}")
+
+
 def shard_paths(
     paths: PathLike | Sequence[PathLike], suffixes: tuple[str, ...], store: Any = None
 ) -> list[str]:
     """The files of a list, one file, a pattern, or a folder's files with those endings; also URLs.
 
     Raises:
-        UsageError: there are none.
+        UsageError: there are none, or the name has braces of a shell.
     """
     if isinstance(paths, Iterable) and not isinstance(paths, (str, bytes)):
         return [path_of(p, "each file") for p in paths]
     path = path_of(paths, "files")
+    if _BRACES.search(path) and not Path(path).exists():
+        raise UsageError(f"{path}: braces are not expanded: write a pattern with *, or a list")
     if is_url(path):
         found = [url for url, _ in list_objects(path, suffixes, store)]
     elif Path(path).is_dir():

@@ -277,6 +277,18 @@ def test_no_image_and_no_archive(tmp_path: Path) -> None:
         nostall.TarShards(tmp_path / "empty")
 
 
+@pytest.mark.parametrize("pattern", ["a-{000..099}.tar", "s3://bucket/a-{1,2}.tar"])
+def test_braces_of_a_pattern_are_refused_with_what_to_write(tmp_path: Path, pattern: str) -> None:
+    with pytest.raises(UsageError, match=r"braces are not expanded: write a pattern with \*"):
+        nostall.TarShards(pattern if "://" in pattern else tmp_path / pattern)
+
+
+def test_a_name_with_braces_is_opened(tmp_path: Path) -> None:
+    path = tmp_path / "a{1,2}.tar"
+    webdataset(path, noise(3))
+    assert len(nostall.TarShards(str(path))) == 3
+
+
 def test_an_archive_that_changes_while_it_is_read(tmp_path: Path) -> None:
     contents = noise(20)
     webdataset(tmp_path / "a.tar", contents)
