@@ -124,7 +124,8 @@ class Recipe:
             "workers": self._options.workers,
             "count": self._threads,
             "collate": self._options.collate,
-            "output": self._output,
+            # A place makes arrays of JAX of NumPy's.
+            "output": "numpy" if self._output == "jax" else self._output,
             "on_error": self._on_error,
             "seed": self._seed,
         }

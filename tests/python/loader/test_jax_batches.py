@@ -21,6 +21,30 @@ def batches(steps: Any, folder: Path, **more: Any) -> list[Any]:
         return [batch for epoch in loader.epochs() for batch in epoch]
 
 
+def check_items(job: dict[str, Any]) -> None:
+    """Batches of the items of a data set in Python are arrays of JAX as well."""
+    import jax
+    import numpy as np
+    import torch
+
+    import nostall
+
+    items = [
+        {"x": np.full(3, i, np.float32), "y": torch.tensor(i), "name": str(i)} for i in range(8)
+    ]
+    for then in (None, lambda item: {**item, "x": item["x"] + 1}):
+        made = nostall.Cached(items, then=then, start_method="spawn", makers=1)
+        with nostall.DataLoader(
+            made, 2, epochs=1, shuffle=False, output="jax", tiers=[], **job
+        ) as loader:
+            for batch in loader:
+                assert isinstance(batch["x"], jax.Array) and isinstance(batch["y"], jax.Array)
+                assert batch["name"] == [str(i) for i in batch["y"]]
+                expected = batch["y"][:, None] + (0 if then is None else 1)
+                assert np.array_equal(batch["x"], np.broadcast_to(expected, (2, 3)))
+        made.close()
+
+
 def main(folder: Path, rank: int, address: str) -> dict[str, Any]:
     """One of two processes, each with two devices."""
     import jax
@@ -35,6 +59,7 @@ def main(folder: Path, rank: int, address: str) -> dict[str, Any]:
     jax.distributed.initialize(address, num_processes=2, process_id=rank)
     steps = [t.Resize((24, 32)), t.ToTensor(), t.Normalize([0.485] * 3, [0.229, 0.224, 0.225])]
     job = {"rank": rank, "world_size": 2, "local_rank": 0, "local_world_size": 1, "peers": "off"}
+    check_items(job)
     for more in ({}, {"dtype": "float16", "layout": "hwc"}):
         host = batches(steps, folder, output="numpy", **job, **more)
         there = batches(steps, folder, output="jax", **job, **more)
