@@ -108,14 +108,14 @@ class Sending(OfArrays):
         return self.array(array), self.array(np.roll(array, shift, axis=0))
 
     def tree(self, value: Any) -> Any:
-        return jax.tree.map(
-            lambda leaf: (
-                self.array(leaf)
-                if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc"
-                else leaf
-            ),
-            value,
-        )
+        return jax.tree.map(self._of_leaf, value, is_leaf=lambda one: type(one) is dict)
+
+    def _of_leaf(self, leaf: Any) -> Any:
+        if type(leaf) is dict:  # JAX would sort its keys
+            return {key: self.tree(value) for key, value in leaf.items()}
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
+            return self.array(leaf)
+        return leaf
 
     def _keep(self, array: jax.Array) -> jax.Array:
         self._arrays.append(array)

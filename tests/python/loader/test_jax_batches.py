@@ -38,6 +38,7 @@ def check_items(job: dict[str, Any]) -> None:
             made, 2, epochs=1, shuffle=False, output="jax", tiers=[], **job
         ) as loader:
             for batch in loader:
+                assert list(batch) == ["x", "y", "name"]
                 assert isinstance(batch["x"], jax.Array) and isinstance(batch["y"], jax.Array)
                 assert batch["name"] == [str(i) for i in batch["y"]]
                 expected = batch["y"][:, None] + (0 if then is None else 1)
