@@ -9,14 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from nostall import _native
 from nostall.errors import IoError, UsageError
 from nostall.fields import Audio, Bytes, Image, Json, Kind, Scalar, Text
 from nostall.source._composite import NO_PART, Composite, make_column
-from nostall.source._source import IMAGE_EXTENSIONS
+from nostall.source._source import IMAGE_EXTENSIONS, open_files
 
 PathLike = str | os.PathLike[str]
-_THREADS = 16
 
 #: The kind of a file by its ending, where the schema does not say it.
 _BY_ENDING: dict[str, Kind] = {
@@ -93,7 +91,7 @@ class Files(Composite):
                     listed.append(path)
         parts = None
         if listed:
-            parts = _native.open_files(root=self.root, paths=listed, labels=[], threads=_THREADS)
+            parts = open_files(self.root, listed, [])
         self._compose(parts, part_of, kinds, made, samples)
 
     def _paths(

@@ -386,12 +386,26 @@ class FileList(Source):
             self._label_type = numbers.dtype
             if numbers.dtype.kind == "f":
                 numbers = numbers.astype(np.float64).view(np.int64)
-            self.native = _native.open_files(
-                root=self.root,
-                paths=[path_of(p, "a file of paths") for p in paths],
-                labels=numbers.tolist(),
-                threads=LISTING_THREADS,
-            )
+            listed = [path_of(p, "a file of paths") for p in paths]
+            self.native = open_files(self.root, listed, numbers.tolist())
+
+
+def open_files(root: str, paths: Sequence[str], labels: Sequence[int]) -> _native.FolderSource:
+    """The source of these files.
+
+    Raises:
+        IoError: a file cannot be examined, with its path.
+        UsageError: one is a URL, or there are none.
+    """
+    try:
+        return _native.open_files(root=root, paths=paths, labels=labels, threads=LISTING_THREADS)
+    except IoError as error:
+        url = next((path for path in (root, *paths) if "://" in path), None)
+        if url is None:
+            raise
+        raise UsageError(
+            f"{url} is no file: nostall.ObjectFolder reads objects, and so do the record stores"
+        ) from error
 
 
 def as_numbers(labels: Any) -> NDArray[Any]:
@@ -404,8 +418,8 @@ def as_numbers(labels: Any) -> NDArray[Any]:
         raise UsageError(f"labels must be one number per file: {error}") from None
     if found.ndim != 1:
         raise UsageError(
-            f"labels must be one number per file, not an array of shape {found.shape}: look up "
-            "other labels in the training's loop, by labels=range(n)"
+            f"labels must be one number per file, not an array of shape {found.shape}: other labels "
+            'are a column of nostall.Files({"image": paths}, {"label": labels})'
         )
     if found.dtype.kind == "f" and found.dtype.itemsize <= 8:
         return found

@@ -156,6 +156,19 @@ def test_file_lists(tmp_path: Path) -> None:
     assert isinstance(every.sizes, np.ndarray)
 
 
+@pytest.mark.parametrize(
+    "opened",
+    [
+        lambda: nostall.FileList(["s3://bucket/a.jpg"]),
+        lambda: nostall.FileList(["a.jpg"], root="s3://bucket"),
+        lambda: nostall.Files({"image": ["s3://bucket/a.jpg"]}),
+    ],
+)
+def test_objects_among_files_are_refused_with_what_reads_them(opened: Callable[[], object]) -> None:
+    with pytest.raises(UsageError, match=r"s3://bucket.* is no file: nostall\.ObjectFolder reads"):
+        opened()
+
+
 def test_a_pipe_is_no_sample_and_is_never_waited_for(make_folder: Callable[[int], Path]) -> None:
     root = make_folder(6)
     os.mkfifo(root / "class0" / "pipe.jpg")
