@@ -65,6 +65,7 @@ class Work:
     ) -> None:
         if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
             raise UsageError(f"threads must be a number of at least 1, not {threads!r}")
+        _check_fields(source)
         if source.labels.dtype.kind == "f":
             raise UsageError(
                 f"{source!r} has floating-point labels, which the new format cannot hold"
@@ -226,6 +227,26 @@ class Work:
 
     def _name(self) -> str:
         return str(getattr(self.source, "root", "the source"))
+
+
+def _check_fields(source: Source) -> None:
+    """Refuses samples that are not one field and its label, as a record of images and labels is."""
+    if source.item_maker is not None:
+        raise UsageError(
+            f"{source!r} has items of Python's, which are in no file: not to be written"
+        )
+    if source._pairs:
+        return
+    names = list(source.schema)
+    try:
+        has_labels = len(source.labels) == len(source)
+    except UsageError:
+        has_labels = False
+    if not has_labels or len(names) != 2:
+        raise UsageError(
+            f"{source!r} has samples of {', '.join(names)}: written are one field and the labels, a "
+            'column named label; .select(["image", "label"]) leaves others out'
+        )
 
 
 def _ahead(work: Callable[[int], Any], items: Sequence[int], threads: int) -> Iterator[Any]:

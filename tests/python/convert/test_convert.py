@@ -38,6 +38,24 @@ def same(result: nostall.Source, folder: nostall.ImageFolder) -> bool:
     )
 
 
+def test_fields_that_would_be_lost_are_refused(folder: nostall.ImageFolder, tmp_path: Path) -> None:
+    paths = [folder.describe(i) for i in range(len(folder))]
+    several = nostall.Files({"image": paths, "mask": paths}, {"label": folder.labels})
+    without = several.select(["image"])
+    members = nostall.Arrays({"x": np.arange(3)})
+    for write in (convert.to_lmdb, convert.to_tar):
+        for source in (several, without, members, nostall.Subset(several, [1, 2])):
+            with pytest.raises(UsageError, match="written are one field and the labels"):
+                write(source, tmp_path / "no")
+    made = nostall.Cached([1, 2, 3], makers=1)
+    with pytest.raises(UsageError, match="items of"):
+        convert.to_lmdb(made, tmp_path / "no")
+    made.close()
+    assert not list(tmp_path.glob("no*"))
+    convert.to_lmdb(several.select(["image", "label"]), tmp_path / "db")
+    assert same(nostall.LMDB(tmp_path / "db"), folder)
+
+
 @pytest.mark.parametrize("values", ["raw", "pickled", "datum"])
 def test_to_lmdb(folder: nostall.ImageFolder, tmp_path: Path, values: Any) -> None:
     done = convert.to_lmdb(folder, tmp_path / "db", values=values, commit_size="8KiB")
