@@ -207,15 +207,19 @@ class Live:
         self._pid = os.getpid()
         self._fixed = {"rank": rank, "loader": name, "pid": self._pid, "process": process.mark()}
         self._next = 0.0
-        self._last: dict[str, Any] = {}
+        self._newest: tuple[Recorder, int, int, int] | None = None
 
     def __call__(self, recorder: Recorder, epoch: int, batch: int, queue: int) -> None:
+        self._newest = recorder, epoch, batch, queue
         now = time.monotonic()
         if now < self._next or os.getpid() != self._pid:
             return
         self._next = now + LIVE_SECONDS
+        self._write(self._data(*self._newest))
+
+    def _data(self, recorder: Recorder, epoch: int, batch: int, queue: int) -> dict[str, Any]:
         total, memory = recorder.totals()
-        self._last = {
+        return {
             **self._fixed,
             "time": time.time(),
             "epoch": epoch,
@@ -228,13 +232,13 @@ class Live:
             "source_bytes": total.origins["source"].bytes,
             "memory": sum(memory.values()),
         }
-        self._write(self._last)
 
     def end(self) -> None:
-        """The loader has ended, or what records it."""
-        if self._last and os.getpid() == self._pid:
+        """The loader has ended, or what records it: writes what it did up to its last batch."""
+        if self._newest is not None and os.getpid() == self._pid:
             self._next = float("inf")
-            self._write({**self._last, "ended": time.time()})
+            self._write({**self._data(*self._newest), "ended": time.time()})
+            self._newest = None
 
     def _write(self, data: dict[str, Any]) -> None:
         beside = self._path.with_suffix(".tmp")

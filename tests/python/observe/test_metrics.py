@@ -219,6 +219,21 @@ def test_top_shows_what_a_recorded_run_does(
     assert "no directory 9465" in capsys.readouterr().err
 
 
+def test_top_shows_a_run_that_ended_up_to_its_last_batch(
+    image_folder: Path, tmp_path: Path
+) -> None:
+    trace.start(tmp_path, rank=0)
+    with nostall.DataLoader(
+        nostall.ImageFolder(image_folder, index=False), 4, epochs=2, tiers=[], output="numpy"
+    ) as loader:
+        taken = [sum(len(labels) for _, labels in epoch) for epoch in loader.epochs()]
+    trace.stop()
+    (said,) = top.read(tmp_path).values()
+    assert "ended" in said
+    assert (said["epoch"], said["batch"]) == (1, len(loader) - 1)
+    assert said["samples"] == said["origins"]["source"] == sum(taken)
+
+
 LIVES = """
 import sys, time
 import nostall
