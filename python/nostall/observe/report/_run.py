@@ -281,9 +281,10 @@ def words(run: Run) -> str:
         + (f" ({storage})" if cause == "source" and storage else "")
         for share, cause in parts
     )
+    digits = 1 if run.seconds >= 10 else 3
     text = (
-        f"This run waited {percent(run.waited)} of its time, {run.waited * run.seconds:.1f} of "
-        f"{run.seconds:.1f} s{'' if run.alone else ' per rank'}: {percent(run.data)} for data"
+        f"This run waited {percent(run.waited)} of its time, {run.waited * run.seconds:.{digits}f} of "
+        f"{run.seconds:.{digits}f} s{'' if run.alone else ' per rank'}: {percent(run.data)} for data"
         + (f" ({detail})" if detail else "")
     )
     for name, share in (("peers", run.peers), ("checkpoints", run.checkpoints)):
