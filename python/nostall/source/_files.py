@@ -153,6 +153,13 @@ def _check_link(path: str, top: str) -> None:
         _refuse(error)
 
 
+#: The kind that is meant most often, of endings from which none follows.
+_LIKELY = {
+    ".npy": "Array(...)",
+    **dict.fromkeys((".mp3", ".ogg", ".opus", ".aif", ".aiff"), "SoundFile()"),
+}
+
+
 def _by_ending(name: str, paths: Sequence[str | None]) -> Kind:
     first = next((path for path in paths if path is not None), "")
     ending = os.path.splitext(first)[1].lower()
@@ -160,5 +167,5 @@ def _by_ending(name: str, paths: Sequence[str | None]) -> Kind:
         return _BY_ENDING[ending]
     raise UsageError(
         f"the kind of field {name} does not follow from {first!r}: give "
-        f"schema={{{name!r}: nostall.fields.{'Array(...)' if ending == '.npy' else 'Bytes()'}}}"
+        f"schema={{{name!r}: nostall.fields.{_LIKELY.get(ending, 'Bytes()')}}}"
     )

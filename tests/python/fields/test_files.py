@@ -382,6 +382,8 @@ def test_missing_files_are_refused_or_filled(root: Path, tmp_path: Path) -> None
         (({}, {"a": [1, None]}), "sample 1 has no value"),
         (({}, {"a": [[1], [[2]]]}), "column a is neither of numbers"),
         (({"a": ["x.npy"]},), r"give schema=\{'a': nostall.fields.Array"),
+        (({"a": ["x.MP3"]},), r"give schema=\{'a': nostall.fields.SoundFile\(\)\}"),
+        (({"a": ["x.xyz"]},), r"give schema=\{'a': nostall.fields.Bytes\(\)\}"),
         (({"a": ["x.txt"]}, {"a": [1]}), "among the files and among the columns"),
         (({"a": ["x.txt"], "b": "/tmp"},), "either lists of paths or folders"),
         (({"a": "/no/such/folder"},), "is not a folder"),
