@@ -269,6 +269,8 @@ class _Numbers(Kind):
         except (TypeError, ValueError, OverflowError) as error:
             raise UsageError(f"{type(self).__name__}: no array of {self.dtype}: {error}") from None
         wanted = self._dimensions()
+        if array.shape == (0,) and len(wanted) > 1 and wanted[0] is None:
+            array = array.reshape([side or 0 for side in wanted])  # the empty list
         if len(wanted) != array.ndim or any(
             w is not None and w != s for w, s in zip(wanted, array.shape, strict=True)
         ):

@@ -171,7 +171,7 @@ def _typed(path: PathLike, column: str, cells: list[Any], kind: Kind | None) -> 
     if _is_json(path):
         if kind is None and all(type(cell) is int for cell in cells):
             return _integers(cells)
-        return [_shaped(cell, kind) for cell in cells]
+        return cells
     if kind is None:
         return _numbers(cells)
     values: list[Any] = []
@@ -180,7 +180,7 @@ def _typed(path: PathLike, column: str, cells: list[Any], kind: Kind | None) -> 
             value = None if cell == "" else _parsed(cell, kind)
         except (ValueError, RecursionError) as error:
             raise CorruptionError(f"{path}, row {row}, column {column}: {error}") from None
-        values.append(_shaped(value, kind))
+        values.append(value)
     if isinstance(kind, Scalar) and all(type(value) is int for value in values):
         return _integers(values)
     return values
@@ -198,13 +198,6 @@ def _parsed(cell: str, kind: Kind) -> Any:
         if _DECIMAL.fullmatch(cell) or _NO_NUMBER.fullmatch(cell):
             return float(cell)
     return json.loads(cell)
-
-
-def _shaped(value: Any, kind: Kind | None) -> Any:
-    """The empty list with the dimensions of its kind."""
-    if value == [] and isinstance(kind, Array | Boxes | Keypoints):
-        return np.zeros([side or 0 for side in kind._dimensions()], kind.dtype)
-    return value
 
 
 def _numbers(cells: list[str]) -> Any:

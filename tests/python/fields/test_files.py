@@ -394,6 +394,19 @@ def test_what_makes_no_data_set_is_refused(arguments: tuple[Any, ...], words: st
         nostall.Files(*arguments)
 
 
+@pytest.mark.parametrize("empty", [[], np.zeros(0, np.float32), np.zeros((0, 4))])
+def test_a_sample_without_boxes_may_have_an_empty_list(empty: Any) -> None:
+    schema = {"boxes": f.Boxes(), "words": f.Array(dtype="int64", shape=(None, 2, None))}
+    values = {"boxes": [[[1, 2, 3, 4]], empty], "words": [[[[7], [8]]], []]}
+    source = nostall.Files({}, values, schema=schema)
+    with nostall.DataLoader(source, 2, epochs=1, shuffle=False, output="numpy") as loader:
+        (batch,) = loader
+    assert batch["boxes"].values.tolist() == [[1, 2, 3, 4]]
+    assert batch["boxes"].offsets.tolist() == [0, 1, 1]
+    assert batch["words"].sample(0).tolist() == [[[7], [8]]]
+    assert batch["words"].sample(1).shape == (0, 2, 0)
+
+
 def test_kinds_of_columns(tmp_path: Path) -> None:
     source = nostall.Files(
         {},

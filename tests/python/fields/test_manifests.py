@@ -193,6 +193,10 @@ def test_values_that_a_type_cannot_hold_are_refused(
 def test_empty_boxes_of_json_lines_have_their_shape(root: Path) -> None:
     found = column(root, "a.jsonl", '{"x": []}\n{"x": [[1, 2, 3, 4]]}\n', f.Boxes())
     assert as_lists(found) == [[], [[1, 2, 3, 4]]]
+    with pytest.raises(
+        UsageError, match=r"sample 0: Array: a value has the shape \(0,\), not \(3,\)"
+    ):
+        column(root, "b.jsonl", '{"x": []}\n{"x": [1, 2, 3]}\n', f.Array(shape=(3,)))
 
 
 @pytest.mark.parametrize(
