@@ -454,7 +454,7 @@ def _refuse_other_classes(
         lacking = "the first source" if ours is None else f"source {number}"
         raise UsageError(
             f"Concat cannot tell whether labels mean the same: {lacking} has no classes, the other "
-            f"has{hint}"
+            f"has; where they do, set its .classes to the other's{hint}"
         )
     at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
     differ = (

@@ -383,6 +383,15 @@ def test_concat_of_classes(tmp_path: Path) -> None:
     assert nostall.Concat([one, same]).classes == ["cat", "dog"]
     with pytest.raises(UsageError, match="label 0 is 'cat' in the first and 'ant' in source 1"):
         nostall.Concat([one, other])
+    bare = nostall.FileList([tmp_path / "b" / "cat" / "0.png"], [0])
+    with pytest.raises(
+        UsageError, match=r"source 1 has no classes, the other has; where they do, set"
+    ):
+        nostall.Concat([one, bare])
+    bare.classes = one.classes  # type: ignore[attr-defined]
+    named = nostall.Concat([one, bare])
+    assert named.labels.tolist() == [0, 1, 0]
+    assert pickle.loads(pickle.dumps(named)).classes == ["cat", "dog"]
     apart = nostall.Concat([other, nostall.Subset(one, [1])], offset_labels=True)
     assert apart.labels.tolist() == [0, 1, 2, 4]
     assert apart.classes == ["ant", "dog", "x", "cat", "dog"]
