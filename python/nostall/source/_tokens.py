@@ -550,7 +550,16 @@ def _paths_of(
     if column is None:
         if split is not None:
             raise UsageError(f"split={split!r} is of a folder of Arrow files: pass column= too")
-        paths = shard_paths(files, (".bin", ".npy", ".wav"), store)
+        try:
+            paths = shard_paths(files, (".bin", ".npy", ".wav"), store)
+        except UsageError as error:
+            if isinstance(files, str | os.PathLike) and any(Path(files).rglob("*.arrow")):
+                raise UsageError(
+                    f"{files} has Arrow files: name their column of ids: column="
+                ) from error
+            raise
+        if table := next((path for path in paths if path.endswith(".arrow")), None):
+            raise UsageError(f"{table} is an Arrow file: name its column of ids: column=")
     else:
         if format != "auto":
             raise UsageError(f"column={column!r} is of Arrow files, not of format={format!r}")

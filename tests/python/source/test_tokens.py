@@ -153,6 +153,11 @@ def test_columns_of_arrow_are_streams(tmp_path: Path) -> None:
     assert tokens.read(0, len(tokens)).tolist() == [5, 6, 7, 8, 9, 10, 8, 9, 10]
     assert nostall.Tokens(tmp_path, column="ids", vocabulary=11).index_reused
     assert nostall.Tokens(tmp_path, column="fixed").lengths.tolist() == [2] * 9
+    for files in (tmp_path, sorted(tmp_path.glob("*.arrow"))[0]):
+        with pytest.raises(
+            UsageError, match=r"Arrow file.*: name their column|Arrow file: name its"
+        ):
+            nostall.Tokens(files, dtype="uint16")
     for match, options in {
         "column 'text' is string, no list of ids": {"column": "text"},
         "has no column .none.": {"column": "none"},
