@@ -292,7 +292,7 @@ class DataLoader:
         self._batches = int(_native.batches_per_epoch(self._spec))
         if self._batches == 0 and self.world.rank == 0:
             _log.warning(
-                "an epoch has no batch: %s do not fill batches of %s on %s, and "
+                "an epoch has no batch: %s cannot fill a batch of %s on %s, and "
                 "drop_last=True drops what does not",
                 counted(self._spec.samples, "sample"), self.batch_size,
                 counted(self.world.world_size, "rank"),

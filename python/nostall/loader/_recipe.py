@@ -239,9 +239,11 @@ class Recipe:
             UsageError: there is one.
         """
         if self.place is not None and not (self.program or self.stage or self._collate):
+            device = self._options.device
+            said = "output='jax'" if device is None else f"device={str(device)!r}"
             raise UsageError(
-                f"device={str(self._options.device)!r} takes batches of arrays, and those of this "
-                "loader are bytes as they are stored: pass transforms=, fields= or collate="
+                f"{said} takes batches of arrays, and those of this loader are bytes as they are "
+                "stored: pass transforms=, fields= or collate="
             )
         native = any(made.native for made in self._arranged)
         # What is recognised might have been called.

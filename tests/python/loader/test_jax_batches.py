@@ -106,6 +106,8 @@ def main(folder: Path, rank: int, address: str) -> dict[str, Any]:
     source = nostall.ImageFolder(folder, index=False)
     with pytest.raises(UsageError, match="pass output="):
         nostall.DataLoader(source, 4, transforms=steps, output="numpy", device="cpu:0")
+    with pytest.raises(UsageError, match="output='jax' takes batches of arrays"):
+        nostall.DataLoader(source, 4, output="jax")
     uneven: dict[str, Any] = {"output": "jax", "device": sharding, **job}
     for whole, dropped in ((8, False), (7, True)):
         with pytest.raises(UsageError, match="parts of several sizes"):

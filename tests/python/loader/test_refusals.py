@@ -212,7 +212,7 @@ def test_an_epoch_without_a_batch_is_told(
     folder = nostall.ImageFolder(image_folder)
     loader = nostall.DataLoader(folder, len(folder) + 1, epochs=1, drop_last=True)
     assert list(loader) == []
-    words = f"an epoch has no batch: {len(folder)} samples do not fill batches of {len(folder) + 1}"
+    words = f"an epoch has no batch: {len(folder)} samples cannot fill a batch of {len(folder) + 1}"
     assert words in caplog.text
 
 
