@@ -90,9 +90,13 @@ def kind_of(root: str) -> str:
     for kind, endings in _ENDINGS.items():
         if any(name.endswith(endings) for name in names):
             return kind
-    if path.is_dir() or path.is_file():
+    if path.is_dir():
         return "folder"
-    if not (names[0] != root.rstrip("/") or is_url(root) or any(c in root for c in "*?[")):
+    if names[0].endswith((".parquet", ".arrow", ".h5", ".hdf5")):
+        raise UsageError(
+            f"{root}: Parquet, Arrow and HDF5 files have no index, nothing is to be done"
+        )
+    if not (path.exists() or is_url(root) or any(c in root for c in "*?[")):
         raise UsageError(f"there is no {root}: give a folder, a file, a pattern or a URL")
     raise UsageError(f"{root}: the name does not show what kind of dataset it is: pass --kind")
 

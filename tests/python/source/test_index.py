@@ -223,3 +223,15 @@ def test_what_does_not_go_together(tmp_path: Path, capsys: pytest.CaptureFixture
     assert f"there is no {absent}" in capsys.readouterr().err
     assert main(["index", str(tmp_path / "train-*-of-3")]) != 0
     assert "--kind" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("a.parquet", "have no index"), ("a.h5", "have no index"), ("a.bin", "pass --kind")],
+)
+def test_a_file_of_another_kind_is_no_folder_of_classes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, said: str
+) -> None:
+    (tmp_path / name).write_bytes(b"x")
+    assert main(["index", str(tmp_path / name)]) != 0
+    assert said in capsys.readouterr().err
