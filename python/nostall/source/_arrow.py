@@ -282,7 +282,8 @@ class ArrowIPC(RecordStore, Composite):
         store: for URLs, an ``obstore.store`` that has them; made from the environment if None.
 
     Attributes:
-        classes: the names of the labels, where the files have Hugging Face's description of them.
+        classes: the names of the labels, where files have Hugging Face's description of them; of
+            objects only with `columns`.
 
     Raises:
         UsageError: there is no such column, it is of a type that is not read or of another type in
@@ -330,6 +331,8 @@ class ArrowIPC(RecordStore, Composite):
 
         stamp = f"{image} {label}"
         self._open(kind="arrow", stamp=lambda: stamp, scan=scan, index=is_url(paths[0]))
+        if label is not None and not is_url(paths[0]):
+            self.classes = _classes(paths[0], label)
 
     def _open_columns(
         self, paths: list[str], names: Names, schema: Mapping[str, Kind] | None, store: Any
@@ -428,6 +431,14 @@ class _Watched(ObjectFile):
         data = super().read(size)
         self.held.append((np.frombuffer(data, np.uint8).ctypes.data, len(data), offset))
         return data
+
+
+def _classes(path: str, label: str) -> list[str] | None:
+    import pyarrow
+
+    with pyarrow.memory_map(path) as file:
+        empty, _ = next(_pieces(path, pyarrow.BufferReader(file.read_buffer())))
+        return classes_of(empty.schema, label)
 
 
 def _pieces(path: str, file: Any) -> Iterator[tuple[Any, Held]]:
@@ -554,7 +565,10 @@ def _check_columns(schema: Any, image: str, label: str | None, path: str) -> Non
     if label is not None:
         kind = schema.field(label).type
         if not (pyarrow.types.is_integer(kind) or pyarrow.types.is_boolean(kind)):
-            raise UsageError(f"{path}: column {label!r} is {kind}, not integers: pass label=None")
+            raise UsageError(
+                f"{path}: column {label!r} is {kind}, not integers: pass label=None, or columns=, "
+                "whose numbers and texts are fields"
+            )
 
 
 def _pyarrow(module: str, files: Any) -> Any:

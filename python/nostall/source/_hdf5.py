@@ -370,7 +370,10 @@ def _labels(file: Any, path: PathLike, labels: Any, n: int) -> NDArray[np.int64]
         raise CorruptionError(f"{path}, dataset {labels}: {error}") from None
     values = np.asarray(read).reshape(-1)
     if values.dtype.kind not in "iub":
-        raise UsageError(f"{path}: labels of type {values.dtype} are not integers")
+        raise UsageError(
+            f"{path}: labels of type {values.dtype} are not integers: pass columns=, whose numbers and "
+            "texts are fields"
+        )
     if len(values) != n:
         raise UsageError(f"{path}: {len(values)} labels for {n} samples")
     return values.astype(np.int64)

@@ -425,6 +425,8 @@ def test_what_datasets_save_to_disk(hub: Any, tmp_path: Path) -> None:
     check_hub(nostall.ArrowIPC(tmp_path / "one", columns="all"), list(range(11)))
     pairs = nostall.ArrowIPC(tmp_path / "one")
     assert pairs.read(4) == png(4)
+    assert pairs.classes == ["cat", "dog"]
+    assert nostall.ArrowIPC(tmp_path / "one", label=None).classes is None
     chosen = [7, 2, 9]
     both = datasets.DatasetDict({"train": data, "test": data.select(chosen)})
     both.save_to_disk(tmp_path / "both")
