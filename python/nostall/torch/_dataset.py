@@ -45,7 +45,8 @@ class Dataset:
             share, or ``[]`` for none. The same in all ranks of a node.
 
     Raises:
-        UsageError: `source` is none, a field is not there, or `tiers` are not such.
+        UsageError: `source` is none, `transform` is no function, a field is not there, or `tiers` are
+            not such.
     """
 
     def __init__(
@@ -61,6 +62,11 @@ class Dataset:
             raise UsageError(
                 f"the first argument is {type(source).__name__}, not a dataset of nostall: "
                 f"{way_from(source)}"
+            )
+        if transform is not None and not callable(transform):
+            raise UsageError(
+                f"transform must be a function of the sample, not {type(transform).__name__}: steps of "
+                "nostall.transforms go to transforms= of nostall.DataLoader"
             )
         self.source = source if fields is None else source.select(fields)
         self.transform = transform

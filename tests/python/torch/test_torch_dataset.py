@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, RandomSampler
 
 import nostall
 import nostall.torch
-from nostall import fields
-from nostall.errors import CorruptionError, IoError
+from nostall import fields, transforms
+from nostall.errors import CorruptionError, IoError, UsageError
 
 
 def sizes_of(folder: nostall.ImageFolder, ids: list[int]) -> list[int]:
@@ -220,3 +220,12 @@ def test_damage_is_named(make_folder: Callable[[int], Path]) -> None:
         dataset[at]
     with pytest.raises(IndexError):
         dataset[4]
+
+
+def test_steps_of_the_loader_are_refused(make_folder: Callable[[int], Path]) -> None:
+    folder = nostall.ImageFolder(make_folder(2), index=False)
+    for steps in ([transforms.ToTensor()], transforms.ToTensor()):
+        with pytest.raises(
+            UsageError, match=r"transform must be a function .* of nostall\.DataLoader"
+        ):
+            nostall.torch.Dataset(folder, steps)  # type: ignore[arg-type]
