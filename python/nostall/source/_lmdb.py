@@ -210,7 +210,14 @@ class LMDB(PartsStore):
         else:
             kind: Any = self._values
             found, places = find_fields(
-                self, kind, self._members, file, offset, length, self._progress
+                self,
+                kind,
+                self._members,
+                file,
+                offset,
+                length,
+                self._progress,
+                given=self._arguments["schema"],
             )
         head = np.where(offset > start, places[0] - start, 0)
         return self._parts_table(

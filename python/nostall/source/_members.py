@@ -50,25 +50,31 @@ def find_fields(
     offset: NDArray[np.uint64],
     length: NDArray[np.uint64],
     progress: Progress | None,
+    given: Mapping[str, Kind] | None,
 ) -> tuple[str, Places]:
     """What is to be added to the table's stamp, and where records and fields lie.
 
     Raises:
-        UsageError: values of one name are of several types, or of one that is not read.
+        UsageError: values of one name are of several types, or of one that is not read, or no record
+            has a name, and the kind that is given for it has no ``fill``.
         CorruptionError: a record cannot be taken apart.
     """
     chosen = _chosen(names)
-    try:
-        told, begin, size = _native.find_members(
+
+    def find(wanted: list[str], records: slice, progress: Progress | None) -> Any:
+        return _native.find_members(
             storage=store.storage,
-            file=file,
-            offset=np.ascontiguousarray(offset),
-            length=np.ascontiguousarray(length),
+            file=file[records],
+            offset=np.ascontiguousarray(offset[records]),
+            length=np.ascontiguousarray(length[records]),
             kind=_native.MembersKind[kind],
-            names=list(dict.fromkeys(chosen.values())),
+            names=wanted,
             threads=_THREADS,
             progress=progress,
         )
+
+    try:
+        told, begin, size = find(list(dict.fromkeys(chosen.values())), slice(None), progress)
     except UnicodeDecodeError as error:
         raise UsageError(
             f"{store.storage.paths[0]}: a value has the name {error.object!r}, which is not UTF-8: "
@@ -80,6 +86,13 @@ def find_fields(
     fields = chosen or {name: name for name in place}
     columns = [place[name] for name in fields.values()]
     begin, size = (x.reshape(len(length), -1)[:, columns] for x in (begin, size))
+    nowhere = (begin == _NO_MEMBER).all(axis=0)
+    for (field, name), lacks in zip(chosen.items(), nowhere, strict=False):
+        if lacks and getattr((given or {}).get(field), "fill", None) is None:
+            there = ", ".join(told[0] for told in find([], slice(1), None)[0])
+            raise UsageError(
+                f"{store.storage.paths[0]}: no record has a value {name!r}; the first one has: {there}"
+            )
     found = [[field, *told[i]] for field, i in zip(fields, columns, strict=True)]
     return FOUND + as_text(found), cover(begin, size, begin != _NO_MEMBER, offset)
 

@@ -101,7 +101,9 @@ class TFRecord(PartsStore):
             )
             if features is not None:
                 scanned = (file, offset, length)
-                found, parts = find_fields(self, "example", features, *scanned, progress)
+                found, parts = find_fields(
+                    self, "example", features, *scanned, progress, given=schema
+                )
                 return self._parts_table("tfrecord", stamp + found, parts, file)
             labels, sums = None, np.maximum(crc, 1)  # 0 is kept as 1
             if values == "example":
