@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nostall import _native
-from nostall.errors import UsageError
+from nostall.errors import CorruptionError, UsageError
 from nostall.fields import Array, Boxes, Keypoints, Kind, Scalar, Schema, Text
 from nostall.source._columns import Names, check_fields, chosen_columns, kind_of_bytes
 from nostall.source._parts import NO_PART, PartsStore, Places, array_of, as_text, cover
@@ -42,6 +42,30 @@ def _chosen(names: Names) -> dict[str, str]:
     return chosen_columns(names, list) if names != "all" else {}
 
 
+def names_in_first(
+    storage: _native.Storage,
+    kind: Literal["example", "npz", "msgpack"],
+    file: NDArray[np.uint32],
+    offset: NDArray[np.uint64],
+    length: NDArray[np.uint64],
+) -> str:
+    """The names of the values of the first record, as a message has them."""
+    try:
+        told, _, _ = _native.find_members(
+            storage=storage,
+            file=file[:1],
+            offset=np.ascontiguousarray(offset[:1]),
+            length=np.ascontiguousarray(length[:1]),
+            kind=_native.MembersKind[kind],
+            names=[],
+            threads=1,
+            progress=None,
+        )
+    except (CorruptionError, UsageError, UnicodeDecodeError):
+        return "nothing that can be named"
+    return ", ".join(name for name, *_ in told)
+
+
 def find_fields(
     store: PartsStore,
     kind: Literal["example", "npz", "msgpack"],
@@ -61,20 +85,17 @@ def find_fields(
     """
     chosen = _chosen(names)
 
-    def find(wanted: list[str], records: slice, progress: Progress | None) -> Any:
-        return _native.find_members(
+    try:
+        told, begin, size = _native.find_members(
             storage=store.storage,
-            file=file[records],
-            offset=np.ascontiguousarray(offset[records]),
-            length=np.ascontiguousarray(length[records]),
+            file=file,
+            offset=np.ascontiguousarray(offset),
+            length=np.ascontiguousarray(length),
             kind=_native.MembersKind[kind],
-            names=wanted,
+            names=list(dict.fromkeys(chosen.values())),
             threads=_THREADS,
             progress=progress,
         )
-
-    try:
-        told, begin, size = find(list(dict.fromkeys(chosen.values())), slice(None), progress)
     except UnicodeDecodeError as error:
         raise UsageError(
             f"{store.storage.paths[0]}: a value has the name {error.object!r}, which is not UTF-8: "
@@ -89,7 +110,7 @@ def find_fields(
     nowhere = (begin == _NO_MEMBER).all(axis=0)
     for (field, name), lacks in zip(chosen.items(), nowhere, strict=False):
         if lacks and getattr((given or {}).get(field), "fill", None) is None:
-            there = ", ".join(told[0] for told in find([], slice(1), None)[0])
+            there = names_in_first(store.storage, kind, file, offset, length)
             raise UsageError(
                 f"{store.storage.paths[0]}: no record has a value {name!r}; the first one has: {there}"
             )

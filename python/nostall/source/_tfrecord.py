@@ -12,7 +12,7 @@ from nostall import _native
 from nostall.errors import UsageError
 from nostall.fields import Kind
 from nostall.source._columns import Names
-from nostall.source._members import fields_of, find_fields, members_stamp
+from nostall.source._members import fields_of, find_fields, members_stamp, names_in_first
 from nostall.source._parts import PartsStore
 from nostall.source._records import (
     PathLike,
@@ -138,16 +138,24 @@ class TFRecord(PartsStore):
         crc: NDArray[np.uint32],
     ) -> tuple[NDArray[Any], ...]:
         """Offset, length, label and checksum of the image in every record."""
-        offset, length, labels, _, sums = _native.find_payloads(
-            storage=self.storage,
-            file=file,
-            offset=offset,
-            length=length,
-            kind="example",
-            image=names[0],
-            label=names[1],
-            threads=_THREADS,
-            progress=progress,
-            crc=crc,
-        )
+        try:
+            found = _native.find_payloads(
+                storage=self.storage,
+                file=file,
+                offset=offset,
+                length=length,
+                kind="example",
+                image=names[0],
+                label=names[1],
+                threads=_THREADS,
+                progress=progress,
+                crc=crc,
+            )
+        except UsageError as error:
+            there = names_in_first(self.storage, "example", file, offset, length)
+            raise UsageError(
+                f"{error}; the first record has: {there}. image= and label= name others, label=None is "
+                "for images without labels"
+            ) from None
+        offset, length, labels, _, sums = found
         return offset, length, np.asarray(labels), sums

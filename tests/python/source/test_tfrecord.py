@@ -144,8 +144,15 @@ def test_features_that_are_not_there(tmp_path: Path) -> None:
     ):
         nostall.TFRecord(path)
     assert len(nostall.TFRecord(path, label=None)) == 2
-    with pytest.raises(UsageError, match='"picture" of bytes'):
+    with pytest.raises(
+        UsageError,
+        match=r'"picture" of bytes; the first record has: image/encoded, image/class/label\. image=',
+    ):
         nostall.TFRecord(path, image="picture")
+    unread = example({"image/encoded": b"x"}).replace(b"image/encoded", b"\xffmage/encoded")
+    write_tfrecord(path, [unread])
+    with pytest.raises(UsageError, match=r"has: nothing that can be named\. image= and"):
+        nostall.TFRecord(path)
     start = write_tfrecord(path, [b"\xff" * 30])[0]
     with pytest.raises(CorruptionError, match=rf"offset {start} of .*is no tf\.train\.Example"):
         nostall.TFRecord(path)
