@@ -17,6 +17,7 @@ from nostall.loader._steps import (
     ascending,
     between,
     fills,
+    interpolation_of,
     number_or_pair,
     one_of,
     probability,
@@ -194,7 +195,7 @@ class RandAugment(Transform):
         whole(self, "num_magnitude_bins", self.num_magnitude_bins, 1, 1000)
         whole(self, "magnitude", self.magnitude, 0, self.num_magnitude_bins - 1)
         fills(self, self.fill)
-        one_of(self, "interpolation", self.interpolation, WARPING)
+        interpolation_of(self, WARPING)
 
     def to_step(self) -> Step:
         return "RandAugment", {
@@ -217,7 +218,7 @@ class TrivialAugmentWide(Transform):
     def __post_init__(self) -> None:
         whole(self, "num_magnitude_bins", self.num_magnitude_bins, 1, 1000)
         fills(self, self.fill)
-        one_of(self, "interpolation", self.interpolation, WARPING)
+        interpolation_of(self, WARPING)
 
     def to_step(self) -> Step:
         return "TrivialAugmentWide", {
@@ -238,7 +239,7 @@ class AutoAugment(Transform):
     def __post_init__(self) -> None:
         one_of(self, "policy", self.policy, ("imagenet", "cifar10", "svhn"))
         fills(self, self.fill)
-        one_of(self, "interpolation", self.interpolation, WARPING)
+        interpolation_of(self, WARPING)
 
     def to_step(self) -> Step:
         return "AutoAugment", {

@@ -18,6 +18,7 @@ from nostall.loader._steps import (
     between,
     centre,
     fills,
+    interpolation_of,
     number_or_pair,
     one_of,
     paddings,
@@ -109,7 +110,7 @@ class RandomRotation(Transform):
         self._range()
         centre(self, self.center)
         fills(self, self.fill)
-        one_of(self, "interpolation", self.interpolation, WARPING)
+        interpolation_of(self, WARPING)
 
     def _range(self) -> tuple[float, float]:
         return number_or_pair(self, "degrees", self.degrees, low=-36000, high=36000)
@@ -142,7 +143,7 @@ class RandomAffine(Transform):
 
     def __post_init__(self) -> None:
         self._parameters()
-        one_of(self, "interpolation", self.interpolation, WARPING)
+        interpolation_of(self, WARPING)
 
     def _parameters(self) -> dict[str, Any]:
         translate = (0.0, 0.0) if self.translate is None else tuple(self.translate)
@@ -183,7 +184,7 @@ class RandomPerspective(Transform):
         between(self, "distortion_scale", self.distortion_scale, 0, 1)
         probability(self, self.p)
         fills(self, self.fill)
-        one_of(self, "interpolation", self.interpolation, WARPING)
+        interpolation_of(self, WARPING)
 
     def to_step(self) -> Step:
         return "RandomPerspective", {

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
 from typing import Any, Literal
 
 from nostall.errors import UsageError
 
 Size = int | tuple[int, int]
 Step = tuple[str, dict[str, Any]]
-Interpolation = Literal["bilinear", "bicubic", "nearest", "nearest_exact"]
+# Or a mode of torchvision's, which is an Enum.
+Interpolation = Literal["bilinear", "bicubic", "nearest", "nearest_exact"] | Enum
 PaddingMode = Literal["constant", "edge", "reflect", "symmetric"]
 Fill = float | Sequence[float] | Mapping[str, Any]
 
@@ -90,6 +92,14 @@ def whole(owner: object, name: str, value: object, low: int, high: int) -> int:
 
 def probability(owner: object, p: float) -> None:
     between(owner, "p", p, 0, 1)
+
+
+def interpolation_of(owner: Any, known: Sequence[str]) -> None:
+    """Checks it, and puts its name in the place of a mode of torchvision's."""
+    name = getattr(owner.interpolation, "value", owner.interpolation)
+    if isinstance(name, str):
+        object.__setattr__(owner, "interpolation", name.replace("-", "_"))
+    one_of(owner, "interpolation", owner.interpolation, known)
 
 
 def one_of(owner: object, name: str, value: str, known: Sequence[str]) -> None:

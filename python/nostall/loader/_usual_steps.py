@@ -14,7 +14,7 @@ from nostall.loader._steps import (
     Step,
     Transform,
     ascending,
-    one_of,
+    interpolation_of,
     probability,
     sides,
 )
@@ -42,7 +42,7 @@ class Resize(Transform):
 
     def __post_init__(self) -> None:
         sides(self, self.size)
-        one_of(self, "interpolation", self.interpolation, RESAMPLING)
+        interpolation_of(self, RESAMPLING)
 
     def to_step(self) -> Step:
         height, width = sides(self, self.size)
@@ -86,7 +86,7 @@ class RandomResizedCrop(Transform):
         sides(self, self.size)
         object.__setattr__(self, "scale", ascending(self, "scale", self.scale))
         object.__setattr__(self, "ratio", ascending(self, "ratio", self.ratio))
-        one_of(self, "interpolation", self.interpolation, RESAMPLING)
+        interpolation_of(self, RESAMPLING)
 
     def to_step(self) -> Step:
         height, width = sides(self, self.size)

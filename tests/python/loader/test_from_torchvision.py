@@ -12,6 +12,7 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from nostall import transforms as t
+from nostall.errors import UsageError
 
 MEAN, STD = [0.4, 0.5, 0.6], [0.2, 0.3, 0.1]
 Mode = v2.InterpolationMode
@@ -23,6 +24,26 @@ def picture() -> tuple[Image.Image, bytes]:
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
     return image, buffer.getvalue()
+
+
+def test_steps_take_the_modes_of_torchvision() -> None:
+    assert t.Resize(8, interpolation=Mode.BICUBIC) == t.Resize(8, interpolation="bicubic")
+    assert t.Resize(8, Mode.NEAREST_EXACT).interpolation == "nearest_exact"
+    assert (
+        t.RandomResizedCrop(8, interpolation=Mode.NEAREST).to_step()[1]["interpolation"]
+        == "nearest"
+    )
+    for step in (
+        t.RandomRotation(3, Mode.BILINEAR),
+        t.RandomAffine(3, interpolation=Mode.BILINEAR),
+        t.RandomPerspective(interpolation=Mode.BILINEAR),
+        t.RandAugment(interpolation=Mode.BILINEAR),
+        t.TrivialAugmentWide(interpolation=Mode.BILINEAR),
+        t.AutoAugment(interpolation=Mode.BILINEAR),
+    ):
+        assert step.interpolation == "bilinear"
+    with pytest.raises(UsageError, match="interpolation 'lanczos' is not one of bilinear"):
+        t.Resize(8, interpolation=Mode.LANCZOS)
 
 
 def test_a_recipe_becomes_native() -> None:
