@@ -279,7 +279,13 @@ class Recipe:
         }
 
     def tell_steps(self) -> None:
-        """Logs which steps run natively."""
+        """Logs which steps run natively, and what they leave as it is although boxes are taken out."""
+        if self._records is not None and self._records.staying:
+            _log.warning(
+                "SanitizeBoundingBoxes takes boxes out, and %s keeps all rows: if they are of the "
+                "boxes, as classes are, give its kind rows_of=, the name of the boxes",
+                ", ".join(self._records.staying),
+            )
         if self._arranged:
             steps = self.settings()
             native, called, device = (

@@ -160,6 +160,7 @@ class Records:
         self._mixed: list[str] = []
         self.arranged: list[Arranged] = []
         self.of_device: list[str] = []  # names of steps
+        self.staying: list[str] = []  # fields that keep their rows where boxes are taken out
         pipelines: dict[str, _native.Pipeline] = {}
         called: list[tuple[tuple[str, ...] | str | None, Composed]] = []
         stated: dict[str, Kind] = {}
@@ -185,6 +186,7 @@ class Records:
                     self._finishes.update(dict.fromkeys(images, finish))
             if any(map(_takes_boxes_out, steps)):
                 _check_followers(schema, group.names)
+                self.staying += _staying(schema)
             (of, way), pixels = types, source.pixels
             made = arrange(steps, dtype=of, layout=way, pixels=pixels, kinds=group.kinds)
             self.arranged.append(made)
@@ -445,6 +447,15 @@ def _check_rows(schema: Schema) -> None:
         boxes = getattr(kind, "rows_of", None)
         if boxes is not None and not isinstance(schema.get(boxes), Boxes):
             raise UsageError(f"field {name}: rows_of={boxes!r} is no field of Boxes")
+
+
+def _staying(schema: Schema) -> list[str]:
+    """Fields that may be of boxes by their form, and do not say so."""
+    return [
+        name
+        for name, kind in schema.items()
+        if type(kind) is Array and kind.rows_of is None and kind.shape[:1] == (None,)
+    ]
 
 
 def _check_followers(schema: Schema, names: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -392,6 +393,28 @@ def test_missing_files_are_refused_or_filled(root: Path, tmp_path: Path) -> None
 def test_what_makes_no_data_set_is_refused(arguments: tuple[Any, ...], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         nostall.Files(*arguments)
+
+
+def test_rows_that_do_not_follow_their_boxes_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Image.new("RGB", (20, 20)).save(tmp_path / "a.png")
+    classes = f.Array(dtype="int64", shape=(None,))
+    columns = {"boxes": [[[1, 1, 9, 9], [0, 0, 1, 0]]], "classes": [[3, 4]], "e": np.zeros((1, 2))}
+    sanitized = [t.CenterCrop(20), t.SanitizeBoundingBoxes(), t.ToTensor()]
+    told = "boxes out, and classes keeps all rows"
+    for rows_of, steps, warned in (
+        (None, sanitized, True),
+        ("boxes", sanitized, False),
+        (None, [t.CenterCrop(20), t.ToTensor()], False),
+    ):
+        caplog.clear()
+        schema = {"boxes": f.Boxes(), "classes": dataclasses.replace(classes, rows_of=rows_of)}
+        source = nostall.Files({"image": [tmp_path / "a.png"]}, columns, schema=schema)
+        with nostall.DataLoader(source, 1, epochs=1, transforms=steps, output="numpy") as loader:
+            (batch,) = loader
+        assert (told in caplog.text) == warned
+        assert len(batch["classes"].values) == (1 if rows_of else 2)
 
 
 @pytest.mark.parametrize("empty", [[], np.zeros(0, np.float32), np.zeros((0, 4))])
