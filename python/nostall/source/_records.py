@@ -274,9 +274,6 @@ class PlacedRows(RecordStore):
 _BRACES = re.compile(r"\{[^{}]*(\.\.|,)[^{}]*\}")
 
 
-_BRACES = re.compile(r"\{[^{}]*(\.\.|,)[^{}]*\}")
-
-
 def shard_paths(
     paths: PathLike | Sequence[PathLike], suffixes: tuple[str, ...], store: Any = None
 ) -> list[str]:
