@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bars
 
-    folder = ImageFolder(arguments.source)
+    folder = ImageFolder(arguments.source, allow_empty=True)
     bars = Bars(
         TextColumn("{task.description:10}"),
         BarColumn(),

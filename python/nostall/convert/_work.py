@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from nostall.errors import CorruptionError, IoError, UsageError
+from nostall.source._records import CLASSES_FILE
 from nostall.source._source import ImageFolder, Source
 
 #: Called with "writing" or "verifying" and the number of samples so far.
@@ -217,7 +218,7 @@ class Work:
     def finish(self, leave_out: Iterable[str] = ()) -> None:
         """Gives the folder its final name, without the conversion's own files."""
         if isinstance(self.source, ImageFolder):
-            write_new(self.folder / "classes.json", json.dumps(self.source.classes).encode())
+            write_new(self.folder / CLASSES_FILE, json.dumps(self.source.classes).encode())
         for name in (*leave_out, _SUMS):
             (self.folder / name).unlink(missing_ok=True)
         sync_folder(self.folder)

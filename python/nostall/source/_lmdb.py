@@ -22,6 +22,7 @@ from nostall.source._records import (
     PathLike,
     Progress,
     ReadOptions,
+    classes_beside,
     open_storage,
     reading_of,
 )
@@ -73,6 +74,7 @@ class LMDB(PartsStore):
         progress: called with the number of values examined (not for raw ones).
 
     Attributes:
+        classes: the names of the labels, where ``nostall convert`` has left them beside the file.
         pixels: set where the samples are pixels, not encoded (Caffe's Datum: channels first, blue
             first): native transforms take them as images.
 
@@ -82,6 +84,8 @@ class LMDB(PartsStore):
         CorruptionError: the database is damaged; with page and offset.
         IoError: it cannot be read, or is written to faster than it can be scanned.
     """
+
+    classes: list[str] | None = None
 
     def __init__(
         self,
@@ -137,6 +141,8 @@ class LMDB(PartsStore):
         self.pixels = _pixels(self.native.table.stamp)
         if label is not None and not callable(label) and len(label) != len(self):
             raise UsageError(f"{len(label)} labels were given for {len(self)} samples")
+        if label is None:
+            self.classes = classes_beside(self.path)
 
     def _page_size(self) -> int:
         fields = dict(f.split("=", 1) for f in self._stamp().split(" ") if "=" in f)

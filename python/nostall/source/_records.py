@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import glob
 import hashlib
+import json
 import logging
 import os
 import re
@@ -269,6 +270,22 @@ class PlacedRows(RecordStore):
         file = file if len(paths) > 1 else None
         table = self._table(kind, stamp, offset=offset, length=length, label=label, file=file)
         self.native = self._native_of(table, _READING)
+
+
+#: Of a converted folder, beside its files: the names of the classes, by label.
+CLASSES_FILE = "classes.json"
+
+
+def classes_beside(path: str) -> list[str] | None:
+    """The names of the classes that a conversion left beside this file; None if there are none."""
+    if is_url(path):
+        return None
+    try:
+        names = json.loads(Path(path).with_name(CLASSES_FILE).read_bytes())
+    except (OSError, ValueError):
+        return None
+    is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    return names if is_list else None
 
 
 _BRACES = re.compile(r"\{[^{}]*(\.\.|,)[^{}]*\}")

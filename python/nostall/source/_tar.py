@@ -19,6 +19,7 @@ from nostall.source._records import (
     Progress,
     ReadOptions,
     absolute,
+    classes_beside,
     open_storage,
     reading_of,
     shard_paths,
@@ -63,6 +64,9 @@ class TarShards(PartsStore):
         reading: how the files are read.
         progress: called with the number of shards examined.
 
+    Attributes:
+        classes: the names of the labels, where ``nostall convert`` has left them beside the shards.
+
     Raises:
         CorruptionError: a damaged or cut archive, or a label that is not a number, with the offset.
         UsageError: there is no sample, no sample has a label, a member is sparse, an archive is
@@ -70,6 +74,8 @@ class TarShards(PartsStore):
             key do not follow each other, or one is missing without a ``fill`` in the schema.
         IoError: a shard cannot be read.
     """
+
+    classes: list[str] | None = None
 
     def __init__(
         self,
@@ -111,6 +117,8 @@ class TarShards(PartsStore):
             index=False if index is True and callable(label) else index,
             reading=chosen,
         )
+        if label == "cls":
+            self.classes = classes_beside(paths[0])
 
     def _open_members(
         self,

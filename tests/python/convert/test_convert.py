@@ -138,9 +138,19 @@ def test_the_command(
         dest = tmp_path / kind
         assert main(["convert", str(image_folder), str(dest), "--to", kind]) == 0
         assert "61 samples" in capsys.readouterr().out
-        assert same(store(dest), folder)
+        assert same(store(dest), folder) and store(dest).classes == folder.classes
+        (dest / "classes.json").write_text('{"of": "another program"}')
+        assert store(dest).classes is None
         assert main(["convert", str(image_folder), str(dest), "--to", kind]) == 2
         assert "exists already" in capsys.readouterr().err
+
+
+def test_a_class_without_images_keeps_its_label(make_folder: Any, tmp_path: Path) -> None:
+    root = make_folder(6)
+    (root / "class0a").mkdir()
+    assert main(["convert", str(root), str(tmp_path / "db")]) == 0
+    result = nostall.LMDB(tmp_path / "db")
+    assert result.classes == ["class0", "class0a", "class1"] and set(result.labels) == {0, 2}
 
 
 @pytest.mark.parametrize(("kind", "order"), [("lmdb", "source"), ("lmdb", "plan"), ("tar", "")])
