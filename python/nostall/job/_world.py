@@ -126,6 +126,27 @@ def find_world(
     return world
 
 
+def refuse_late_group(world: World) -> None:
+    """Refuses `world`, which was found, where torch.distributed was initialised later and differs.
+
+    Ranks that each believe to be alone would train on the same samples, and nothing else would say so.
+
+    Raises:
+        UsageError: torch.distributed has another rank or size for this process.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return
+    rank, size = int(distributed.get_rank()), int(distributed.get_world_size())
+    if (rank, size) != (world.rank, world.world_size):
+        raise UsageError(
+            f"this loader was made as rank {world.rank} of {world.world_size}, and torch.distributed, "
+            f"which was initialised later, has rank {rank} of {size} here: make the loader afterwards "
+            f"(in Lightning, in train_dataloader), or pass rank={world.rank} and "
+            f"world_size={world.world_size} if this is meant"
+        )
+
+
 def find_address(
     world: World, environment: Mapping[str, str] | None = None
 ) -> tuple[str, int] | None:

@@ -30,7 +30,7 @@ from nostall.base._sizes import (
 )
 from nostall.base._words import counted
 from nostall.errors import PeerError, UsageError
-from nostall.job._world import find_world
+from nostall.job._world import find_world, refuse_late_group
 from nostall.loader._ahead import Ahead, Made
 from nostall.loader._options import LoaderArguments, LoaderOptions, with_arguments
 from nostall.loader._recipe import Recipe, Transforms
@@ -897,6 +897,8 @@ class DataLoader:
             )
         if self._loader is None:
             self._process = os.getpid()
+            if self._options.rank is None:
+                refuse_late_group(self.world)
             if not self._compared and self.world.world_size > 1:
                 from nostall.job import _cluster as cluster
 

@@ -180,6 +180,28 @@ def test_trainers_find_what_they_expect_of_an_iterable(image_folder: Path) -> No
     loader.close()
 
 
+def test_a_loader_that_was_made_before_the_ranks_met_is_refused() -> None:
+    """Each rank would train on all samples, as Lightning's own processes do with such a loader."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    source = nostall.Arrays({"id": np.arange(8)})
+    alone = nostall.DataLoader(source, 2, epochs=1, tiers=[])
+    meant = nostall.DataLoader(source, 2, epochs=1, tiers=[], rank=0, world_size=1)
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        with pytest.raises(
+            UsageError, match=r"as rank 0 of 1, .* rank 1 of 2 here: make the loader"
+        ):
+            next(iter(alone))
+        assert len(list(meant)) == 4
+    finally:
+        dist.destroy_process_group()
+    assert len(list(alone)) == 4
+    alone.close()
+    meant.close()
+
+
 def test_a_group_goes_on_after_a_thread_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     dist = torch.distributed
