@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 import nostall
+from nostall.base._words import counted
+from nostall.errors import UsageError
 
 __all__ = ["TorchLoader"]
 
@@ -49,8 +51,16 @@ class TorchLoader(torch.utils.data.DataLoader):
     """
 
     def __init__(self, loader: nostall.DataLoader, names: Sequence[str] | None = None) -> None:
+        if not isinstance(loader, nostall.DataLoader):
+            kind = type(loader)
+            raise UsageError(
+                f"{type(self).__name__} is for a nostall.DataLoader, not {kind.__module__}."
+                f"{kind.__qualname__}"
+            )
         self.loader = loader
-        self._names = None if names is None else tuple(names)
+        self._names = (
+            None if names is None else (names,) if isinstance(names, str) else tuple(names)
+        )
         super().__init__(
             loader.dataset,
             batch_size=loader.batch_size,
@@ -64,7 +74,22 @@ class TorchLoader(torch.utils.data.DataLoader):
     def __iter__(self) -> Iterator[Any]:
         """The next epoch, or the rest of the one in which the loaded state was taken."""
         for batch in self.loader:
-            yield batch if self._names is None else dict(zip(self._names, batch, strict=True))
+            yield batch if self._names is None else self._named(batch, self._names)
+
+    @staticmethod
+    def _named(batch: Any, names: tuple[str, ...]) -> dict[str, Any]:
+        if isinstance(batch, Mapping):
+            raise UsageError(
+                f"names={names} are for batches that are pairs or tuples; these have the names "
+                f"{tuple(batch)}: leave names= out"
+            )
+        members = batch if isinstance(batch, (tuple, list)) else (batch,)
+        if len(members) != len(names):
+            raise UsageError(
+                f"names={names} are {counted(len(names), 'name')} for batches of "
+                f"{counted(len(members), 'member')}"
+            )
+        return dict(zip(names, members, strict=True))
 
     def set_epoch(self, epoch: int) -> None:
         """Makes `epoch` the next one, as the loader's `set_epoch`."""

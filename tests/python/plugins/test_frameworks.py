@@ -6,10 +6,15 @@ import importlib.util
 import os
 import re
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import prefork
 import pytest
 from nodes import free_port
+
+import nostall
+from nostall.errors import UsageError
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples"
@@ -127,6 +132,26 @@ def test_programs_read_of_a_loader_what_they_read_of_torchs(data: Path) -> None:
     needs("accelerate", "transformers")
     run = prefork.run(["-c", READ, str(data)], torch=True, timeout=60)
     assert run.returncode == 0, run.stderr
+
+
+def test_names_that_do_not_fit_the_batches_are_refused() -> None:
+    needs("torch")
+    import torch
+
+    from nostall.plugins.torch_loader import TorchLoader
+
+    source = nostall.Arrays({"x": np.arange(8), "y": np.arange(8)})
+    # A dictionary of a dictionary's keys would be the batch.
+    refused = pytest.raises(UsageError, match=r"have the names \('x', 'y'\): leave names= out")
+    with nostall.DataLoader(source, 4, tiers=[]) as named, refused:
+        next(iter(TorchLoader(named, names=("input", "labels"))))
+    with nostall.DataLoader(source, 4, tiers=[], batch="tuple") as pairs:
+        for names in (("a", "b", "c"), "ab"):
+            with pytest.raises(UsageError, match=r"names? for batches of 2 members"):
+                next(iter(TorchLoader(pairs, names=names)))
+    theirs: Any = torch.utils.data.DataLoader([1, 2])
+    with pytest.raises(UsageError, match=r"not torch\.utils\.data"):
+        TorchLoader(theirs)
 
 
 def test_the_guide_shows_the_scripts() -> None:
