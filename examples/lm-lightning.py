@@ -57,7 +57,6 @@ def fit(root, folder, steps, checkpoint=None):
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        use_distributed_sampler=False,  # nostall's order is that sampler's already
     )
     trainer.fit(model, datamodule=data, ckpt_path=checkpoint)
     trainer.save_checkpoint(f"{folder}/{steps}.ckpt")
