@@ -36,6 +36,11 @@ def place(name: Any) -> Device | None:
         device = torch.device(name)
     except RuntimeError as error:
         raise UsageError(f"device={name!r}: {str(error).partition(chr(10))[0]}") from None
+    except TypeError:
+        raise UsageError(
+            f'device={name} is no device of torch: pass its name, or output="jax" for devices and '
+            "shardings of JAX"
+        ) from None
     if device.type == "cpu":
         return None
     accelerator = torch.accelerator.current_accelerator()

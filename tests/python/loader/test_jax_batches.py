@@ -108,6 +108,8 @@ def main(folder: Path, rank: int, address: str) -> dict[str, Any]:
         nostall.DataLoader(source, 4, transforms=steps, output="numpy", device="cpu:0")
     with pytest.raises(UsageError, match="output='jax' takes batches of arrays"):
         nostall.DataLoader(source, 4, output="jax")
+    with pytest.raises(UsageError, match=r'no device of torch: .* output="jax"'):
+        nostall.DataLoader(source, 4, transforms=steps, output="torch", device=sharding)
     uneven: dict[str, Any] = {"output": "jax", "device": sharding, **job}
     for whole, dropped in ((8, False), (7, True)):
         with pytest.raises(UsageError, match="parts of several sizes"):
