@@ -468,6 +468,12 @@ class DataLoader:
         except TypeError:
             raise UsageError(f"set_epoch takes the number of an epoch, not {epoch!r}") from None
         if not 0 <= epoch < self._last_epoch:
+            steps = self._options.steps
+            if epoch > 0 and steps is not None:
+                raise UsageError(
+                    f"this job of {counted(steps, 'step')} has no epoch {epoch}: pass a larger steps= "
+                    "to DataLoader"
+                )
             remedy = (
                 f"pass epochs={epoch + 1} or more to DataLoader, the plan needs to know them"
                 if epoch > 0

@@ -240,6 +240,13 @@ def test_set_epoch_goes_where_it_is_told(image_folder: Path) -> None:
         ):
             with pytest.raises(nostall.errors.UsageError, match=told):
                 loader.set_epoch(wrong)  # type: ignore[arg-type]
+    with (
+        nostall.DataLoader(folder, 8, steps=3, tiers=[]) as loader,
+        pytest.raises(
+            nostall.errors.UsageError, match=r"of 3 steps has no .*: pass a larger steps="
+        ),
+    ):
+        loader.set_epoch(4)
 
 
 def test_labels_and_images_have_the_stated_types(image_folder: Path) -> None:
