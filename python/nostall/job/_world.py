@@ -126,8 +126,8 @@ def find_world(
     return world
 
 
-def refuse_late_group(world: World) -> None:
-    """Refuses `world`, which was found, where torch.distributed was initialised later and differs.
+def refuse_late_group(rank: int, world_size: int, what: str) -> None:
+    """Refuses what was made as a rank that was found, where torch.distributed, later, has another.
 
     Ranks that each believe to be alone would train on the same samples, and nothing else would say so.
 
@@ -137,13 +137,13 @@ def refuse_late_group(world: World) -> None:
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return
-    rank, size = int(distributed.get_rank()), int(distributed.get_world_size())
-    if (rank, size) != (world.rank, world.world_size):
+    here, size = int(distributed.get_rank()), int(distributed.get_world_size())
+    if (here, size) != (rank, world_size):
         raise UsageError(
-            f"this loader was made as rank {world.rank} of {world.world_size}, and torch.distributed, "
-            f"which was initialised later, has rank {rank} of {size} here: make the loader afterwards "
-            f"(in Lightning, in train_dataloader), or pass rank={world.rank} and "
-            f"world_size={world.world_size} if this is meant"
+            f"this {what} was made as rank {rank} of {world_size}, and torch.distributed, which was "
+            f"initialised later, has rank {here} of {size} here: make the {what} afterwards (in "
+            f"Lightning, in train_dataloader), or pass rank={rank} and world_size={world_size} if this "
+            "is meant"
         )
 
 

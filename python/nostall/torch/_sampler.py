@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nostall.errors import UsageError
-from nostall.job._world import find_world
+from nostall.job._world import find_world, refuse_late_group
 from nostall.plan import ClassBalanced, Order, Plan, order_name
 
 _STATE_VERSION = 2
@@ -42,6 +42,7 @@ class BatchSampler:
     ) -> None:
         world = find_world(rank=rank, world_size=world_size)
         self.rank, self.world_size = world.rank, world.world_size
+        self._rank_found = rank is None
         self.batch_size = batch_size
         self._arguments: dict[str, Any] = {
             "samples": samples,
@@ -84,6 +85,8 @@ class BatchSampler:
         self._ended = None
 
     def __iter__(self) -> Iterator[list[int]]:
+        if self._rank_found:
+            refuse_late_group(self.rank, self.world_size, "sampler")
         ids, ends = self._plan.rank_epoch(self._epoch, self.rank)
         start, self._start = self._start, 0
         self._ended = None

@@ -188,8 +188,11 @@ def test_a_loader_that_was_made_before_the_ranks_met_is_refused() -> None:
     source = nostall.Arrays({"id": np.arange(8)})
     alone = nostall.DataLoader(source, 2, epochs=1, tiers=[])
     meant = nostall.DataLoader(source, 2, epochs=1, tiers=[], rank=0, world_size=1)
+    sampler = nostall.torch.BatchSampler(8, 2)
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
     try:
+        with pytest.raises(UsageError, match="make the sampler afterwards"):
+            next(iter(sampler))
         with pytest.raises(
             UsageError, match=r"as rank 0 of 1, .* rank 1 of 2 here: make the loader"
         ):
