@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,6 +59,12 @@ class RawBatch:
     def __getitem__(self, i: int) -> NDArray[np.uint8]:
         begin = int(self.offsets[i])
         return self.data[begin : begin + int(self.lengths[i])]
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"a RawBatch, of samples as they lie in the source, has no {name}: for tensors pass "
+            "transforms= to DataLoader"
+        )
 
 
 class OneImage:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import json
 import os
@@ -612,6 +613,15 @@ def test_what_is_subscripted_names_what_gives_samples(image_folder: Path) -> Non
         for given in (loader, next(loader.epochs())):
             with pytest.raises(UsageError, match=r"for batch in epoch"):
                 given[0]
+
+
+def test_a_raw_batch_that_is_taken_for_a_tensor_names_transforms(image_folder: Path) -> None:
+    with make(image_folder) as loader:
+        raw, _ = next(iter(loader))
+    with pytest.raises(AttributeError, match=r"has no flatten: .* pass transforms="):
+        raw.flatten()
+    assert not hasattr(raw, "to")
+    assert [len(sample) for sample in copy.deepcopy(raw)] == raw.lengths.tolist()
 
 
 def test_what_holds_data_sets_names_the_way_to_them(image_folder: Path) -> None:
