@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import nostall
+from nostall.errors import UsageError
 from nostall.plugins.accelerate import Loader
+from nostall.plugins.torch_loader import TorchLoader
 
 try:
     from transformers.trainer_callback import ExportableState, TrainerCallback
@@ -58,6 +60,9 @@ class FromLoader:
         eval_loader: of evaluations; without it they are the trainer's own.
         names: the keys of the model's arguments, for loaders whose batches are pairs.
         options: those of the trainer.
+
+    Raises:
+        UsageError: the batches are pairs, and no names are given.
     """
 
     def __init__(
@@ -68,6 +73,12 @@ class FromLoader:
         names: Sequence[str] | None = None,
         **options: Any,
     ) -> None:
+        for given in (loader, *([] if eval_loader is None else [eval_loader])):
+            if TorchLoader(given, names).loader.gives_pairs and names is None:
+                raise UsageError(
+                    "batches of this loader are pairs, and the Trainer passes arguments of forward by "
+                    'name: pass names=, for example ("pixel_values", "labels")'
+                )
         self._loader, self._eval_loader, self._names = loader, eval_loader, names
         if eval_loader is not None:
             options.setdefault("eval_dataset", eval_loader.dataset)  # the trainer asks for one

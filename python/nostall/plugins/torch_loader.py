@@ -54,7 +54,7 @@ class TorchLoader(torch.utils.data.DataLoader):
         if not isinstance(loader, nostall.DataLoader):
             kind = type(loader)
             raise UsageError(
-                f"{type(self).__name__} is for a nostall.DataLoader, not {kind.__module__}."
+                f"{type(self).__name__} takes a nostall.DataLoader, not {kind.__module__}."
                 f"{kind.__qualname__}"
             )
         self.loader = loader

@@ -87,6 +87,7 @@ from pathlib import Path
 import torch
 import transformers
 import nostall
+import nostall.errors
 from nostall.plugins import accelerate, hugging_face
 from nostall.plugins.torch_loader import TorchLoader
 
@@ -123,6 +124,20 @@ with nostall.DataLoader(data, 4, epochs=2, tiers=[]) as inner:
     place.on_train_begin(None, trained, None, train_dataloader=accelerate.Loader(inner))
     assert first + [labels.tolist() for _, labels in inner] == whole
     assert place.state()["attributes"]["loader"] == inner.state_dict()
+class Trained(hugging_face.FromLoader, transformers.Trainer):
+    pass
+
+def refused(told, loader):
+    try:
+        Trained(loader=loader, model=torch.nn.Linear(1, 1))
+    except nostall.errors.UsageError as error:
+        assert told in str(error), error
+    else:
+        raise AssertionError(told)
+
+refused("not torch.utils.data", torch.utils.data.DataLoader([1]))
+with nostall.DataLoader(data, 4, tiers=[]) as inner:
+    refused("pass names=", inner)
 with nostall.DataLoader(data, 4, steps=6, tiers=[]) as inner:
     assert [inner.batches_left for _ in inner] == [5, 4, 3, 2, 1, 0]
 """
