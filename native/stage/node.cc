@@ -32,6 +32,16 @@ plan::JobSpec placed_job(const plan::JobSpec& job, plan::Position begin) {
   return near;
 }
 
+// Where the accesses begin that decide what is placed: a tier that is kept is for the next job too, which
+// reads all of an epoch.
+plan::Position placed_from(const NodeSpec& node, plan::Position begin) {
+  const auto keeps = [](const std::vector<tier::TierSpec>& tiers) {
+    return std::ranges::any_of(tiers, &tier::TierSpec::keep);
+  };
+  const bool any = keeps(node.tiers) || std::ranges::any_of(node.all_tiers, keeps);
+  return any ? plan::Position{begin.epoch, 0} : begin;
+}
+
 // Batches that ranks of a node may be apart and still leave each other's copies: those of two epochs. What
 // is later by more is of before the job went back.
 uint32_t copy_lead(const plan::JobSpec& job) {
@@ -246,7 +256,7 @@ NodeTiers attach_node_cache(const plan::JobSpec& job, uint32_t rank, const sourc
   const uint32_t first_rank = rank - node.local_rank;
   const uint32_t ranks = std::min(node.local_world, job.world - first_rank);
   const plan::JobSpec near = placed_job(job, begin);
-  plan::NodeAccess access = plan::node_access(near, first_rank, ranks, begin);
+  plan::NodeAccess access = plan::node_access(near, first_rank, ranks, placed_from(node, begin));
   access.whole = near.epochs == job.epochs;
   NodeTiers attached;
   tier::Halves halves;
@@ -270,7 +280,7 @@ NodeTiers attach_node_cache(const plan::JobSpec& job, uint32_t rank, const sourc
       }
     }
     if (sharing == Sharing::hdmlp) {
-      find_copies(near, source.sizes(), node, begin, attached);
+      find_copies(near, source.sizes(), node, placed_from(node, begin), attached);
     } else {
       // What a record takes differs a little between kinds of tier; the owner must have room in any.
       std::vector<uint64_t> records(source.sizes().begin(), source.sizes().end());

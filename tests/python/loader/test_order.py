@@ -145,6 +145,26 @@ def test_tiers_keep_what_a_resumed_epoch_still_reads(tmp_path: Path) -> None:
     assert stats.source_bytes == stats.lower_bound_bytes == 200 * size
 
 
+def test_a_kept_tier_keeps_what_a_resumed_epoch_does_not_read_any_more(
+    image_folder: Path, tmp_path: Path
+) -> None:
+    folder = nostall.ImageFolder(image_folder, index=False)
+
+    def job(state: State, epochs: int) -> nostall.observe.Stats:
+        with nostall.DataLoader(
+            folder, 4, epochs=epochs, tiers=[f"{tmp_path}:1MiB:keep"], **one_rank(0, 1)
+        ) as loader:
+            state = {**loader.state_dict(), **(state or {})}
+            loader.load_state_dict(state)
+            for epoch in loader.epochs():
+                list(epoch)
+            return loader.stats()
+
+    assert job(None, 2).source_bytes == folder.total_bytes
+    assert job({"epoch": 1, "batch": 14}, 2).source_bytes == 0
+    assert job(None, 1).source_bytes == 0
+
+
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_any_number_of_ranks_shares_a_global_batch(image_folder: Path, drop_last: bool) -> None:
     folder = nostall.ImageFolder(image_folder)
