@@ -66,6 +66,8 @@ class Work:
     ) -> None:
         if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
             raise UsageError(f"threads must be a number of at least 1, not {threads!r}")
+        if len(source) == 0:
+            raise UsageError(f"{source!r} has no samples to convert")
         _check_fields(source)
         if source.labels.dtype.kind == "f":
             raise UsageError(
@@ -240,13 +242,14 @@ def _check_fields(source: Source) -> None:
         return
     names = list(source.schema)
     try:
-        has_labels = len(source.labels) == len(source)
-    except UsageError:
+        has_labels = "label" in names and len(source.labels) == len(source)
+    except UsageError:  # they are no column
         has_labels = False
-    if not has_labels or len(names) != 2:
+    if not has_labels or len(names) != 2 or not source.sizes.any():
         raise UsageError(
-            f"{source!r} has samples of {', '.join(names)}: written are one field and the labels, a "
-            'column named label; .select(["image", "label"]) leaves others out'
+            f"{source!r} has samples of {', '.join(names)}: written are one field of files and the "
+            'labels, a column named label; .select(["image", "label"]) leaves others of files and '
+            "columns out, and record stores open as images and labels without members="
         )
 
 

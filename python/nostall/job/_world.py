@@ -127,18 +127,18 @@ def find_world(
 
 
 def refuse_late_group(rank: int, world_size: int, what: str) -> None:
-    """Refuses what was made as a rank that was found, where torch.distributed, later, has another.
+    """Refuses what was made for one rank alone, where torch.distributed, later, has several.
 
     Ranks that each believe to be alone would train on the same samples, and nothing else would say so.
 
     Raises:
-        UsageError: torch.distributed has another rank or size for this process.
+        UsageError: torch.distributed has other ranks beside this process.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return
     here, size = int(distributed.get_rank()), int(distributed.get_world_size())
-    if (here, size) != (rank, world_size):
+    if world_size == 1 and size > 1:
         raise UsageError(
             f"this {what} was made as rank {rank} of {world_size}, and torch.distributed, which was "
             f"initialised later, has rank {here} of {size} here: make the {what} afterwards (in "

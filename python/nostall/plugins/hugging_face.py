@@ -73,8 +73,11 @@ class FromLoader:
         names: Sequence[str] | None = None,
         **options: Any,
     ) -> None:
+        # A loss of the user's own may take pairs.
+        loss = getattr(type(self), "compute_loss", None)
+        by_name = getattr(loss, "__module__", "").startswith("transformers.")
         for given in (loader, *([] if eval_loader is None else [eval_loader])):
-            if TorchLoader(given, names).loader.gives_pairs and names is None:
+            if TorchLoader(given, names).loader.gives_pairs and names is None and by_name:
                 raise UsageError(
                     "batches of this loader are pairs, and the Trainer passes arguments of forward by "
                     'name: pass names=, for example ("pixel_values", "labels")'

@@ -245,7 +245,7 @@ def _encoded(values: Any, kind: Kind) -> _native.Column:
     if kind.fill is None and any(missing):
         raise UsageError(
             f"sample {missing.index(True)} has no value: give its kind a fill=, as in "
-            f"{type(kind).__name__}(fill=...)"
+            f"{type(kind).__name__}(fill=...), or leave the column out by columns="
         )
     stored = []
     for sample, value in enumerate(values):

@@ -142,7 +142,7 @@ class LMDB(PartsStore):
         if label is not None and not callable(label) and len(label) != len(self):
             raise UsageError(f"{len(label)} labels were given for {len(self)} samples")
         if label is None:
-            self.classes = classes_beside(self.path)
+            self.classes = classes_beside([self.path], self.labels)
 
     def _page_size(self) -> int:
         fields = dict(f.split("=", 1) for f in self._stamp().split(" ") if "=" in f)

@@ -276,16 +276,22 @@ class PlacedRows(RecordStore):
 CLASSES_FILE = "classes.json"
 
 
-def classes_beside(path: str) -> list[str] | None:
-    """The names of the classes that a conversion left beside this file; None if there are none."""
-    if is_url(path):
+def classes_beside(paths: Sequence[str], labels: NDArray[np.int64]) -> list[str] | None:
+    """The names of the classes that a conversion left beside these files.
+
+    None if there are none, or others beside other files, or not one for each of the labels.
+    """
+    if is_url(paths[0]):
         return None
     try:
-        names = json.loads(Path(path).with_name(CLASSES_FILE).read_bytes())
+        first, *others = {Path(path).with_name(CLASSES_FILE).read_bytes() for path in paths}
+        names = json.loads(first)
     except (OSError, ValueError):
         return None
-    is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
-    return names if is_list else None
+    if others or not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        return None
+    fits = labels.size and labels.min() >= 0 and labels.max() < len(names)
+    return names if fits else None
 
 
 _BRACES = re.compile(r"\{[^{}]*(\.\.|,)[^{}]*\}")
@@ -302,7 +308,7 @@ def shard_paths(
     if isinstance(paths, Iterable) and not isinstance(paths, (str, bytes)):
         return [path_of(p, "each file") for p in paths]
     path = path_of(paths, "files")
-    if _BRACES.search(path) and not Path(path).exists():
+    if _BRACES.search(path) and (is_url(path) or not os.path.exists(path)):
         raise UsageError(f"{path}: braces are not expanded: write a pattern with *, or a list")
     if is_url(path):
         found = [url for url, _ in list_objects(path, suffixes, store)]

@@ -118,7 +118,7 @@ class TarShards(PartsStore):
             reading=chosen,
         )
         if label == "cls":
-            self.classes = classes_beside(paths[0])
+            self.classes = classes_beside(paths, self.labels)
 
     def _open_members(
         self,

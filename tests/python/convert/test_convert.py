@@ -44,8 +44,10 @@ def test_fields_that_would_be_lost_are_refused(folder: nostall.ImageFolder, tmp_
     without = several.select(["image"])
     members = nostall.Arrays({"x": np.arange(3)})
     for write in (convert.to_lmdb, convert.to_tar):
-        for source in (several, without, members, nostall.Subset(several, [1, 2])):
-            with pytest.raises(UsageError, match="written are one field and the labels"):
+        columns = nostall.Arrays({"x": np.arange(3), "label": np.arange(3)})
+        pair = several.select(["image", "mask"])
+        for source in (several, without, members, columns, pair, nostall.Subset(several, [1, 2])):
+            with pytest.raises(UsageError, match="written are one field of files"):
                 write(source, tmp_path / "no")
     made = nostall.Cached([1, 2, 3], makers=1)
     with pytest.raises(UsageError, match="items of"):
