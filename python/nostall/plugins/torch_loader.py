@@ -48,6 +48,9 @@ class TorchLoader(torch.utils.data.DataLoader):
             `device=` says, and its rank is the one it was made for.
         names: of the members of a batch, for programs whose batches are dictionaries, for example
             ``("pixel_values", "labels")``.
+
+    Raises:
+        UsageError: `loader` is another one's; in an iteration, if `names` do not fit the batches.
     """
 
     def __init__(self, loader: nostall.DataLoader, names: Sequence[str] | None = None) -> None:

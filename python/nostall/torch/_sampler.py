@@ -26,6 +26,10 @@ class BatchSampler:
 
     `state_dict` counts the batches that torch's DataLoader has *asked for*, which runs ahead of
     training by its prefetching; give it the number of batches trained to be exact.
+
+    Raises:
+        UsageError: an argument cannot be meant; at the first iteration, if torch.distributed has
+            several ranks and the sampler was made for one alone.
     """
 
     def __init__(
