@@ -190,16 +190,13 @@ void bind_orders(nb::module_& m) {
 void bind_places(nb::module_& m) {
   m.def(
       "node_access",
-      [](const plan::JobSpec& spec, uint32_t first_rank, uint32_t ranks, uint32_t first_epoch,
-         uint64_t first_batch) {
-        plan::NodeAccess access = bindings::without_gil([&] {
-          return plan::node_access(spec, first_rank, ranks, {first_epoch, first_batch});
-        });
+      [](const plan::JobSpec& spec, uint32_t first_rank, uint32_t ranks) {
+        plan::NodeAccess access =
+            bindings::without_gil([&] { return plan::node_access(spec, first_rank, ranks); });
         return nb::make_tuple(bindings::array_of(std::move(access.frequency)),
                               bindings::array_of(std::move(access.first_access)));
       },
-      nb::arg("spec"), nb::arg("first_rank"), nb::arg("ranks"), nb::arg("first_epoch") = 0,
-      nb::arg("first_batch") = 0,
+      nb::arg("spec"), nb::arg("first_rank"), nb::arg("ranks"),
       "Accesses of every sample by the node, and the time of the first.");
   m.def(
       "place",

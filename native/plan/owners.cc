@@ -43,8 +43,9 @@ template <typename Node>
 struct Readers {
   std::vector<Node> rows;      // [epoch * samples + sample]
   std::vector<uint64_t> ever;  // per sample: time of its first access, kNever
-  std::vector<uint64_t>
-      first;                  // the same from the job's begin on; empty if that is its first batch
+  // The same from the job's begin on, and the node that reads it then, or kNoOwner.
+  std::vector<uint64_t> first;
+  std::vector<uint32_t> first_reader;
   std::vector<bool> missing;  // as rows, of incomplete epochs only
 };
 
@@ -55,7 +56,8 @@ Readers<Node> collect(const JobSpec& spec, std::span<const uint32_t> node_of_ran
   Readers<Node> readers;
   readers.rows.resize(count * spec.epochs);
   readers.ever.assign(count, kNever);
-  if (from != Position{}) readers.first.assign(count, kNever);
+  readers.first.assign(count, kNever);
+  readers.first_reader.assign(count, kNoOwner);
   uint64_t never = count, not_since = count;  // samples not read so far
   std::vector<uint32_t> order;
   for (uint32_t epoch = 0; epoch < spec.epochs; ++epoch) {
@@ -79,18 +81,21 @@ Readers<Node> collect(const JobSpec& spec, std::span<const uint32_t> node_of_ran
         }
         row[sample] = node[p];
       }
-      const auto note = [&](std::vector<uint64_t>& times, uint64_t& left) {
+      // Calls `read` with a sample and its node, where `times` had no access of it yet.
+      const auto note = [&](std::vector<uint64_t>& times, uint64_t& left, const auto& read) {
         for (uint64_t p = 0; left > 0 && p < size; ++p) {
-          uint64_t& time = times[order[begin + p]];
-          if (time != kNever) continue;
-          time = epoch * length + begin + p;
+          const SampleId sample = order[begin + p];
+          if (times[sample] != kNever) continue;
+          times[sample] = epoch * length + begin + p;
+          read(sample, node[p]);
           --left;
         }
       };
-      note(readers.ever, never);
-      const bool since =
-          epoch > from.epoch || (epoch == from.epoch && begin >= from.batch * spec.global_batch);
-      if (from != Position{} && since) note(readers.first, not_since);
+      note(readers.ever, never, [](SampleId, Node) {});
+      if (epoch > from.epoch || (epoch == from.epoch && begin >= from.batch * spec.global_batch)) {
+        note(readers.first, not_since,
+             [&](SampleId sample, Node by) { readers.first_reader[sample] = by; });
+      }
     }
   }
   return readers;
@@ -205,13 +210,8 @@ Ownership choose(const JobSpec& spec, std::span<const uint64_t> sizes, const Nod
     left[chosen] -= sizes[s];
   }
 
-  const uint64_t length = epoch_length(spec);
-  ownership.first_access = std::move(begin != Position{} ? readers.first : readers.ever);
-  ownership.first_reader.assign(count, kNoOwner);
-  for (SampleId s = 0; s < count; ++s) {
-    const uint64_t first = ownership.first_access[s];
-    if (first != kNever) ownership.first_reader[s] = readers.rows[first / length * count + s];
-  }
+  ownership.first_access = std::move(readers.first);
+  ownership.first_reader = std::move(readers.first_reader);
   return ownership;
 }
 

@@ -30,10 +30,10 @@ struct Ownership {
 // first; where that node is full, the next best one with room, then any node with room, so that no
 // sample stays without an owner while a node has room for it, and none has two. Samples are served
 // in order of their highest frequency, then of their first access. `sizes`: bytes that a sample
-// takes of a node's capacity. First accesses are those of global batches from `begin` on, in
-// the time of node_access (plan/placement.h); owners follow from all epochs, so that a job that
-// resumes finds what its nodes kept. Cost: O(F) memory beside one epoch's order, O(F * epochs) time. Throws
-// Error(usage) if `nodes` does not go with the world.
+// takes of a node's capacity. First accesses and readers are those of global batches from `begin`
+// on, in the time of node_access (plan/placement.h); owners follow from all epochs, so that a job
+// that resumes finds what its nodes kept. Cost: O(F) memory beside one epoch's order, O(F * epochs)
+// time. Throws Error(usage) if `nodes` does not go with the world.
 Ownership owners(const JobSpec& spec, std::span<const uint64_t> sizes, const Nodes& nodes,
                  Position begin = {});
 

@@ -285,10 +285,7 @@ NodeTiers attach_node_cache(const plan::JobSpec& job, uint32_t rank, const sourc
       // What a record takes differs a little between kinds of tier; the owner must have room in any.
       std::vector<uint64_t> records(source.sizes().begin(), source.sizes().end());
       for (uint64_t& bytes : records) bytes += tier::record_overhead(tier::TierKind::file);
-      // Of a sample that an epoch has several times, who reads it first is known of whole epochs alone.
-      const bool whole = plan::repeats_or_leaves_out(near);
-      attached.ownership =
-          plan::owners(near, records, nodes, whole ? plan::Position{begin.epoch, 0} : begin);
+      attached.ownership = plan::owners(near, records, nodes, begin);
     }
     attached.plan = fingerprint_of(job, source, node, sharing, begin);
   }

@@ -126,7 +126,7 @@ def find_world(
     return world
 
 
-def refuse_late_group(rank: int, world_size: int, what: str) -> None:
+def refuse_late_group(world_size: int, what: str) -> None:
     """Refuses what was made for one rank alone, where torch.distributed, later, has several.
 
     Ranks that each believe to be alone would train on the same samples, and nothing else would say so.
@@ -137,13 +137,12 @@ def refuse_late_group(rank: int, world_size: int, what: str) -> None:
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return
-    here, size = int(distributed.get_rank()), int(distributed.get_world_size())
+    rank, size = int(distributed.get_rank()), int(distributed.get_world_size())
     if world_size == 1 and size > 1:
         raise UsageError(
-            f"this {what} was made as rank {rank} of {world_size}, and torch.distributed, which was "
-            f"initialised later, has rank {here} of {size} here: make the {what} afterwards (in "
-            f"Lightning, in train_dataloader), or pass rank={rank} and world_size={world_size} if this "
-            "is meant"
+            f"this {what} was made as rank 0 of 1, and torch.distributed, which was initialised later, "
+            f"has rank {rank} of {size} here: make the {what} afterwards (in Lightning, in "
+            "train_dataloader), or pass rank=0 and world_size=1 if this is meant"
         )
 
 

@@ -904,7 +904,7 @@ class DataLoader:
         if self._loader is None:
             self._process = os.getpid()
             if self._options.rank is None:
-                refuse_late_group(self.world.rank, self.world.world_size, "loader")
+                refuse_late_group(self.world.world_size, "loader")
             if not self._compared and self.world.world_size > 1:
                 from nostall.job import _cluster as cluster
 

@@ -62,7 +62,8 @@ class FromLoader:
         options: those of the trainer.
 
     Raises:
-        UsageError: the batches are pairs, and no names are given.
+        UsageError: a loader is another one's, or the batches are pairs, which `compute_loss` of
+            transformers cannot take, and no names are given.
     """
 
     def __init__(

@@ -284,7 +284,8 @@ def classes_beside(paths: Sequence[str], labels: NDArray[np.int64]) -> list[str]
     if is_url(paths[0]):
         return None
     try:
-        first, *others = {Path(path).with_name(CLASSES_FILE).read_bytes() for path in paths}
+        folders = {Path(path).parent for path in paths}
+        first, *others = {(folder / CLASSES_FILE).read_bytes() for folder in folders}
         names = json.loads(first)
     except (OSError, ValueError):
         return None

@@ -90,7 +90,7 @@ class BatchSampler:
 
     def __iter__(self) -> Iterator[list[int]]:
         if self._rank_found:
-            refuse_late_group(self.rank, self.world_size, "sampler")
+            refuse_late_group(self.world_size, "sampler")
         ids, ends = self._plan.rank_epoch(self._epoch, self.rank)
         start, self._start = self._start, 0
         self._ended = None

@@ -121,6 +121,16 @@ TEST(Owners, TellWhoReadsARepeatedSampleFirst) {
   EXPECT_EQ(ownership.owner[3], kNoOwner);
 }
 
+TEST(Owners, TellWhoReadsARepeatedSampleNextWhereTheJobGoesOn) {
+  JobSpec spec = job(4, 4, 4);
+  spec.order = OrderKind::user;
+  spec.user_order = {0, 1, 2, 3, 3, 1, 2, 0};
+  const Ownership ownership =
+      owners(spec, std::vector<uint64_t>(4, 10), equal_nodes(spec, {1000, 1000}, 2), {0, 1});
+  EXPECT_EQ(ownership.first_reader, (std::vector<uint32_t>{1, 0, 1, 0}));
+  EXPECT_EQ(ownership.first_access, (std::vector<uint64_t>{7, 5, 6, 4}));
+}
+
 TEST(Owners, TellWhoReadsFirst) {
   const JobSpec spec = job(40, 8, 4);
   const Nodes nodes = equal_nodes(spec, {1000, 1000}, 2);
