@@ -149,12 +149,15 @@ def _measure(
 def _together(each: list[dict[str, Any]]) -> dict[str, Any]:
     """One run, from what its ranks measured."""
     ranks = len(each)
-    owner = {end: rank for rank, one in enumerate(each) for end, _, _ in one["connections"]}
+    # Both ends name a connection: the kernel gives one local port to several.
+    owner = {
+        (own, peer): rank for rank, one in enumerate(each) for own, peer, _ in one["connections"]
+    }
     between = sum(
         sent
         for rank, one in enumerate(each)
-        for _, peer, sent in one["connections"]
-        if owner.get(peer, rank) * _NODES // ranks != rank * _NODES // ranks
+        for own, peer, sent in one["connections"]
+        if owner.get((peer, own), rank) * _NODES // ranks != rank * _NODES // ranks
     )
     seconds = max(one["ends"] for one in each) - min(one["begins"] for one in each)
     steps = each[0]["steps"]
@@ -286,6 +289,7 @@ def _train(
     connections = [
         (*ends, sent - before.get(ends, 0)) for ends, sent in sorted(_connections().items())
     ]
+    dist.barrier()  # A rank that finishes closes connections that others have not counted yet.
     optimizer.finish()
     ends = time.monotonic()
     model.eval()
