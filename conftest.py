@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -84,6 +86,30 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         return
     if len(reporter.stats.get("skipped", [])) > budget:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.fixture(scope="session")
+def open_mpi_files() -> Iterator[Path]:
+    """Where Open MPI's launchers keep their files: in a directory of this worker."""
+    name = "PRTE_MCA_prte_tmpdir_base"
+    base, before = tempfile.mkdtemp(prefix="prte-"), os.environ.get(name)
+    os.environ[name] = base
+    yield Path(base)
+    shutil.rmtree(base)
+    if before is None:
+        del os.environ[name]
+    else:
+        os.environ[name] = before
+
+
+@pytest.fixture(autouse=True)
+def no_files_of_killed_launchers(open_mpi_files: Path) -> Iterator[None]:
+    """A launcher that is killed leaves files named by its process number, and one that gets the same
+    number later ends with "listener thread failed to start"; a run uses all numbers several times.
+    """
+    yield
+    for left in open_mpi_files.iterdir():
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def write_jpeg(path: Path, value: int, size: tuple[int, int] = (40, 30)) -> None:
