@@ -174,7 +174,12 @@ def scalars(stats: Stats) -> dict[str, float]:
     Shares are of 1: `stall_fraction` of the epoch's time, `share_from` of its samples. Seconds of
     `fetch_seconds_from` and `decode_seconds` are those of all threads together: where waiting is long,
     the greatest of them is what it is for.
+
+    Raises:
+        UsageError: `stats` are not what a loader's ``stats()`` gives.
     """
+    if not isinstance(stats, Stats):
+        raise UsageError(f"give the loader's stats(), not {type(stats).__name__}")
     if not stats.epochs:
         return {}
     epoch: EpochStats = stats.epochs[-1]

@@ -194,6 +194,12 @@ class Cached(Source):
         """Ends the processes; items that the tiers do not have cannot be made any more."""
         self._finalizer()
 
+    def __enter__(self) -> Cached:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def __repr__(self) -> str:
         return f"<Cached {self._name}: {counted(len(self), 'item')}, {self.room} bytes for each>"
 

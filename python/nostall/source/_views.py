@@ -242,11 +242,11 @@ class Concat(View):
     ) -> None:
         if more or isinstance(sources, Source):
             raise UsageError("Concat takes a list of sources: Concat([a, b])")
-        sources = list(sources)
+        sources, what = list(sources), type(self).__name__
         if not sources:
-            raise UsageError("Concat needs at least one source")
+            raise UsageError(f"{what} needs at least one source")
         for source in sources:
-            _check(source, "Concat")
+            _check(source, what)
         for number, source in enumerate(sources[1:], 1):
             _refuse_unlike(sources[0], source, number)
         first = getattr(sources[0], "classes", None)
@@ -398,7 +398,7 @@ def _refuse_unlike(one: Source, other: Source, number: int) -> None:
         if ours != theirs:
             what = "labels of type" if name == "_label_type" else name
             raise UsageError(
-                f"Concat cannot put unlike samples together: the first source has {what} {ours}, "
+                f"unlike samples cannot be put together: the first source has {what} {ours}, "
                 f"source {number} has {what} {theirs}"
             )
     _refuse_other_fills(one.schema, other.schema, number)
@@ -406,15 +406,15 @@ def _refuse_unlike(one: Source, other: Source, number: int) -> None:
     ours, theirs = one.item_maker, other.item_maker
     if (ours is None) != (theirs is None):
         raise UsageError(
-            f"Concat cannot put items and bytes together: of {one!r} and {other!r} only one is Cached"
+            f"items and bytes cannot be put together: of {one!r} and {other!r} only one is Cached"
         )
     if ours is not None and theirs is not None:
         for name in ("then", "pickles"):
             mine, its = getattr(ours, name), getattr(theirs, name)
             if mine != its:
                 raise UsageError(
-                    f"Concat calls one then= and allows the same pickles=: the first source has "
-                    f"{name}={mine!r}, source {number} has {name}={its!r}"
+                    "sources that are put together have one then= and the same pickles=: the first "
+                    f"source has {name}={mine!r}, source {number} has {name}={its!r}"
                 )
 
 
@@ -423,7 +423,7 @@ def _refuse_other_fills(ours: Schema, theirs: Schema, number: int) -> None:
         fills = [k.fill if k.fill is None else k.encode(k.fill) for k in (kind, theirs[name])]
         if fills[0] != fills[1]:
             raise UsageError(
-                f"Concat cannot put unlike samples together: field {name} of the first source has "
+                f"unlike samples cannot be put together: field {name} of the first source has "
                 f"fill={kind.fill!r}, that of source {number} has fill={theirs[name].fill!r}"
             )
 
@@ -435,12 +435,12 @@ def _refuse_other_categories(one: Source, other: Source, number: int) -> None:
     if ours is None or theirs is None:
         lacking = "the first source" if ours is None else f"source {number}"
         raise UsageError(
-            f"Concat cannot tell whether labels mean the same: {lacking} has no categories, the other "
+            f"it cannot be told whether labels mean the same: {lacking} has no categories, the other "
             "has"
         )
     at = min(k for k in ours.keys() | theirs.keys() if ours.get(k) != theirs.get(k))
     raise UsageError(
-        f"the sources of a Concat have other categories: {at} is {ours.get(at)!r} in the first and "
+        f"the sources have other categories: {at} is {ours.get(at)!r} in the first and "
         f"{theirs.get(at)!r} in source {number}"
     )
 
@@ -453,7 +453,7 @@ def _refuse_other_classes(
     if ours is None or theirs is None:
         lacking = "the first source" if ours is None else f"source {number}"
         raise UsageError(
-            f"Concat cannot tell whether labels mean the same: {lacking} has no classes, the other "
+            f"it cannot be told whether labels mean the same: {lacking} has no classes, the other "
             f"has; where they do, set its .classes to the other's{hint}"
         )
     at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
@@ -462,7 +462,7 @@ def _refuse_other_classes(
         if at is None
         else f"label {at} is {ours[at]!r} in the first and {theirs[at]!r} in source {number}"
     )
-    raise UsageError(f"the sources of a Concat have other classes: {differ}{hint}")
+    raise UsageError(f"the sources have other classes: {differ}{hint}")
 
 
 def _offsets(sources: list[Source]) -> list[int]:

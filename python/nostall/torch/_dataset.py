@@ -86,7 +86,12 @@ class Dataset:
         Raises:
             IoError: it cannot be read, with its path.
             CorruptionError: its bytes are damaged, or not those that were read first.
+            UsageError: `index` is a slice.
         """
+        if isinstance(index, slice):
+            raise UsageError(
+                "an item has an integer as its index: nostall.Subset(source, range(...)) takes a part"
+            )
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:

@@ -317,6 +317,9 @@ def test_processes_end_with_their_source() -> None:
     del source
     gc.collect()
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    with nostall.Cached(Items(), makers=1) as source:
+        pids = source.maker_pids
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 ORPHANS = """

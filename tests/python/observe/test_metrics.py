@@ -100,6 +100,11 @@ def test_nothing_listens_unless_asked(
         metrics._server = server
 
 
+def test_numbers_are_those_of_statistics() -> None:
+    with pytest.raises(UsageError, match=r"give the loader's stats\(\), not list"):
+        metrics.scalars([])  # type: ignore[arg-type]
+
+
 LOGS = """
 import sys
 import nostall

@@ -168,6 +168,8 @@ def test_a_mixture_is_the_last_thing_that_is_made_of_sources(sources: dict[str, 
     ):
         with pytest.raises(UsageError, match="has an order of its own"):
             made()
+    with pytest.raises(UsageError, match="Mixture needs at least one source"):
+        nostall.Mixture({})
     for order in ({"order": "keyed"}, {"shuffle": False}, {"order": [1, 2]}):
         with pytest.raises(UsageError, match="has an order of its own"):
             load(mixture, epochs=1, **order)

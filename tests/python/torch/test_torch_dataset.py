@@ -229,3 +229,9 @@ def test_steps_of_the_loader_are_refused(make_folder: Callable[[int], Path]) -> 
             UsageError, match=r"transform must be a function .* of nostall\.DataLoader"
         ):
             nostall.torch.Dataset(folder, steps)  # type: ignore[arg-type]
+
+
+def test_a_part_is_that_of_the_source(make_folder: Callable[[int], Path]) -> None:
+    dataset = nostall.torch.Dataset(nostall.ImageFolder(make_folder(2), index=False))
+    with pytest.raises(UsageError, match=r"an integer as its index: nostall\.Subset"):
+        dataset[0:2]  # type: ignore[index]
