@@ -36,6 +36,7 @@ def epochs(job: Job) -> Iterator[Iterator[int]]:
 
     torch.set_num_threads(1)
     items = listing(job.data)
+    spdl.io.demux_image(items[0][0])  # names missing libraries: its pipeline drops what fails
     draw = random.Random(job.seed)
     mean = 255 * torch.tensor(MEAN).view(3, 1, 1)
     scale = 1 / (255 * torch.tensor(STD).view(3, 1, 1))
