@@ -26,6 +26,11 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("suite")
 
 
+# Where Open MPI's launchers keep their files: a directory of this worker.
+LAUNCHERS = pytest.StashKey[Path]()
+BASE = "PRTE_MCA_prte_tmpdir_base"
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--skips",
@@ -41,6 +46,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    launchers = Path(tempfile.mkdtemp(prefix="prte-"))
+    config.stash[LAUNCHERS] = launchers
+    config.add_cleanup(lambda: shutil.rmtree(launchers, ignore_errors=True))
+    os.environ[BASE] = str(launchers)
     if config.getoption("--device"):
         sys.path.insert(0, str(Path(__file__).parent / "tests" / "device"))
         import on_device
@@ -88,27 +97,14 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-@pytest.fixture(scope="session")
-def open_mpi_files() -> Iterator[Path]:
-    """Where Open MPI's launchers keep their files: in a directory of this worker."""
-    name = "PRTE_MCA_prte_tmpdir_base"
-    base, before = tempfile.mkdtemp(prefix="prte-"), os.environ.get(name)
-    os.environ[name] = base
-    yield Path(base)
-    shutil.rmtree(base)
-    if before is None:
-        del os.environ[name]
-    else:
-        os.environ[name] = before
-
-
 @pytest.fixture(autouse=True)
-def no_files_of_killed_launchers(open_mpi_files: Path) -> Iterator[None]:
-    """A launcher that is killed leaves files named by its process number, and one that gets the same
-    number later ends with "listener thread failed to start"; a run uses all numbers several times.
+def no_files_of_killed_launchers(pytestconfig: pytest.Config) -> Iterator[None]:
+    """A launcher of Open MPI that is killed leaves files named by its process number, and one that gets
+    the same number later ends with "listener thread failed to start"; a run uses all numbers several
+    times.
     """
     yield
-    for left in open_mpi_files.iterdir():
+    for left in pytestconfig.stash[LAUNCHERS].iterdir():
         shutil.rmtree(left, ignore_errors=True)
 
 
