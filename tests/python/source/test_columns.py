@@ -244,14 +244,18 @@ def test_only_chosen_columns_are_read(tmp_path: Path) -> None:
         action()
         return total() - before
 
+    def rows(source: nostall.Source) -> None:
+        rows_in_a_loader(source, reader="pread")  # the kernel does not count those of io_uring
+
     for how in ("parquet", "file"):
         path = write(tmp_path / how, table, how, rows=4)
+        rows(store(how)(path, columns=["text"]))  # the first one imports modules
         few = store(how)(path, columns=["text"])
-        assert read_of(lambda s=few: rows_in_a_loader(s)) < 400_000
+        assert read_of(lambda s=few: rows(s)) < 400_000
         assert read_of(lambda p=path, h=how: store(h)(p, columns=["text"])) < 400_000
         both = store(how)(path, columns=["image", "text"])
-        assert read_of(lambda s=both: rows_in_a_loader(s.select(["text"]))) < 400_000
-        assert read_of(lambda s=both: rows_in_a_loader(s)) > 4_000_000
+        assert read_of(lambda s=both: rows(s.select(["text"]))) < 400_000
+        assert read_of(lambda s=both: rows(s)) > 4_000_000
 
 
 def test_rows_of_a_group_come_together(tmp_path: Path) -> None:
@@ -270,8 +274,9 @@ def test_rows_of_a_group_come_together(tmp_path: Path) -> None:
         rows_in_a_loader(source, tiers=["ram:1MiB"], shuffle=True, threads=1)
     names = ("image.bytes", "caption", "tokens")
     assert set(reads) == {(name, group) for name in names for group in range(4)}
-    # Two threads read. Each may have samples of every group before the other takes all the rest.
-    assert max(reads.values()) <= 2
+    # Two threads read. One that is late has samples of a group that the other has done with, at both
+    # ends of it. Where rows do not come together a group is read twenty times.
+    assert max(reads.values()) <= 5
 
 
 def test_numbers_alone_and_views(tmp_path: Path) -> None:
