@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from forked_children import Subprocess, fork
 
 from nostall.errors import UsageError
 from nostall_bench import server_training
@@ -46,6 +49,59 @@ def test_ways_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         assert 0.7 < proxies["bytes_between_per_step"] / (2 * BYTES) < most
     # Local leaders exchange halves, and the sums of them.
     assert 0.9 < rows["allreduce", 0]["bytes_between_per_step"] / (2 * BYTES) < 1.2
+
+
+def test_connections_that_share_a_port_are_told_apart() -> None:
+    """The kernel gives one local port to connections that go to several places."""
+    one, other, shared = "127.0.0.1 9000", "127.0.0.1 9001", "127.0.0.1 40000"
+
+    def measured(connections: list[tuple[str, str, int]]) -> dict[str, object]:
+        return {
+            **{"accuracy": 1.0, "loss": 0.0, "begins": 0.0, "ends": 1.0, "steps": 1},
+            **{"updates": 1, "messages": 0, "staleness": {}, "connections": connections},
+        }
+
+    # Rank 0 and rank 3, which is on the other node, connect to rank 2 from one port.
+    run = server_training._together(
+        [
+            measured([(shared, one, 100)]),
+            measured([]),
+            measured([(one, shared, 30), (other, shared, 9)]),
+            measured([(shared, other, 5)]),
+        ]
+    )
+    assert run["bytes_between_per_step"] == 130
+
+
+LATE = """
+import os, time
+from nostall_bench import harness, server_training
+connections = server_training._connections
+def late():
+    time.sleep(0.5 if os.environ["RANK"] == "2" else 0)
+    return connections()
+server_training._connections = late
+harness.answer(server_training._work)
+"""
+
+
+@pytest.mark.multi
+def test_a_late_rank_counts_connections_before_they_close(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, out = tmp_path / "late.py", tmp_path / "runs.json"
+    script.write_text(LATE)
+
+    class Late(Subprocess):
+        @staticmethod
+        def Popen(command: list[str], **more: Any) -> Any:
+            return fork([sys.executable, str(script), *command[3:]], **more)
+
+    monkeypatch.setattr("nostall_bench.harness.subprocess", Late())
+    words = "--files 32 --side 16 --epochs 1 --batch 2 --ways allreduce --seeds 1"
+    assert server_training.run(arguments(f"{words} --json {out}")) == 0
+    (row,) = json.loads(out.read_text())["rows"]
+    assert 0.9 < row["bytes_between_per_step"] / (2 * BYTES) < 1.2
 
 
 def test_impossible_settings_are_refused() -> None:
