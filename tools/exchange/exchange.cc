@@ -5,7 +5,8 @@
 //   nostall-exchange ROLE LIBRARY TRANSPORTS DEVICES BYTES IN_FLIGHT SECONDS
 // ROLE "pair" runs both ranks as two processes of this machine. "serve" and "ask" run one each, on
 // two machines: both write their address to standard output as one line of hexadecimal digits and
-// read the other's from standard input; "serve" ends when its input does. "pair" and "ask" print
+// read the other's from standard input. "serve" ends when its input does; "ask" fails if the other
+// does not answer for a minute. "pair" and "ask" print
 // {"megabytes_per_s", "samples_per_s", "latency_us", "bytes", "in_flight"}: JSON, on one line.
 #include "peer/exchange.h"
 
@@ -27,6 +28,7 @@ namespace {
 using namespace nostall;
 
 constexpr uint64_t kSamples = 256;
+constexpr std::chrono::seconds kMeet{60};
 
 uint64_t number(const char* text) {
   uint64_t value = 0;
@@ -131,7 +133,12 @@ void measure(int in, int out, uint64_t bytes, uint64_t in_flight, uint64_t secon
   const std::string other = read_address(in);
   write_address(out, mine);
   const auto exchange = side.meet(1, {other, mine});
+  const auto latest = Clock::now() + kMeet;
   while (exchange->where(0, 1) != peer::Where::there) {
+    if (Clock::now() >= latest) {
+      throw std::runtime_error("the other side did not answer for " +
+                               std::to_string(kMeet.count()) + " s");
+    }
     exchange->wait_for_progress(std::chrono::milliseconds(10), {});
   }
   // Two groups in flight, as a loader's fetch threads have: one is awaited, one is under way.

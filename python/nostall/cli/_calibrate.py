@@ -9,11 +9,13 @@ the variables of [Böhringer 2020, table 3.1], in bytes and seconds, from which
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
 import statistics
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -34,6 +36,8 @@ _SAMPLE_BYTES = 100_000
 _FLUSH_EVERY = 32
 # One more thread counts if it adds at least this share of what the first one gives.
 _WORTH = 0.1
+# What an exchange between two nodes may take beside the measurement; it gives up after 60 s by itself.
+_EXCHANGE_SECONDS = 90.0
 
 
 _OUT = "nostall-calibration.toml"
@@ -264,46 +268,51 @@ def _network(
     size: int,
     seconds: float,
 ) -> dict[str, float]:
-    """b_c: samples from node 0 to node 1 through the whole exchange."""
+    """b_c: samples from node 0 to node 1 through the whole exchange.
+
+    Empty on one node, and, with a warning on rank 0, if the two exchange nothing.
+    """
     if max(nodes) == 0:
         return {}
     program = find_program("nostall-exchange", Path(__file__).resolve().parents[1])
     library, tls, devices = cluster.ucx()
     role = {0: "serve", 1: "ask"}.get(nodes[world.rank]) if first_of_node else None
     process = None
-    address = b""
+    address = line = b""
     if role and program:
-        words = [
-            str(program),
-            role,
-            library,
-            tls,
-            devices,
-            str(size),
-            "16",
-            str(max(1, round(seconds))),
-        ]
-        process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert process.stdout is not None
-        address = process.stdout.readline() if role == "serve" else b""
-    if role == "ask" and process is not None:
-        served = allgather(address)
+        numbers = map(str, (size, 16, max(1, round(seconds))))
+        process = subprocess.Popen(
+            [str(program), role, library, tls, devices, *numbers],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+        )
+        # Reads of its lines end with the process.
+        limit = threading.Timer(_EXCHANGE_SECONDS + seconds, process.kill)
+        limit.start()
+    if role == "serve":
+        address = _line_of(process)
+    served = allgather(address)
+    if role == "ask":
         _send(process, next((a for a in served if a), b""))
-        assert process.stdout is not None
-        allgather(process.stdout.readline())
-        line = process.stdout.readline()
-        process.wait(timeout=60)
-    else:
-        allgather(address)
-        asked = allgather(b"")
-        if process is not None:
-            _send(process, next((a for a in asked if a), b""))
-        line = b""
+        address = _line_of(process)
+    asked = allgather(address if role == "ask" else b"")
+    if role == "serve":
+        _send(process, next((a for a in asked if a), b""))
+    if role == "ask":
+        line = _line_of(process)
     answers = [part for part in allgather(line) if part]
-    if process is not None and process.stdin is not None:
-        process.stdin.close()
-        process.wait(timeout=60)
+    if process is not None:
+        with process:  # "serve" ends when its input does
+            pass
+        limit.cancel()
     if not answers:
+        if world.rank == 0:
+            print(
+                "nostall calibrate: nodes 0 and 1 exchanged no samples, so b_c is left out; "
+                "NOSTALL_UCX_DEVICES names the network devices that connect them",
+                file=sys.stderr,
+            )
         return {}
     measured = json.loads(answers[0])
     return {
@@ -312,10 +321,21 @@ def _network(
     }
 
 
-def _send(process: subprocess.Popen[bytes], line: bytes) -> None:
+def _line_of(process: subprocess.Popen[bytes] | None) -> bytes:
+    """The next line that it prints; empty if there is no process, or it has ended."""
+    if process is None:
+        return b""
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+def _send(process: subprocess.Popen[bytes] | None, line: bytes) -> None:
+    """A line for its input; what has ended gets none."""
+    if process is None:
+        return
     assert process.stdin is not None
-    process.stdin.write(line)
-    process.stdin.flush()
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(line)
 
 
 def _beta(arguments: argparse.Namespace, files: Sequence[str], seconds: float) -> float:

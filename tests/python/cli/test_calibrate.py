@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from nostall.base._sizes import parse_tiers
 from nostall.cli import _calibrate
 from nostall.cli._calibrate import Curve
 from nostall.errors import IoError, UsageError
+from nostall.job._world import World
 from nostall.loader._calibration import Calibration
 from nostall_bench.slowfs import SlowFS, missing
 
@@ -99,6 +101,39 @@ def test_two_nodes_share_the_storages_bandwidth(image_folder: Path, tmp_path: Pa
     assert found.network > 0
     assert found.seconds_per_byte("source", 2) == pytest.approx(2 / (two / 2))
     assert found.seconds_per_byte("file", 2) == 0
+
+
+@pytest.mark.parametrize("silent", [[], ["serve"], ["serve", "ask"]], ids=["dead", "half", "both"])
+def test_nodes_that_exchange_nothing_leave_the_bandwidth_out(
+    silent: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    program = tmp_path / "exchange"
+    waits = "|".join(silent) or "none"
+    program.write_text(f"#!/bin/sh\ncase $1 in {waits}) exec sleep 600;; esac\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(_calibrate, "find_program", lambda *_: program)
+    monkeypatch.setattr(_calibrate, "_EXCHANGE_SECONDS", 0.2)
+    told: dict[int, bytes] = {}
+    meet = threading.Barrier(2)
+
+    def rank(number: int) -> dict[str, float]:
+        def allgather(mine: bytes) -> list[bytes]:
+            told[number] = mine
+            meet.wait(60)
+            all_of_them = [told[0], told[1]]
+            meet.wait(60)
+            return all_of_them
+
+        world = World(number, 2, 0, 1, "calibrate")
+        return _calibrate._network(allgather, [0, 1], world, True, 1000, 0.1)
+
+    with ThreadPoolExecutor(2) as ranks:
+        assert list(ranks.map(rank, range(2))) == [{}, {}]
+    warning = capsys.readouterr().err
+    assert warning.count("nodes 0 and 1 exchanged no samples, so b_c is left out") == 1
 
 
 def test_one_more_thread_must_earn_its_place() -> None:
