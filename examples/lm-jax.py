@@ -1,4 +1,4 @@
-"""JAX: the local batch of each process becomes its shard of a global array over all devices.
+"""JAX: batches are global arrays over all devices, each process with its own rows.
 
     python examples/lm-jax.py /tmp/tokens
 
@@ -21,7 +21,7 @@ import nostall
 LENGTH, BATCH, STEPS = 32, 8, 10
 
 
-def make_loader(root):
+def make_loader(root, sharding):
     tokens = nostall.Tokens(f"{root}/train.bin", dtype="uint16", end=0)
     units = nostall.Packed(tokens, LENGTH, dtype="int32")
     return nostall.DataLoader(
@@ -29,19 +29,12 @@ def make_loader(root):
         BATCH // jax.process_count(),
         steps=STEPS,
         seed=0,
-        output="numpy",
+        drop_last=True,
+        output="jax",
+        device=sharding,
         rank=jax.process_index(),
         world_size=jax.process_count(),
     )
-
-
-def global_batches(loader, sharding):
-    """Arrays of the global batch, each process with its own rows."""
-    for batch in loader:
-        yield {
-            name: jax.make_array_from_process_local_data(sharding, batch[name])
-            for name in ("ids", "labels")
-        }
 
 
 def loss_of(parameters, batch):
@@ -63,10 +56,10 @@ def train(root, parameters, state=None, stop=STEPS):
     mesh = Mesh(np.array(jax.devices()), ("data",))
     sharding = NamedSharding(mesh, PartitionSpec("data"))
     losses = []
-    with make_loader(root) as loader:
+    with make_loader(root, sharding) as loader:
         if state is not None:
             loader.load_state_dict(state)
-        for batch in global_batches(loader, sharding):
+        for batch in loader:
             assert batch["ids"].shape == (BATCH, LENGTH)
             assert len(batch["ids"].sharding.device_set) == jax.device_count()
             parameters, loss = step(parameters, batch)
