@@ -1,4 +1,4 @@
-"""The messages that the page of troubleshooting quotes are those of the sources."""
+"""The messages that the pages of troubleshooting and several nodes quote are those of the sources."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "guide" / "troubleshooting.md"
+NODES = ROOT / "docs" / "guide" / "clusters.md"
 
 
 def sources() -> str:
@@ -33,3 +34,18 @@ def test_quoted_messages_are_those_of_the_sources() -> None:
     assert len(messages) > 15
     written = sources()
     assert [part for part in messages if part not in written] == []
+
+
+def test_messages_of_several_nodes_are_those_of_the_sources() -> None:
+    table = NODES.read_text().partition("## Trouble")[2]
+    rows = re.findall(r"^\| (`.*?) \|", table, re.M)
+    messages = {message for row in rows for message in re.findall(r"`([^`]+)`", row)}
+    messages -= {"Destination is unreachable"}  # of UCX
+    assert len(messages) > 10
+    written = sources()
+    for message in messages:
+        # Numbers, names of files and variables, and what follows a colon differ.
+        fixed = re.split(
+            r"\[?\d[\d.]*\]?(?: in ~/\S+)?|^meet |^NOSTALL_SECRET", message.partition(":")[0]
+        )
+        assert all(part in written for part in fixed), message
