@@ -15,6 +15,8 @@ _STATE_VERSION = 2
 class BatchSampler:
     """Yields the local batches of one rank; pass it as ``batch_sampler=`` to torch's DataLoader.
 
+    It does not count epochs: call ``set_epoch(epoch)`` before each, or all have the order of epoch 0.
+
     Args:
         samples: size of the dataset.
         batch_size: samples per rank and batch.

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import textwrap
 from pathlib import Path
 
+import numpy as np
 import prefork
 import pytest
+
+import nostall
 
 ROOT = Path(__file__).parents[3]
 # Run with torch: names of nostall.torch are shown too. Arguments: the root of the checkout.
@@ -179,3 +184,74 @@ def test_the_second_script_of_the_readme_runs(image_folder: Path, tmp_path: Path
     run = prefork.run(["-c", script], torch=True, cwd=tmp_path, timeout=100)
     assert run.returncode == 0, run.stderr
     assert "stalled" in run.stdout
+
+
+def blocks(text: str) -> list[str]:
+    return [textwrap.dedent(b) for b in re.findall(r"```python\n(.*?)```", text, re.S)]
+
+
+def exported(module: Path) -> set[str]:
+    """What a package exports; its source is read, for importing it takes seconds."""
+    lists = re.findall(r"__all__ \+?= \[(.*?)\]", module.read_text(), re.S)
+    return set(re.findall(r'"(\w+)"', "".join(lists)))
+
+
+def bound(tree: ast.AST) -> set[str]:
+    """The names that a text imports, defines or assigns."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.alias):
+            names.add(node.asname or node.name)
+        elif isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names
+
+
+def test_pages_import_the_names_of_ours_that_they_use_bare() -> None:
+    files = ("torch/__init__", "plugins/accelerate", "plugins/hugging_face", "plugins/torch_loader")
+    ours = set().union(*(exported(ROOT / f"python/nostall/{file}.py") for file in files))
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
+    assert {"FromLoader", "copy_into"} <= ours
+    for page in pages:
+        trees = [ast.parse(block) for block in blocks(page.read_text())]
+        names = {n.id for tree in trees for n in ast.walk(tree) if isinstance(n, ast.Name)}
+        missing = names & ours - set().union(*map(bound, trees))
+        assert not missing, (page.name, missing)
+
+
+def test_pages_import_the_backend_that_they_name() -> None:
+    """Only torch 2.15 finds it without that."""
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]:
+        for block in blocks(page.read_text()):
+            if 'init_process_group("nostall")' in block:
+                assert re.search(r"^import nostall\.torch\b", block, re.M), page.name
+        for row in re.findall(r"^\|.*\|$", page.read_text(), re.M):
+            if 'init_process_group("nostall")' in row:
+                assert "`import nostall.torch`" in row, row
+
+
+def test_a_job_begins_where_the_guide_says() -> None:
+    """In the middle of an epoch that was trained elsewhere, and at the first batch of one."""
+    guide = (ROOT / "docs" / "guide" / "getting-started.md").read_text()
+    section = guide.partition("## A job that is running already")[2].partition("\n## ")[0]
+    (inside,) = re.findall(r"^loader\.load_state_dict.*$", section, re.M)
+    (at_start,) = re.findall(r"^loader\.set_epoch.*$", section, re.M)
+    source = nostall.Arrays({"x": np.arange(2403)})
+    for line, first in ((inside, 1200), (at_start, 0)):
+        with nostall.DataLoader(source, 2, epochs=32, seed=5, tiers=[], output="numpy") as loader:
+            whole = loader.plan.rank_epoch(30, 0)[0].tolist()
+            exec(line, {"loader": loader})
+            assert next(iter(loader))["x"].tolist() == whole[2 * first : 2 * first + 2]
+
+
+def test_shown_samplers_count_their_epochs() -> None:
+    shown = [
+        block
+        for page in sorted((ROOT / "docs" / "guide").glob("*.md"))
+        for block in blocks(page.read_text())
+        if "BatchSampler(" in block
+    ]
+    assert len(shown) > 1
+    assert [block for block in shown if ".set_epoch(" not in block] == []
