@@ -298,14 +298,35 @@ def _on_fields(
     return out
 
 
+def _handed_over(steps: Iterable[Any]) -> Iterator[Any]:
+    """The steps, where those of torchvision get images of Pillow for arrays, as in its data sets."""
+    own = True
+    for step in steps:
+        if own and _takes_images(step):
+            yield HandedOver("pil", _shown(step))
+        own = not is_of_torchvision(step)
+        yield step
+
+
+def _takes_images(step: Any) -> bool:
+    """Whether it is torchvision's, for images; in a container the first one decides."""
+    while inner := getattr(step, "transforms", None):
+        step = next(iter(inner))
+    return is_of_torchvision(step) and _name(step) not in ("ToPILImage", "Lambda")
+
+
+def _shown(step: Any) -> str:
+    return str(getattr(step, "__name__", type(step).__name__))
+
+
 def recognise(
     steps: list[Any], pixels: Pixels | None, kinds: Mapping[str, Kind] | None = None
 ) -> tuple[list[Any], Literal["chw"] | None]:
     """Transforms of torchvision among the steps as native ones, from the first on while they have them.
 
-    The rest is as it is, to be called; all are if the native ones fix no size. Beside it the layout
-    that they end with, if it is not the usual one. `kinds` are those of the fields that are
-    transformed as one; None of an image alone.
+    The rest is called, with images of Pillow or tensors as torchvision's take them; all are if the
+    native ones fix no size. Beside it the layout that they end with, if it is not the usual one.
+    `kinds` are those of the fields that are transformed as one; None of an image alone.
     """
     flat: list[Any] = []
     composed: set[int] = set()
@@ -338,9 +359,9 @@ def recognise(
     except (_Unequal, UsageError):
         if kinds is not None:
             return [*_on_fields(flat, kinds, True, composed), *last], None
-        return ([*flat, *last] if last else steps), None
+        return [*_handed_over(flat), *last], None
     if kinds is not None:
         rest = _on_fields(rest, kinds, reader.kind == "pil", composed)
     elif rest and any(map(is_of_torchvision, flat[: len(flat) - len(rest) + 1])):
-        found.append(HandedOver(reader.kind))
+        found.append(HandedOver(reader.kind, _shown(rest[0])))
     return [*found, *rest, *last], "chw" if reader.kind == "tensor" and not rest else None

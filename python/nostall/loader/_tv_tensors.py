@@ -20,16 +20,26 @@ def is_of_torchvision(transform: Any) -> bool:
 
 
 class HandedOver:
-    """What transforms of torchvision take where native ones end; can be pickled."""
+    """What transforms of torchvision take, from an array that is none; can be pickled.
 
-    def __init__(self, kind: Literal["pil", "tensor", "float"]) -> None:
-        self._kind = kind
+    Args:
+        kind: what the array becomes; it is uint8, or the floats that native steps end with.
+        taker: the name of the transform that gets it.
+    """
+
+    def __init__(self, kind: Literal["pil", "tensor", "float"], taker: str) -> None:
+        self._kind, self._taker = kind, taker
 
     def __call__(self, image: Any) -> Any:
+        if not isinstance(image, np.ndarray):
+            return image
+        if image.ndim == 1:  # torchvision's v2 would leave it as it is
+            raise TypeError(f"{self._taker} takes an image, not an array of shape {image.shape}")
         if self._kind == "pil":
             from PIL import Image
 
-            return Image.fromarray(image)
+            grey = image.ndim == 3 and image.shape[2] == 1
+            return Image.fromarray(image[:, :, 0] if grey else image)
         import torch
 
         tensor = torch.from_numpy(image)

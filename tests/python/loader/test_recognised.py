@@ -17,7 +17,7 @@ from torchvision.transforms import v2
 import nostall
 from nostall import fields as f
 from nostall import transforms as t
-from nostall.errors import UsageError
+from nostall.errors import TransformError, UsageError
 
 MEAN, STD = [0.4, 0.5, 0.6], [0.2, 0.3, 0.1]
 
@@ -104,8 +104,38 @@ def test_what_has_no_equal_is_called_with_what_it_takes(image_folder: Path) -> N
     flips = [v2.ToImage(), v2.RandomHorizontalFlip(0), Own(0.0), v2.CenterCrop(16)]
     images, _, settings = first(image_folder, flips)
     assert settings["native_steps"] == [] and images.shape == (8, 3, 16, 16)
-    with pytest.raises(nostall.errors.TransformError):
+    with pytest.raises(TransformError):
         first(image_folder, RECIPES[1], decode=False)
+
+
+def brighter(image: Any) -> Any:
+    """Of the user: an array for an image of Pillow or an array."""
+    return np.minimum(np.asarray(image), 127) * 2
+
+
+def test_what_is_called_gets_images_of_pillow(image_folder: Path) -> None:
+    """Torchvision's v2 passes arrays through as they are, and its first version refuses them."""
+    wanted, _, _ = first(
+        image_folder, [v2.RandomHorizontalFlip(1.0), v2.CenterCrop(16), v2.ToImage()]
+    )
+    for version in (v1, v2):
+        tensor = v1.PILToTensor() if version is v1 else v2.ToImage()
+        recipe = [version.RandomHorizontalFlip(1.0), Own(0.0), version.CenterCrop(16), tensor]
+        for given in (recipe, version.Compose(recipe)):
+            images, _, settings = first(image_folder, given)
+            assert settings["called_steps"][1] == "Own"
+            assert torch.equal(images, wanted)
+        # A function of the user's may take bytes or images; the array that it makes is an image.
+        given = version.Compose([brighter, version.CenterCrop(16), tensor])
+        with pytest.raises(
+            TransformError, match=r"CenterCrop takes an image, .* decode=True gives it"
+        ):
+            first(image_folder, given)
+        images, _, _ = first(image_folder, given, decode=True)
+        assert images.shape == (8, 3, 16, 16) and not (images % 2).any()
+    # A subclass takes what torchvision's class takes.
+    with pytest.raises(TransformError, match=r"Own takes an image, .* decode=True gives it"):
+        first(image_folder, [Own(0.0), v2.ToImage()])
 
 
 def test_a_field_may_have_them(image_folder: Path) -> None:
