@@ -26,6 +26,7 @@ from nostall.observe._stats import ORIGINS
 _ADDRESS = re.compile(r"(?:([\w.-]+):)?(\d{1,5})")
 _LINE = re.compile(r"(nostall_\w+)\{(.*)\} (\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_ANSWER_SECONDS = 2.0  # that a job's metrics may take, for others are asked after it
 # Names of metrics as a recorded run writes them.
 _KEYS = {
     "nostall_epoch_seconds_total": "seconds",
@@ -94,7 +95,7 @@ def scrape(addresses: list[str], refuse: bool = True) -> dict[str, dict[str, Any
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     for address in addresses:
         try:
-            with direct.open(f"http://{address}/metrics", timeout=2) as answer:
+            with direct.open(f"http://{address}/metrics", timeout=_ANSWER_SECONDS) as answer:
                 lines = answer.read().decode().splitlines()
         except (OSError, http.client.HTTPException, ValueError) as error:
             if refuse:
