@@ -78,7 +78,7 @@ class OwnSharedMemory:
 
     def unnamed_bytes_that_stay(self) -> int:
         """Of processes that have ended: the kernel takes down an io_uring of theirs a moment later."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while (held := self.unnamed_bytes()) and time.monotonic() < deadline:
             time.sleep(0.005)
         return held

@@ -54,7 +54,7 @@ pid_t one_that(const std::string& key, bool gives) {
           if (!gives) stays();
           return a_file();
         },
-        any, 20s);
+        any, 60s);
     stays();
   }
   ::close(ends[1]);
@@ -70,15 +70,15 @@ TEST(NodeOnce, GivesTheSameFilesForAsLongAsTheirMakerLives) {
   ino_t made = 0;
   {
     NodeOnce first(key);
-    made = number_of(first.get(a_file, any, 20s).at(0));
+    made = number_of(first.get(a_file, any, 60s).at(0));
     EXPECT_TRUE(first.made());
-    EXPECT_EQ(number_of(second.get(never, any, 20s).at(0)), made);
+    EXPECT_EQ(number_of(second.get(never, any, 60s).at(0)), made);
     EXPECT_FALSE(second.made());
   }
-  other.get(a_file, any, 20s);
+  other.get(a_file, any, 60s);
   EXPECT_TRUE(other.made());
   NodeOnce late(key);
-  late.get(a_file, any, 20s);
+  late.get(a_file, any, 60s);
   EXPECT_TRUE(late.made());
 }
 
@@ -123,20 +123,20 @@ TEST(NodeOnce, CanBeInterruptedWhereTheOneThatHasItIsStopped) {
 TEST(NodeOnce, MakesItsOwnWhereOthersFilesAreOfNoUse) {
   const std::string key = fresh_key();
   NodeOnce first(key), second(key), third(key);
-  const ino_t given = number_of(first.get(a_file, any, 20s).at(0));
+  const ino_t given = number_of(first.get(a_file, any, 60s).at(0));
   const auto refuse = [](const std::vector<Descriptor>&) {
     throw Error(ErrorKind::corruption, "of another version");
   };
-  EXPECT_NE(number_of(second.get(a_file, refuse, 20s).at(0)), given);
+  EXPECT_NE(number_of(second.get(a_file, refuse, 60s).at(0)), given);
   EXPECT_TRUE(second.made());
-  EXPECT_EQ(number_of(third.get(never, any, 20s).at(0)), given);
+  EXPECT_EQ(number_of(third.get(never, any, 60s).at(0)), given);
 }
 
 TEST(NodeOnce, LetsTheNextOneTryWhatFailed) {
   const std::string key = fresh_key();
   NodeOnce first(key), second(key);
-  EXPECT_THROW(first.get(never, any, 20s), std::logic_error);
-  second.get(a_file, any, 20s);
+  EXPECT_THROW(first.get(never, any, 60s), std::logic_error);
+  second.get(a_file, any, 60s);
   EXPECT_TRUE(second.made());
 }
 

@@ -27,7 +27,7 @@ def test_all_ranks_take_the_seed_that_rank_0_draws(image_folder: Path) -> None:
     def make(rank: int) -> nostall.DataLoader:
         def allgather(mine: bytes) -> list[bytes]:
             offered[rank] = mine
-            barrier.wait(30)
+            barrier.wait(60)
             return [offered[r] for r in range(WORLD)]
 
         return nostall.DataLoader(

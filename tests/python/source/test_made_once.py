@@ -138,7 +138,7 @@ def opened(path: str) -> list[int]:
 def makes(caplog: pytest.LogCaptureFixture, file: str, load: Callable[[], int | None]) -> int:
     """By a process that did not wait in vain."""
     with caplog.at_level(logging.WARNING, "nostall"):
-        what = made_once(file, load, lambda: 2, 5)
+        what = made_once(file, load, lambda: 2, 60)
     assert not caplog.messages
     return what
 
