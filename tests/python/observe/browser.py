@@ -8,6 +8,8 @@ from pathlib import Path
 
 from playwright.sync_api import sync_playwright
 
+LIMIT = 200_000.0  # milliseconds, for machines that do much else
+
 
 @dataclass
 class Seen:
@@ -25,9 +27,10 @@ def look(page: Path, width: int = 1200, height: int = 900, picture: Path | None 
     """Opens the file in a window of that size, without a network."""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
-            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
+            executable_path=shutil.which("chromium"), args=["--no-sandbox"], timeout=LIMIT
         )
         context = browser.new_context(viewport={"width": width, "height": height}, offline=True)
+        context.set_default_timeout(LIMIT)
         view = context.new_page()
         messages: list[str] = []
         requests: list[str] = []
