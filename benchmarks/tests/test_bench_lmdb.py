@@ -83,7 +83,7 @@ def test_roots_alone_read_for_their_node(small: None, tmp_path: Path, roots: int
         # What one rank alone reads more is what it walks through (dio).
         read = [rank["read_bytes"] for rank in row["runs"][0]["ranks"]]
         # A rank that does not read for its node may still have to load pages of its program.
-        few = row["needed"] / 8
+        few = row["needed"] / 4
         assert max(read[1], read[3]) < few and (read[2] > few) == (roots == 2), row["strategy"]
         assert sum(read) >= row["needed"]
         for rank in row["runs"][0]["ranks"]:
