@@ -64,7 +64,6 @@ dist.destroy_process_group()
 
 
 @pytest.mark.multi
-@pytest.mark.timeout(400)
 def test_the_demo_ends_with_the_same_weights_in_every_mode(tmp_path: Path) -> None:
     """Two ranks, float32: a + b has the same bits in any order, so DDP's must be ours."""
     data = make_dataset(tmp_path / "data", DatasetSpec(24, classes=5, scale=0.25), processes=1)

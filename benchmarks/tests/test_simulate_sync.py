@@ -131,7 +131,6 @@ for mode in ("planned", "negotiated"):
 
 
 @pytest.mark.multi
-@pytest.mark.timeout(300)
 def test_four_ranks_in_the_order_of_the_graph_do_what_is_predicted() -> None:
     """The counts; how long it takes is the machine's affair."""
     results = run_ranks(4, FOUR_RANKS)

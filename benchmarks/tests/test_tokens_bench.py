@@ -83,7 +83,6 @@ def _longer(before: tuple[Path, int], file: tuple[Path, int]) -> tuple[Path, int
 @pytest.mark.multi
 @pytest.mark.usefixtures("forked")
 @pytest.mark.skipif(slowfs.missing() is not None, reason=str(slowfs.missing()))
-@pytest.mark.timeout(300)
 def test_the_demo_trains_on_the_same_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

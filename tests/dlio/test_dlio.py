@@ -50,7 +50,6 @@ def dlio(home: Path, *overrides: str, **environment: str) -> dict[str, Any]:
 
 
 @pytest.mark.multi
-@pytest.mark.timeout(600)  # it imports TensorFlow and torch
 def test_a_workload_runs_on_loader_and_checkpoints(tmp_path: Path) -> None:
     summary = dlio(tmp_path, *LOADER, NOSTALL_DLIO_TIERS="ram:50MB")
     assert len(summary["metric"]["train_au_percentage"]) == 3
@@ -67,7 +66,6 @@ def test_a_workload_runs_on_loader_and_checkpoints(tmp_path: Path) -> None:
 
 
 @pytest.mark.multi
-@pytest.mark.timeout(600)  # it imports TensorFlow and torch
 def test_its_own_loader_runs_on_the_reader(tmp_path: Path) -> None:
     summary = dlio(tmp_path, "++workload.reader.reader_classname=nostall.plugins.dlio.Reader")
     assert len(summary["metric"]["train_au_percentage"]) == 3
@@ -95,7 +93,6 @@ def recorded(home: Path, *options: str, **given: Any) -> list[tuple[str, ...]]:
 
 
 @pytest.mark.multi
-@pytest.mark.timeout(900)  # it starts DLIO three times
 @pytest.mark.parametrize("kind", READERS)
 def test_samples_are_those_of_dlios_own_reader(tmp_path: Path, kind: str) -> None:
     reader, each = READERS[kind]
@@ -115,7 +112,6 @@ def test_samples_are_those_of_dlios_own_reader(tmp_path: Path, kind: str) -> Non
 
 
 @pytest.mark.multi
-@pytest.mark.timeout(600)
 @pytest.mark.skipif(
     importlib.util.find_spec("dlio_benchmark.reader.parquet_reader") is None,
     reason="DLIO 2 has no Parquet: make dlio-test DLIO=the path of DLIO 3",

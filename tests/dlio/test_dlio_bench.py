@@ -14,7 +14,6 @@ MISSING = hosts.missing() or slowfs.missing()
 
 
 @pytest.mark.multi
-@pytest.mark.timeout(900)  # it starts DLIO five times
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 def test_both_loaders_are_measured_on_two_hosts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -53,7 +53,7 @@ def run_ranks(
             process = prefork.Process(["-c", program, *words], env={**os.environ, **more}, **pipes)
             started.append(process)
         for process in started:
-            out, errors = process.communicate(timeout=250)
+            out, errors = process.communicate(timeout=800)
             assert process.returncode == 0, errors
             told.append(json.loads(out))
     finally:

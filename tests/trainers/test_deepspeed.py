@@ -14,7 +14,6 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.mark.multi
-@pytest.mark.timeout(900)  # DeepSpeed compiles its communication at the first use
 def test_a_checkpoint_goes_on_with_the_same_batches(tmp_path: Path) -> None:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     for words in ([EXAMPLES / "make-data.py"], [*launch, EXAMPLES / "train-deepspeed.py"]):
@@ -29,7 +28,6 @@ def test_a_checkpoint_goes_on_with_the_same_batches(tmp_path: Path) -> None:
 
 
 @pytest.mark.multi
-@pytest.mark.timeout(900)
 def test_its_allreduce_is_measured_beside_ours_and_leaves_nothing(tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
     words = ["-m", "nostall", "bench", "allreduce", "--engines", "nostall", "deepspeed"]

@@ -13,7 +13,6 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.mark.multi
-@pytest.mark.timeout(600)  # Ray starts a cluster, and workers that import torch, twice
 def test_a_worker_is_killed_and_no_sample_is_missed(tmp_path: Path) -> None:
     for script in ("make-data.py", "train-ray.py"):
         done = subprocess.run(

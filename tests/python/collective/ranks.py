@@ -29,7 +29,7 @@ def join(**options):
 """
 
 
-def run(body: str, size: int, directory: Path, timeout: float = 200) -> list[tuple[int, str, str]]:
+def run(body: str, size: int, directory: Path, timeout: float = 800) -> list[tuple[int, str, str]]:
     """Exit status, output and errors of each rank that ran `body`."""
     job = uuid.uuid4().hex
     with tempfile.TemporaryDirectory(prefix="nostall-test-") as signals:

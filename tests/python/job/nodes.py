@@ -118,7 +118,7 @@ class Job:
                 started.append(prefork.Process(words, env=environment, stdout=pipe, stderr=pipe))
         return started
 
-    def run(self, timeout: float = 250) -> list[dict[str, Any]]:
+    def run(self, timeout: float = 800) -> list[dict[str, Any]]:
         """What each rank printed; fails if one failed."""
         results = []
         started = self.start()

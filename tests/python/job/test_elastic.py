@@ -55,7 +55,7 @@ def test_a_lost_rank_loses_no_sample(tmp_path: Path) -> None:
         folders = [str(tmp_path), str(tmp_path / "checkpoints")]
         command += prefork.command([tmp_path / "lost.py", EXAMPLE, *folders], torch=True)
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        return prefork.run(command, torch=True, timeout=250, env=environment)
+        return prefork.run(command, torch=True, timeout=800, env=environment)
 
     first = started(3)
     # torchrun names the rank whose end it sees first, and that may be another one's.

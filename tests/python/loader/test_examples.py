@@ -22,7 +22,7 @@ def test_tasks_have_the_batches_of_torch(tmp_path: Path) -> None:
     guide = (ROOT / "docs" / "guide" / "tasks.md").read_text()
     names = dict.fromkeys(re.findall(r"\(\.\./\.\./examples/([\w-]+\.py)\)", guide))
     scripts = [str(ROOT / "examples" / name) for name in ("make-data.py", *names)]
-    run = prefork.run(["-c", RUN, *scripts, str(tmp_path / "data")], torch=True, timeout=200)
+    run = prefork.run(["-c", RUN, *scripts, str(tmp_path / "data")], torch=True, timeout=800)
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("the same batches") == len(names) == 8, run.stdout
 
@@ -40,7 +40,7 @@ def test_a_model_learns_from_texts_with_images(tmp_path: Path) -> None:
     script = str(ROOT / "examples" / "lm-images.py")
     guide = (ROOT / "docs" / "guide" / "tokens.md").read_text()
     assert "(../../examples/lm-images.py)" in guide
-    run = prefork.run([script, str(tmp_path)], torch=True, timeout=200)
+    run = prefork.run([script, str(tmp_path)], torch=True, timeout=800)
     assert run.returncode == 0, run.stderr
     first, last = re.findall(r"loss ([\d.]+) at first, ([\d.]+) at last", run.stdout)[0]
     assert float(last) < 0.8 * float(first)

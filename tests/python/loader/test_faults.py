@@ -344,7 +344,7 @@ def read_by_all_ranks(image_folder: Path, tmp_path: Path, world: int, tier: str)
                 pass
         stats = loader.stats()
         (done / f"done-{{rank}}").touch()
-        deadline = time.monotonic() + 200
+        deadline = time.monotonic() + 800
         while len(list(done.glob("done-*"))) < {world} and time.monotonic() < deadline:
             time.sleep(0.01)
     print(json.dumps([stats.source_bytes, stats.lower_bound_bytes]))
@@ -353,7 +353,7 @@ def read_by_all_ranks(image_folder: Path, tmp_path: Path, world: int, tier: str)
         prefork.Process(["-c", textwrap.dedent(code), str(r)], stdout=prefork.PIPE)
         for r in range(world)
     ]
-    results = [p.communicate(timeout=250)[0] for p in processes]
+    results = [p.communicate(timeout=800)[0] for p in processes]
     assert all(p.returncode == 0 for p in processes)
     numbers = [eval(r) for r in results]
     read, bound = sum(n[0] for n in numbers), numbers[0][1]

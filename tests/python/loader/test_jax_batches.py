@@ -138,7 +138,7 @@ def test_arrays_on_devices_and_over_shardings_of_two_processes(image_folder: Pat
         )
         for rank in range(2)
     ]
-    done = [rank.communicate(timeout=240) for rank in ranks]
+    done = [rank.communicate(timeout=800) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], done
     told = [json.loads(out.splitlines()[-1]) for out, _ in done]
     assert told[0]["sums"] == told[1]["sums"]

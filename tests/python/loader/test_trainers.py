@@ -28,7 +28,7 @@ def test_trainers_have_the_same_batches(tmp_path: Path) -> None:
             pytest.skip(f"needs the package {package}")
     names = ["make-tokens", *NEEDED]
     scripts = [str(SCRIPTS / f"{name}.py") for name in names]
-    run = prefork.run(["-c", RUN, *scripts, str(tmp_path)], torch=True, timeout=250)
+    run = prefork.run(["-c", RUN, *scripts, str(tmp_path)], torch=True, timeout=800)
     assert run.returncode == 0, run.stderr[-4000:]
     assert run.stdout.count("the same batches") == len(NEEDED), run.stdout
 

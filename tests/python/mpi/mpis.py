@@ -44,7 +44,7 @@ def run(
     ranks: int,
     program: list[str],
     directory: Path | None = None,
-    timeout: float = 250,
+    timeout: float = 800,
     launched: tuple[str, ...] = (),
     within: Sequence[str] = (),
     **settings: str,

@@ -42,7 +42,7 @@ def launch(
         mpi.command(words, variables),
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=800,
         env={**os.environ, **root},
     )
 

@@ -198,7 +198,7 @@ def test_a_real_job_on_gloo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         for r, out in enumerate(outs)
     ]
     for process in ranks:
-        _, errors = process.communicate(timeout=250)
+        _, errors = process.communicate(timeout=800)
         assert process.returncode == 0, errors
     got = analyze(outs)
     assert len(got.rounds) == 4

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[3]
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=250, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=800, check=False
     )
 
 

@@ -16,5 +16,5 @@ def test_every_cell_runs(name: str, tmp_path: Path) -> None:
     cells = json.loads((TUTORIALS / name).read_text())["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     assert len(code) > 3
-    run = prefork.run(["-c", "\n".join(code)], torch=True, cwd=tmp_path, timeout=200)
+    run = prefork.run(["-c", "\n".join(code)], torch=True, cwd=tmp_path, timeout=800)
     assert run.returncode == 0, run.stderr

@@ -43,7 +43,7 @@ def unindented(text: str) -> str:
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("frameworks") / "data"
-    run = prefork.run([str(EXAMPLES / "make-data.py"), str(folder)], timeout=60)
+    run = prefork.run([str(EXAMPLES / "make-data.py"), str(folder)], timeout=800)
     assert run.returncode == 0, run.stderr
     return folder
 
@@ -66,7 +66,7 @@ def test_frameworks_have_the_same_batches_on_two_ranks(data: Path) -> None:
                 command, torch=True, env=env, stdout=prefork.PIPE, stderr=prefork.STDOUT
             )
         )
-    outputs = [rank.communicate(timeout=280)[0] for rank in ranks]
+    outputs = [rank.communicate(timeout=800)[0] for rank in ranks]
     for rank, output in zip(ranks, outputs, strict=True):
         assert rank.returncode == 0, output[-4000:]
         assert output.count("the same batches") == len(names), output
@@ -76,7 +76,7 @@ def test_frameworks_have_the_same_batches_on_two_ranks(data: Path) -> None:
 def test_a_framework_has_the_same_batches(data: Path, framework: str) -> None:
     needs(framework)
     script = str(EXAMPLES / f"train-{framework}.py")
-    run = prefork.run([script, str(data)], torch=framework == "keras", timeout=200)
+    run = prefork.run([script, str(data)], torch=framework == "keras", timeout=800)
     assert run.returncode == 0, run.stderr[-4000:]
     assert "the same batches" in run.stdout
 
@@ -145,7 +145,7 @@ with nostall.DataLoader(data, 4, steps=6, tiers=[]) as inner:
 
 def test_programs_read_of_a_loader_what_they_read_of_torchs(data: Path) -> None:
     needs("accelerate", "transformers")
-    run = prefork.run(["-c", READ, str(data)], torch=True, timeout=60)
+    run = prefork.run(["-c", READ, str(data)], torch=True, timeout=800)
     assert run.returncode == 0, run.stderr
 
 

@@ -12,7 +12,7 @@ from nostall_bench.launch import environment
 
 
 def run_ranks(
-    ranks: int, code: str, *, timeout: float = 300, check: bool = True, whole: bool = False
+    ranks: int, code: str, *, timeout: float = 800, check: bool = True, whole: bool = False
 ) -> list[Any]:
     """Runs `code` on every rank; what each assigned to `result`, or the last error that it printed."""
     program = (

@@ -160,7 +160,7 @@ if store.add("told", 1) == 3:
     store.set("all told", "")
 store.wait(["all told"])
 """
-    results = run_ranks(4, code, timeout=100, check=False)
+    results = run_ranks(4, code, check=False)
     assert results[3] == ""
     assert "rank 1 (process" in results[2] and "died" in results[2], results
     assert all("connection between nodes failed" in text for text in results[:2]), results

@@ -25,7 +25,6 @@ def weights(model):
 
 
 @pytest.mark.multi
-@pytest.mark.timeout(400)
 def test_a_hook_that_raises_ends_the_rank_and_the_others_are_told() -> None:
     code = """
 model, optimizer = make()
@@ -94,7 +93,6 @@ for m in (model, one):
 
 
 @pytest.mark.multi
-@pytest.mark.timeout(400)
 def test_exceptions_forks_and_engines_side_by_side() -> None:
     first, second = run_ranks(2, SETUP + TURNS, whole=True)
     assert first == second

@@ -140,7 +140,6 @@ WAY_NAMES = (
 
 
 @pytest.mark.multi
-@pytest.mark.timeout(400)
 def test_what_is_done_to_gradients_gives_the_same_bits() -> None:
     first, second = run_ranks(2, SETUP + WAYS)
     for result in (first, second):
@@ -228,7 +227,6 @@ result["layout"] = [conv.weight.grad.stride() == strides, (conv.weight.grad == 5
 
 
 @pytest.mark.multi
-@pytest.mark.timeout(400)
 def test_copies_forks_types_and_layouts() -> None:
     first, second = run_ranks(2, SETUP + OTHERS)
     assert first == second

@@ -33,7 +33,6 @@ def run(ranks: int, *arguments: str) -> list[dict[str, Any]]:
 
 # Most of it is reading torch and the suite, once; a busy machine needs minutes.
 @pytest.mark.long
-@pytest.mark.timeout(900)
 def test_the_checks_of_torch_pass() -> None:
     import torch
 
@@ -54,7 +53,6 @@ def test_the_checks_of_torch_pass() -> None:
         assert len(passed) == CHECKS, [r for r in results if r["what"] == "skipped"]
 
 
-@pytest.mark.timeout(900)
 def test_groups_of_groups_pass() -> None:
     _, *results = run(4, "test_new_subgroups_with_group_param")
     assert [r["what"] for r in results] == ["passed"], json.dumps(results, indent=1)
