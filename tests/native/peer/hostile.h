@@ -336,6 +336,12 @@ class HostileTest : public Nodes {
     const std::scoped_lock lock(mutex_);
     return warnings_;
   }
+  // A rank is counted, and its node seen as lost, before the warning of it is written.
+  void expect_warning(const std::string& words) {
+    const auto matcher = testing::Contains(testing::HasSubstr(words));
+    eventually([&] { return testing::Matches(matcher)(warnings()); });
+    EXPECT_THAT(warnings(), matcher);
+  }
 
   std::function<void(ExchangeConfig&, plan::Ownership&)> arrange_;  // before the exchange begins
   std::set<uint64_t> unplaced_;  // samples without a place in the tier

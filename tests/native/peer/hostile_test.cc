@@ -75,8 +75,7 @@ TEST_F(HostileTest, ARankWithAnotherPlanIsRefused) {
   Header hello = message(Kind::hello, 78);
   wire_->say(encode(hello));
   EXPECT_TRUE(refused(1));
-  EXPECT_TRUE(eventually([&] { return !warnings().empty(); }));
-  EXPECT_THAT(warnings(), Contains(HasSubstr("another plan")));
+  expect_warning("another plan");
 }
 
 TEST_F(HostileTest, AMemberThatAsksForTheImpossibleIsDropped) {

@@ -46,7 +46,7 @@ TEST_F(RefusalTest, ARankWhoseAddressIsOfNoUseIsLostWithTheReason) {
   wire_->unreachable = true;
   wire_->say(encode(greeting()));
   EXPECT_TRUE(dropped());
-  EXPECT_THAT(warnings(), Contains(HasSubstr("lost rank 0: no way to rank 0; what node 0 keeps")));
+  expect_warning("lost rank 0: no way to rank 0; what node 0 keeps");
   wire_->unreachable = false;
   wire_->pass(1s);
   answering();
@@ -114,7 +114,7 @@ TEST_F(RefusalTest, APushOfASampleThatTheJobDoesNotHaveIsDropped) {
   Header pushed = message(Kind::push, kSamples, 4);
   wire_->say(session.seal(pushed), std::vector<std::byte>(4));
   EXPECT_TRUE(dropped());
-  EXPECT_THAT(warnings(), Contains(HasSubstr("it pushed 4 bytes as sample 24")));
+  expect_warning("it pushed 4 bytes as sample 24");
 }
 
 TEST_F(RefusalTest, ASampleWithoutAPlaceIsNeverThereAndNotTaken) {
@@ -220,7 +220,7 @@ TEST_F(RefusalTest, AnAnswerOfAnotherRankThanTheOneThatWasAskedIsNotTaken) {
   other.from = 2;
   wire_->say(second.seal(other), bytes_of(0));
   EXPECT_TRUE(alone());
-  EXPECT_THAT(warnings(), Contains(HasSubstr("lost rank 2: it answered 300000 bytes of sample 0")));
+  expect_warning("lost rank 2: it answered 300000 bytes of sample 0");
   wire_->pass(kSilence);
   wire_->pass(kSilence);
   exchange_->finish(*group, {});
