@@ -39,7 +39,7 @@ class CopiesApart : public NodeCacheTest {
     for (const uint32_t rank : {0u, 1u}) {
       NodeCacheConfig c = config(rank, 2);
       c.job += std::to_string(behind) + " " + std::to_string(unit);
-      Rank& r = ranks.emplace_back(Rank{NodeCache::attach(c, sizes_, fixed(placed), 2s), {}, {}});
+      Rank& r = ranks.emplace_back(Rank{NodeCache::attach(c, sizes_, fixed(placed)), {}, {}});
       plan::CopySchedule schedule(job_, 0, 2, rank, 0, sizes_, placed.copies, copied);
       for (uint32_t epoch = 0; epoch < job_.epochs; ++epoch) {
         const auto read = plan::rank_epoch(job_, epoch, rank).samples;

@@ -176,7 +176,7 @@ TEST_F(NodeCacheTest, ManyRanksPassHalvesOn) {
             cache->publish(entry);
             ++filled;
           }
-          cache->wait(entry, 10s, {});
+          cache->wait(entry, 60s, {});
           const RamView view = cache->ram_view(entry);
           wrong += !view || view.bytes()[0] != static_cast<std::byte>(chunk % 251) ||
                    view.bytes()[kSize - 1] != static_cast<std::byte>(chunk % 251);
@@ -206,7 +206,7 @@ class CopiesTest : public NodeCacheTest {
     return placed;
   }
   std::unique_ptr<NodeCache> enter(uint32_t rank, uint32_t world, uint64_t room = 600) const {
-    return NodeCache::attach(config(rank, world), sizes_, fixed(placement(room)), 2s);
+    return NodeCache::attach(config(rank, world), sizes_, fixed(placement(room)));
   }
   std::vector<std::byte> bytes(uint64_t sample) const {
     return std::vector<std::byte>(sizes_[sample], static_cast<std::byte>(sample + 1));
@@ -277,11 +277,11 @@ TEST_F(CopiesTest, WrongBytesAreNeverGiven) {
 TEST_F(CopiesTest, PlacesBeyondTheTierAreRefused) {
   NodeCacheConfig c = config(0, 1);
   c.tiers[0].capacity = 1500;
-  EXPECT_THROW(NodeCache::attach(c, sizes_, fixed(placement(600)), 2s), Error);
+  EXPECT_THROW(NodeCache::attach(c, sizes_, fixed(placement(600))), Error);
   c = config(0, 1);
   plan::Placement placed = placement(600);
   placed.copy_tier = 1;
-  EXPECT_THROW(NodeCache::attach(c, sizes_, fixed(placed), 2s), Error);
+  EXPECT_THROW(NodeCache::attach(c, sizes_, fixed(placed)), Error);
   const auto none = enter(0, 1, 0);
   EXPECT_EQ(placement(0).copies.count(), 0u);
 }
@@ -571,7 +571,7 @@ TEST_F(GivingBack, CopiesThatComeAndGoToo) {
   placement.used = {0};
   placement.copies = plan::CopyPlaces(
       sizes, [](uint64_t) { return true; }, 4 * kMiB);
-  const auto cache = NodeCache::attach(c, sizes, fixed(placement), 2s);
+  const auto cache = NodeCache::attach(c, sizes, fixed(placement));
   const auto at = [](uint32_t place) { return plan::CopyUse{place, false, true, 0}; };
   const std::vector<std::byte> bytes(kMiB, std::byte{1});
   std::vector<std::byte> into(kMiB);
