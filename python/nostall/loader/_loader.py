@@ -179,7 +179,7 @@ class Epoch:
         return self._loader.plan.batches_in(self.index)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._loader._iterate(self.index)
+        return self._loader._iterate_epoch(self.index)
 
     def __getitem__(self, batch: int) -> NoReturn:
         _refuse_subscript()
@@ -447,15 +447,16 @@ class DataLoader:
 
         With `steps`: all batches that are left of them, after the last one that was handed out.
         """
-        if self._options.steps is not None:
-            self._resumed = self._is_inside()
-        epoch = self._iterate(self._next_epoch())
-        return epoch if self._options.steps is None else self._steps_left(epoch)
+        if self._options.steps is None:
+            return self._iterate_epoch(self._next_epoch())
+        epoch, batch = self._position
+        inside = self._is_inside() or batch == 0
+        return self._steps_left(self._iterate(*(self._position if inside else (epoch + 1, 0))))
 
     def _steps_left(self, epoch: Iterator[Any]) -> Iterator[Any]:
         yield from epoch
         while self._next_epoch() < self._last_epoch:
-            yield from self._iterate(self._next_epoch())
+            yield from self._iterate_epoch(self._next_epoch())
 
     def set_epoch(self, epoch: int) -> None:
         """Makes `epoch` the next one to iterate, from its first batch.
@@ -503,7 +504,11 @@ class DataLoader:
         epoch, batch = self._position
         return epoch if batch == 0 or self._resumed else epoch + 1
 
-    def _iterate(self, epoch: int) -> Iterator[Any]:
+    def _iterate_epoch(self, epoch: int) -> Iterator[Any]:
+        goes_on = self._resumed and epoch == self._position[0]
+        return self._iterate(epoch, self._position[1] if goes_on else 0)
+
+    def _iterate(self, epoch: int, start: int) -> Iterator[Any]:
         if self._closed:
             raise UsageError("this loader is closed")
         steps = self._options.steps
@@ -515,8 +520,7 @@ class DataLoader:
                 else f"this job of {counted(steps, 'step')} has ended: pass a larger steps= to "
                 "DataLoader"
             )
-        start = self._position[1] if self._resumed and epoch == self._position[0] else 0
-        self._resumed = False
+        # A loaded position stays one until a batch is taken: this iterator may never be used.
         self._position = (epoch, start)
         _running.add(batches := self._batches_of(epoch, start))
         return batches
@@ -552,6 +556,7 @@ class DataLoader:
             self._recorder.end_epoch(running)
         if self._position == (epoch, batches):
             self._position = self._after(epoch)
+            self._resumed = False
 
     def _hand_out(
         self,
@@ -569,6 +574,7 @@ class DataLoader:
             value = one.hand_out(one.batch, self._recipe.here)
         self._recorder.batch(one.batch, began, one.substituted)
         self._position = position
+        self._resumed = False
         return value
 
     # ------------------------------------------------------------------ resuming

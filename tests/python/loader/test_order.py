@@ -345,6 +345,53 @@ def test_an_epoch_that_the_state_had_ended_is_not_repeated(image_folder: Path) -
         assert labels_of(loader) == whole
 
 
+def taken_until(loader: nostall.DataLoader, batches: int) -> dict[str, Any]:
+    """The loader's state after so many batches."""
+    for i, _ in enumerate(loader, 1):
+        if i == batches:
+            break
+    return loader.state_dict()
+
+
+@pytest.mark.parametrize("length", [{"epochs": 2}, {"steps": 16}, {}])
+def test_an_iterator_that_is_not_used_leaves_the_loaded_place(
+    image_folder: Path, length: dict[str, Any]
+) -> None:
+    folder = nostall.ImageFolder(image_folder, index=False)
+    options: dict[str, Any] = {"seed": 1, "tiers": [], **length}
+    with nostall.DataLoader(folder, 8, **options) as loader:
+        labels = labels_of(loader)
+        loader.set_epoch(0)
+        state = taken_until(loader, 3)
+        loader.set_epoch(0)
+        nothing_left = taken_until(loader, 8)
+    with nostall.DataLoader(folder, 8, **options) as loader:
+        loader.load_state_dict(state)
+        unused = iter(loader)
+        assert loader.state_dict() == state
+        loader.set_epoch(0)
+        assert labels_of(loader) == labels[24:]
+        del unused
+        # The place was taken: another iteration begins the epoch anew.
+        loader.set_epoch(0)
+        assert next(iter(loader))[1].tolist() == labels[:8]
+        loader.load_state_dict(nothing_left)
+        iter(loader)
+        loader.set_epoch(0)
+        assert labels_of(loader) == (labels[61:] if "steps" in length else [])
+
+
+def test_an_iterator_that_is_not_used_begins_no_epoch(image_folder: Path) -> None:
+    folder = nostall.ImageFolder(image_folder, index=False)
+    with nostall.DataLoader(folder, 8, steps=16, seed=1, tiers=[]) as loader:
+        labels = labels_of(loader)
+        loader.set_epoch(0)
+        taken_until(loader, 3)
+        iter(loader)
+        loader.set_epoch(0)  # nothing was loaded: from its first batch
+        assert labels_of(loader) == labels
+
+
 @pytest.mark.parametrize(
     "other", [{"shuffle": False}, {"order": list(range(60, -1, -1))}, {"order": "keyed"}]
 )
