@@ -529,6 +529,8 @@ class DataLoader:
         if self._ahead is not None:
             self._ahead.close()
             self._device_bytes = self._ahead.limit
+        if self._loader is None:  # set_epoch may have gone back since the state was loaded
+            self._begin = min(self._begin, (epoch, start))
         loader = self._stage()
         batches = self._plan.batches_in(epoch)
         if start < batches:

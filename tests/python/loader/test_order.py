@@ -392,6 +392,21 @@ def test_an_iterator_that_is_not_used_begins_no_epoch(image_folder: Path) -> Non
         assert labels_of(loader) == labels
 
 
+def test_going_back_before_the_start_places_what_comes_from_there(image_folder: Path) -> None:
+    """Samples that the tiers cannot hold are chosen by the epochs that are read."""
+    folder = nostall.ImageFolder(image_folder, index=False)
+    options: dict[str, Any] = {"epochs": 3, "seed": 1, "tiers": [f"ram:{folder.total_bytes // 2}"]}
+    with nostall.DataLoader(folder, 8, **options) as loader:
+        whole = [labels_of(loader) for _ in range(3)]
+        bound = loader.stats().lower_bound_bytes
+        state = {**loader.state_dict(), "epoch": 2, "batch": 0}
+    with nostall.DataLoader(folder, 8, **options) as loader:
+        loader.load_state_dict(state)
+        loader.set_epoch(0)
+        assert [labels_of(loader) for _ in range(3)] == whole
+        assert loader.stats().lower_bound_bytes == bound
+
+
 @pytest.mark.parametrize(
     "other", [{"shuffle": False}, {"order": list(range(60, -1, -1))}, {"order": "keyed"}]
 )
