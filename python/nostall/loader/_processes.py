@@ -6,18 +6,20 @@ import collections
 import mmap
 import os
 import pickle
-import signal
 import sys
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from io import BytesIO
-from multiprocessing.context import SpawnContext
+from multiprocessing import connection
+from multiprocessing.context import SpawnContext, SpawnProcess
 from multiprocessing.reduction import DupFd
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from nostall.base import _children as children
 
 _ALIGNED = 64
 _LEAST = 1 << 16  # bytes of a slot
@@ -163,6 +165,7 @@ _side = _Side()
 
 
 def _begin(work: _Work, memory: Any) -> None:
+    children.begin()  # idle, it waits for a pipe whose other end it has too
     _side.work, _side.descriptor = work, int(memory)  # which was a _Memory where it came from
 
 
@@ -251,15 +254,69 @@ class Unsent:
         return False
 
 
+class _Process(SpawnProcess):
+    """Ends by SIGKILL, and in bounded time when it is waited for."""
+
+    killed = False  # by this process
+
+    def start(self) -> None:
+        with children.signals_held("spawn"):
+            super().start()
+
+    def terminate(self) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        # Its end shows here before the system says so elsewhere.
+        if self.pid is not None and not connection.wait([self.sentinel], 0):
+            self.killed = True
+            super().kill()
+
+    def join(self, timeout: float | None = None) -> None:
+        super().join(children.SECONDS_TO_END if timeout is None else timeout)
+        if timeout is None:
+            self.kill()
+            super().join()
+
+
 class _Spawn(SpawnContext):
-    """Keeps a list of the processes that it started."""
+    """Keeps the processes that it started, and the tasks of theirs that are not done."""
 
     def __init__(self) -> None:
-        self.processes: list[Any] = []
+        self.processes: list[_Process] = []
+        self._tasks: set[Future[_Reply]] = set()
+        self._owner = os.getpid()
+        children.at_end(_end_all)
+        _every.add(self)
 
     def Process(self, *args: Any, **more: Any) -> Any:  # type: ignore[override]
-        self.processes.append(super().Process(*args, **more))
+        self.processes.append(_Process(*args, **more))
         return self.processes[-1]
+
+    def keep(self, task: Future[_Reply]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._done)  # so that this lives as long as its tasks
+
+    def _done(self, task: Future[_Reply]) -> None:
+        self._tasks.discard(task)
+
+    def end_tasks(self) -> None:
+        """Gives those that have begun some seconds to end, then kills the processes."""
+        if os.getpid() != self._owner:
+            return
+        for task in list(self._tasks):
+            task.cancel()
+        if wait(list(self._tasks), children.SECONDS_TO_END).not_done:
+            for process in self.processes:
+                process.kill()
+
+
+_every: weakref.WeakSet[_Spawn] = weakref.WeakSet()
+
+
+def _end_all() -> None:
+    for spawn in list(_every):
+        spawn.end_tasks()
 
 
 def _let_go(pool: ProcessPoolExecutor, owner: int) -> None:
@@ -308,18 +365,20 @@ class Processes:
             of_task = range(place, min(place + share, len(samples)))
             at, room = marks + self._room * place, self._room * len(of_task)
             future = self._pool.submit(_do, parcel.data, spans, given, out, task, at, room)
+            self._spawn.keep(future)
             future.add_done_callback(_Held(memory, results))
             answers.append(Answer(future, task, of_task, results, self))
         return answers
 
     def close(self) -> None:
+        """Ends the processes; tasks that have begun have some seconds to end."""
+        self._spawn.end_tasks()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def crashed(self) -> dict[int, int]:
         """Exit codes by pid of processes that ended by themselves, after `close`."""
-        codes = {process.pid: process.exitcode for process in self._spawn.processes}
-        # The pool ends the others when one is gone.
-        return {pid: code for pid, code in codes.items() if code not in (0, -signal.SIGTERM)}
+        ended = {p.pid: p.exitcode for p in self._spawn.processes if not p.killed}
+        return {pid: code for pid, code in ended.items() if pid is not None and code}
 
 
 class _Held:

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 
 from nostall import _native
+from nostall.base import _children as children
 from nostall.errors import CorruptionError, IoError, TransformError, UsageError
 from nostall.loader._context import Context
 from nostall.loader._processes import Answer, Processes, Unsent
 from nostall.loader._records import RawBatch, Records, decoded_fields
 from nostall.source import _items
-from nostall.source._makers import ended_by
 from nostall.source._source import Pixels, Source
 
 if TYPE_CHECKING:
@@ -404,8 +404,8 @@ class PythonStage:
                 at_work = f"{source.describe(sample)} (sample {sample})"
                 if code != -signal.SIGKILL:
                     return TransformError(
-                        f"transforms failed for {at_work}: their process {ended_by(code)}, as a "
-                        "library that they call crashed"
+                        f"transforms failed for {at_work}: their process "
+                        f"{children.ended_by(code)}, as a library that they call crashed"
                     )
         return TransformError(
             f"one of the {self._count} worker processes of transforms died"

@@ -13,7 +13,6 @@ import contextlib
 import multiprocessing
 import os
 import queue
-import signal
 import struct
 import sys
 import threading
@@ -25,13 +24,13 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import connection, reduction
 from typing import TYPE_CHECKING, Any
 
+from nostall.base import _children as children
 from nostall.errors import UsageError
 from nostall.source._item_writer import encode
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-_END = 10.0  # seconds that a maker may take to end
 # What a maker answers: whether the item was made, the length of its record or of the error's text.
 _ANSWER = struct.Struct("<?Q")
 # A process that is forked while another one starts would hold open the pipe that shows its end.
@@ -40,14 +39,6 @@ _starting = threading.Lock()
 
 class MakeError(Exception):
     """An item was not made, and why."""
-
-
-def ended_by(code: int | None) -> str:
-    """What a message says of a process that ended with an exit code of multiprocessing."""
-    if code is not None and code < 0:
-        with contextlib.suppress(ValueError):
-            return f"was ended by {signal.Signals(-code).name}"
-    return f"ended with code {code}"
 
 
 def _write(file: int, data: bytes) -> None:
@@ -78,32 +69,22 @@ def _said(error: Exception) -> str:
     )
 
 
-def _end_with(user: Any) -> None:
-    """Ends this process with the one that started it, also while an item is made."""
-    connection.wait([user.sentinel])
-    os._exit(1)
-
-
 def _make(dataset: Any, pickles: Iterable[str], asked: Connection, memory: Any) -> None:
     """What a maker does."""
+    # Other makers may hold this process's pipe open, so that its end alone would not be enough.
+    children.begin()
     file = memory if isinstance(memory, int) else memory.detach()
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
-    user = multiprocessing.parent_process()
-    assert user is not None
-    # Other makers may hold this process's pipe open, so that it outlives the user's process.
-    threading.Thread(target=_end_with, args=(user,), daemon=True).start()
     while True:
         try:
             sample = asked.recv()
-        except (EOFError, OSError, KeyboardInterrupt):
+        except (EOFError, OSError):
             return
         if sample is None:
             return
         try:
             record, made = encode(dataset[sample], pickles), True
-        except KeyboardInterrupt:
-            return
         except Exception as error:
             record, made = _said(error).encode("utf-8", "replace"), False
         _write(file, record)
@@ -128,7 +109,8 @@ class _Maker:
                 name="nostall maker",
                 daemon=True,
             )
-            self._process.start()
+            with children.signals_held(context.get_start_method()):
+                self._process.start()
         except BaseException:
             os.close(self._file)
             raise
@@ -146,10 +128,10 @@ class _Maker:
                 raise EOFError
             made, size = _ANSWER.unpack(self._pipe.recv_bytes())
         except (EOFError, OSError) as error:
-            self._process.join(_END)
+            self._process.join(children.SECONDS_TO_END)
             raise _Died(
-                f"the process that made it {ended_by(self._process.exitcode)}: most often memory "
-                "ran out and the system killed it (dmesg says so), or a library in it crashed"
+                f"the process that made it {children.ended_by(self._process.exitcode)}: most often "
+                "memory ran out and the system killed it (dmesg says so), or a library in it crashed"
             ) from error
         record = _read(self._file, size)
         if made:
@@ -164,10 +146,10 @@ class _Maker:
         with contextlib.suppress(OSError):
             self._pipe.send(None)
         self._pipe.close()
-        self._process.join(_END)
+        self._process.join(children.SECONDS_TO_END)
         if self._process.is_alive():
             self._process.kill()
-            self._process.join(_END)
+            self._process.join(children.SECONDS_TO_END)
         os.close(self._file)
 
 
@@ -192,6 +174,7 @@ class Makers:
         self._alone = multiprocessing.current_process().daemon
         self.begin_anew()
         _every.add(self)
+        children.at_end(_close_all)
         try:
             for _ in range(0 if self._alone else count):
                 self._free.put(self._start())
@@ -271,7 +254,7 @@ class Makers:
                 return
             self._closed = True
             everyone = list(self._all)
-        deadline = time.monotonic() + _END
+        deadline = time.monotonic() + children.SECONDS_TO_END
         for _ in everyone:
             try:
                 maker = self._free.get(timeout=max(0.0, deadline - time.monotonic()))
@@ -285,6 +268,11 @@ class Makers:
 
 
 _every: weakref.WeakSet[Makers] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for makers in list(_every):
+        makers.close()
 
 
 def _begin_anew() -> None:

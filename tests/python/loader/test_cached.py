@@ -24,6 +24,7 @@ from loader_ranks import own_job
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
 
 import nostall
+from nostall.base import _children
 from nostall.errors import CorruptionError, IoError, TransformError, UsageError
 from nostall.source import _makers
 
@@ -489,7 +490,7 @@ class Slow(Items):
 def test_closing_tells_those_who_wait(
     cached: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_makers, "_END", 0.2)
+    monkeypatch.setattr(_children, "SECONDS_TO_END", 0.2)
     source = cached(Slow(tmp_path / "notes"), makers=1)
     (tmp_path / "notes").touch()
     told: list[Exception] = []

@@ -1,0 +1,66 @@
+"""Processes that this one starts to work for it: what they do at signals, and how they end.
+
+Ctrl-C at a terminal, and most launchers, send a signal to all processes of a job. What it means for the
+training its own process decides: it may save first, for which it still needs its workers. So workers
+ignore these signals. They end with their parent, or when it kills them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing import connection, parent_process, resource_tracker, util
+from typing import Any
+
+SECONDS_TO_END = 10.0
+_IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_registered: set[tuple[int, Callable[[], None]]] = set()
+
+
+@contextlib.contextmanager
+def signals_held(start_method: str) -> Iterator[None]:
+    """While a child starts: until it calls `begin`, signals that it is to ignore are pending."""
+    if start_method != "fork":
+        resource_tracker.ensure_running()  # its own start ends with these signals let through
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def begin() -> None:
+    """In the main thread of a child: it ignores these signals, and ends with its parent."""
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
+    threading.Thread(target=_end_with, args=(parent_process(),), daemon=True).start()
+
+
+def _end_with(parent: Any) -> None:
+    """Ends this process with the one that started it, also while it works."""
+    connection.wait([parent.sentinel])
+    os._exit(1)
+
+
+def at_end(close: Callable[[], None]) -> None:
+    """Calls `close` when this process ends, before it waits for threads and for children.
+
+    multiprocessing waits for children that it has sent SIGTERM, and an executor for calls that run.
+    """
+    if (os.getpid(), close) in _registered:
+        return
+    _registered.add((os.getpid(), close))
+    util.Finalize(None, close, exitpriority=100)  # in a process of multiprocessing
+    threading._register_atexit(close)  # type: ignore[attr-defined] # as concurrent.futures does
+
+
+def ended_by(code: int | None) -> str:
+    """What a message says of a process that ended with an exit code of multiprocessing."""
+    if code is not None and code < 0:
+        with contextlib.suppress(ValueError):
+            return f"was ended by {signal.Signals(-code).name}"
+    return f"ended with code {code}"

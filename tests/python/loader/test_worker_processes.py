@@ -1,0 +1,191 @@
+"""Processes that work for a training: they end with it, in bounded time, and by no signal to a job."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import BrokenExecutor
+from pathlib import Path
+from subprocess import PIPE
+from typing import Any
+
+import prefork
+import pytest
+
+from nostall.base import _children
+from nostall.loader._processes import Processes
+from nostall.source._makers import Makers
+
+SIGNALS = [signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]
+
+
+def pairs(samples: Sequence[Any], contexts: Sequence[Any]) -> list[Any]:
+    return [*zip(samples, contexts, strict=True)]
+
+
+def hangs(samples: Sequence[Any], contexts: Sequence[Any]) -> list[Any]:
+    Path(samples[0]).touch()
+    return [signal.pause()]
+
+
+def await_file(path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} is not written"
+        time.sleep(0.01)
+
+
+def send_all(pids: Sequence[int | None]) -> None:
+    for pid in pids:
+        for number in SIGNALS:
+            os.kill(pid or 0, number)
+
+
+def results(processes: Processes) -> list[Any]:
+    answers = processes.submit([1, 2], [3, 4], 1)
+    return [result for answer in answers for result in answer.result()]
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[..., Processes]]:
+    """Makes pools of processes, and ends them, if need be by the tests' own hand."""
+    pools: list[Processes] = []
+
+    def start(work: Any) -> Processes:
+        pools.append(Processes(1, work))
+        return pools[-1]
+
+    yield start
+    for pool in pools:
+        for process in pool._spawn.processes:
+            process.kill()
+        pool.close()
+
+
+@pytest.mark.multi
+def test_signals_to_the_job_end_no_worker(started: Callable[..., Processes]) -> None:
+    processes = started(pairs)
+    answers = processes.submit([1], [2], 1)
+    pids = [process.pid for process in processes._spawn.processes]
+    send_all(pids)  # as it starts
+    assert answers[0].result() == [(1, 2)]
+    send_all(pids)
+    assert results(processes) == [(1, 3), (2, 4)]
+    assert [process.pid for process in processes._spawn.processes] == pids
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_signals_to_the_job_end_no_maker(method: str) -> None:
+    makers = Makers(["a", "b"], count=1, pickles=[], start_method=method)
+    try:
+        pids = makers.pids()
+        send_all(pids)  # as it starts
+        first = makers.make(0)
+        send_all(pids)
+        assert makers.make(0) == first
+        assert makers.pids() == pids
+    finally:
+        makers.close()
+
+
+@pytest.mark.multi
+def test_a_worker_that_does_not_end_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: Callable[..., Processes]
+) -> None:
+    monkeypatch.setattr(_children, "SECONDS_TO_END", 0.2)
+    processes = started(hangs)
+    (answer,) = processes.submit([str(tmp_path / "begun")], [None], 1)
+    await_file(tmp_path / "begun")
+    closing = threading.Thread(target=processes.close, daemon=True)
+    closing.start()
+    closing.join(60)
+    assert not closing.is_alive()
+    with pytest.raises(BrokenExecutor):
+        answer.result()
+    assert [process.exitcode for process in processes._spawn.processes] == [-signal.SIGKILL]
+    assert processes.crashed() == {}
+
+
+ORPHANS = """
+import operator, signal
+from nostall.loader._processes import Processes
+processes = Processes(1, operator.concat)
+processes.submit([1], [2], 1)[0].result()
+print(*[process.pid for process in processes._spawn.processes], flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.multi
+def test_workers_end_when_the_training_is_killed() -> None:
+    training = prefork.Process(["-c", ORPHANS], stdout=PIPE, env=dict(os.environ))
+    assert training.stdout is not None
+    (pid,) = [int(pid) for pid in training.stdout.readline().split()]
+    ended = os.pidfd_open(pid)
+    training.kill()
+    training.wait()
+    try:
+        assert select.select([ended], [], [], 60)[0], "a worker outlives the training"
+    finally:
+        os.close(ended)
+
+
+HANGS = """
+import signal, sys
+from pathlib import Path
+from nostall.base import _children
+from nostall.loader._processes import Processes
+
+def hangs(samples, contexts):
+    Path(samples[0]).touch()
+    signal.pause()
+
+if __name__ == "__main__":
+    _children.SECONDS_TO_END = 0.2
+    processes = Processes(1, hangs)
+    print(processes.submit([sys.argv[1]], [None], 1)[0].result())
+"""
+
+
+@pytest.mark.multi
+def test_a_training_that_hangs_in_a_callable_ends_by_an_interrupt(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(HANGS)
+    command = [sys.executable, str(tmp_path / "train.py"), str(tmp_path / "begun")]
+    with subprocess.Popen(command, stderr=PIPE, text=True, start_new_session=True) as training:
+        try:
+            await_file(tmp_path / "begun")
+            os.killpg(training.pid, signal.SIGINT)
+            _, told = training.communicate(timeout=60)
+        finally:
+            if training.poll() is None:
+                os.killpg(training.pid, signal.SIGKILL)
+    assert training.returncode == -signal.SIGINT
+    assert told.splitlines()[-1] == "KeyboardInterrupt"
+
+
+ENDS = """
+import multiprocessing, nostall
+
+def open_source():
+    global source
+    source = nostall.Cached([1, 2, 3], makers=1, start_method="fork")
+
+if __name__ == "__main__":
+    child = multiprocessing.get_context("fork").Process(target=open_source)
+    child.start()
+    child.join(60)
+    print(child.exitcode)
+    child.kill()
+"""
+
+
+@pytest.mark.multi
+def test_a_process_of_multiprocessing_ends_that_closes_nothing() -> None:
+    assert prefork.run(["-c", ENDS], timeout=90).stdout == "0\n"
