@@ -394,7 +394,7 @@ class PythonStage:
         executor = self._executor
         self.close()
         codes = executor.crashed() if isinstance(executor, Processes) else {}
-        at_work = ""
+        code, at_work = next(iter(codes.values()), 0), ""
         for batch, _, answers in pending:
             for answer in answers:
                 found = answer.worked_on(codes) if isinstance(answer, Answer) else None
@@ -407,11 +407,18 @@ class PythonStage:
                         f"transforms failed for {at_work}: their process "
                         f"{children.ended_by(code)}, as a library that they call crashed"
                     )
+        if code == -signal.SIGKILL:
+            why = (
+                "most often memory ran out and the system killed it (dmesg says so); give fewer "
+                'threads=, a smaller batch_size, or workers="threads"'
+            )
+        elif code < 0:
+            why = "most often a library in it crashed"
+        else:
+            why = 'most often the program\'s start is not under if __name__ == "__main__"'
         return TransformError(
-            f"one of the {self._count} worker processes of transforms died"
-            f"{at_work and f' at work on {at_work}'}: most often memory ran out "
-            "and the system killed it (dmesg says so), or the program's start is not under "
-            'if __name__ == "__main__"; give fewer threads=, a smaller batch_size, or workers="threads"'
+            f"one of the {self._count} worker processes of transforms {children.ended_by(code)}"
+            f"{at_work and f' at work on {at_work}'}: {why}"
         )
 
     def _refuse_fault(

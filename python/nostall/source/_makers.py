@@ -13,6 +13,7 @@ import contextlib
 import multiprocessing
 import os
 import queue
+import signal
 import struct
 import sys
 import threading
@@ -129,10 +130,13 @@ class _Maker:
             made, size = _ANSWER.unpack(self._pipe.recv_bytes())
         except (EOFError, OSError) as error:
             self._process.join(children.SECONDS_TO_END)
-            raise _Died(
-                f"the process that made it {children.ended_by(self._process.exitcode)}: most often "
-                "memory ran out and the system killed it (dmesg says so), or a library in it crashed"
-            ) from error
+            code = self._process.exitcode
+            why = (
+                "most often memory ran out and the system killed it (dmesg says so)"
+                if code == -signal.SIGKILL
+                else "most often a library in it crashed"
+            )
+            raise _Died(f"the process that made it {children.ended_by(code)}: {why}") from error
         record = _read(self._file, size)
         if made:
             return record
@@ -193,8 +197,10 @@ class Makers:
     def make(self, sample: Any) -> bytes:
         """The record of an item, `sample` being its number, or what the data set takes.
 
+        A process may be killed for what is not the item's fault, so another one tries once more.
+
         Raises:
-            MakeError: the data set raised, gave what cannot be stored, or its process died.
+            MakeError: the data set raised, gave what cannot be stored, or two processes died of it.
         """
         if self._makes_here():
             with self._here:
@@ -202,6 +208,14 @@ class Makers:
                     return encode(self._dataset[sample], self._pickles)
                 except Exception as error:
                     raise MakeError(_said(error)) from error
+        try:
+            return self._make_elsewhere(sample)
+        except _Died:
+            if self._closed:  # which kills what takes long
+                raise
+            return self._make_elsewhere(sample)
+
+    def _make_elsewhere(self, sample: Any) -> bytes:
         maker = self._free.get()
         if maker is None or self._closed:  # which waits for every maker
             self._free.put(maker)

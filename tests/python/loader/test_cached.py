@@ -233,8 +233,35 @@ def test_items_that_raise_or_kill_end_the_epoch_or_are_replaced(
                 ]
                 assert not {7, 8} & set(values)
             assert loader.stats().epochs[0].substituted == [7, 8]
-    with pytest.raises(IoError, match="ended by SIGKILL"):
+    with pytest.raises(IoError, match="ended by SIGKILL: most often memory ran out"):
         source.read(8)
+
+
+class KilledOnce(Items):
+    """As by a system without memory: the item is not to blame."""
+
+    def __init__(self, armed: Path) -> None:
+        super().__init__(None, 20)
+        self.armed = armed
+
+    def __getitem__(self, i: int) -> Any:
+        if i == 7 and self.armed.exists():
+            self.armed.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return i
+
+
+@pytest.mark.parametrize("on_error", ["raise", "substitute"])
+def test_an_item_whose_maker_is_killed_is_made_by_another(
+    cached: Make, tmp_path: Path, on_error: Any
+) -> None:
+    data = KilledOnce(tmp_path / "armed")
+    source = cached(data)
+    data.armed.touch()
+    with nostall.DataLoader(source, 5, tiers=[], shuffle=False, on_error=on_error) as loader:
+        assert torch.cat(list(loader)).tolist() == list(range(20))
+        assert loader.stats().epochs[0].substituted == []
+    assert not data.armed.exists()
 
 
 class Random(Items):

@@ -415,7 +415,8 @@ def test_a_worker_process_that_dies_is_told_of_and_replaced(
     options: dict[str, Any] = {"workers": "processes", "threads": 1}
     with make(image_folder, transforms=ends_its_process, **options) as loader:
         with pytest.raises(
-            TransformError, match=r"transforms died at work on .*\.jpg \(sample \d+\): .* memory"
+            TransformError,
+            match=r"transforms was ended by SIGKILL at work on .*\.jpg \(sample \d+\): .* memory",
         ):
             next(iter(loader))
         loader.set_epoch(0)
