@@ -98,8 +98,20 @@ class FromLoader:
         return trainer.accelerator.prepare(Loader(self._loader, self._names))
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """The loader of evaluations, unless one of other data is asked for."""
+        """The loader of evaluations, unless one of other data is asked for.
+
+        Raises:
+            UsageError: the other data are a source of nostall.
+        """
         loader = self._eval_loader
+        if isinstance(eval_dataset, nostall.Source) and (
+            loader is None or eval_dataset is not loader.dataset
+        ):
+            raise UsageError(
+                f"evaluate() got {type(eval_dataset).__name__}, a data set of nostall, which the "
+                "Trainer cannot read: pass a DataLoader of it to the trainer as eval_loader=, and call "
+                "evaluate() without a data set"
+            )
         if loader is None or eval_dataset not in (None, loader.dataset):
             trainer: Any = super()
             return trainer.get_eval_dataloader(eval_dataset)

@@ -116,7 +116,8 @@ class Source:
         """
         raise UsageError(
             f"{type(self).__name__} is read by nostall.DataLoader, or sample by sample by "
-            "nostall.torch.Dataset(source, decode=True)[i]; source.read(i) gives the bytes of one"
+            "nostall.torch.Dataset(source, decode=True)[i]; source.read(i) gives the bytes of one. "
+            "A trainer takes the loader, whose state keeps its position: leave skip_first_batches out"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -84,6 +84,7 @@ def test_a_framework_has_the_same_batches(data: Path, framework: str) -> None:
 READ = """
 import sys
 from pathlib import Path
+import accelerate as accelerator
 import torch
 import transformers
 import nostall
@@ -138,6 +139,22 @@ def refused(told, loader):
 refused("not torch.utils.data", torch.utils.data.DataLoader([1]))
 with nostall.DataLoader(data, 4, tiers=[]) as inner:
     refused("pass names=", inner)
+with nostall.DataLoader(data, 4, tiers=[]) as inner:
+    skipped = accelerator.skip_first_batches(accelerate.Loader(inner), 1)
+    try:
+        list(skipped)
+    except nostall.errors.UsageError as error:
+        assert "leave skip_first_batches out" in str(error), error
+    else:
+        raise AssertionError("the batches were read")
+    taken = transformers.TrainingArguments(sys.argv[1] + "/trained", use_cpu=True, report_to=[])
+    trainer = Trained(loader=inner, names=["x", "y"], model=torch.nn.Linear(1, 1), args=taken)
+    try:
+        trainer.evaluate(data)
+    except nostall.errors.UsageError as error:
+        assert "as eval_loader=" in str(error), error
+    else:
+        raise AssertionError("the data set was evaluated")
 with nostall.DataLoader(data, 4, steps=6, tiers=[]) as inner:
     assert [inner.batches_left for _ in inner] == [5, 4, 3, 2, 1, 0]
 """
