@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -20,7 +21,7 @@ from nostall.base._sizes import defaults
 from nostall.base._table import TABLE
 from nostall.cli import _mpi_library as mpi_library
 from nostall.cli import _run as run_command
-from nostall.errors import Error, PeerError, UsageError
+from nostall.errors import Error, UsageError
 from nostall.job import _cluster as cluster
 from nostall.job._rendezvous import find_rendezvous
 from nostall.job._world import World, find_world
@@ -95,12 +96,11 @@ def meeting(world: World) -> Iterator[tuple[str, str]]:
     """(ranks, where they are) of all nodes; all ranks of the job call it.
 
     Raises:
-        PeerError, UsageError: they do not meet.
+        Error: they do not meet.
     """
     gather = find_rendezvous(world.rank, world.world_size, "doctor", timeout=_MEET_SECONDS)
     if gather is None:
-        yield "ranks", "nothing connects them: use srun or torchrun, or set NOSTALL_RENDEZVOUS"
-        return
+        raise UsageError("nothing connects them: use srun or torchrun, or set NOSTALL_RENDEZVOUS")
     began = time.perf_counter()
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     mine = {
@@ -231,7 +231,7 @@ def settings() -> Iterator[tuple[str, str, str]]:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the findings, and the options in force; rank 0 prints for a job of several.
 
-    Where ranks do not meet each of them says so, and the first of each node prints the rest.
+    0, or 1 if the ranks of a job do not meet. Where ranks do not meet each of them says so, and the first of each node prints the rest.
     """
     if arguments.fix_hints:
         found = list(fixes())
@@ -241,19 +241,21 @@ def run(arguments: argparse.Namespace) -> int:
         if not found:
             print("# nothing is missing")
         return 0
-    failed = False
-    try:
+    world: World | None = None
+    with contextlib.suppress(UsageError):  # it is among the findings
         world = find_world()
-        met = list(meeting(world)) if world.world_size > 1 else []
-    except PeerError as error:
-        failed, met = True, [("ranks", f"do not meet: {error}")]
-        if world.local_rank > 0:
-            print(f"{'ranks':14} {met[0][1]}")
-            return 1
-    except UsageError:  # it is among the findings
-        met = []
-    if len(met) > 1 and world.rank > 0:
-        return 0
+    met: list[tuple[str, str]] = []
+    failed = False
+    if world is not None and world.world_size > 1:
+        try:
+            met = list(meeting(world))
+        except Error as error:
+            met, failed = [("ranks", f"do not meet: {error}")], True
+            if world.local_rank > 0:
+                print(f"{'ranks':14} {met[0][1]}")
+                return 1
+        if not failed and world.rank > 0:
+            return 0
     for what, how in [*findings(), *met]:
         print(f"{what:14} {how}")
     for name, how, place in [("", "", ""), ("option", "value", "from"), *settings()]:

@@ -107,6 +107,29 @@ def test_doctor_says_what_is_known_where_ranks_do_not_meet(
         assert bool(re.search(finding, said, re.M)) == (local_rank == 0), finding
 
 
+@pytest.mark.parametrize(
+    ("rendezvous", "said"),
+    [
+        ("", "nothing connects them: use srun or torchrun, or set NOSTALL_RENDEZVOUS"),
+        ("tcp://127.0.0.1:9", "NOSTALL_RENDEZVOUS=tcp://127.0.0.1:9 needs NOSTALL_SECRET"),
+        ("tcp://nowhere", "NOSTALL_RENDEZVOUS=tcp://nowhere is neither tcp://host:port nor a"),
+    ],
+)
+def test_doctor_fails_where_nothing_lets_ranks_meet(
+    rendezvous: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in {**place, "NOSTALL_RENDEZVOUS": rendezvous, "NOSTALL_SECRET": ""}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert re.search(f"^ranks +do not meet: {re.escape(said)}", out, re.M), out
+    assert re.search("^this process +rank 0 of 2", out, re.M)
+
+
 def test_doctor_names_what_is_absent_and_how_to_get_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
