@@ -4,7 +4,8 @@
 
 Every process of the command that uses nostall's loaders records into the directory. With --mpi
 libnostall_mpi.so records the collectives of an unmodified MPI program too, without replacing any;
-`nostall report run/mpi` then shows which ranks arrive late.
+`nostall report run/mpi` then shows which ranks arrive late. Ctrl-C and SIGTERM end the command, and
+the report of what it recorded is written.
 
     nostall profile --mpi -o run -- mpirun -n 4 ./program     # then: nostall report run/mpi
 """
@@ -13,9 +14,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 from nostall.cli import _run as mpi
 from nostall.errors import Error, UsageError
@@ -59,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
             command, mpi.environment(mpi.library(command[0]), profile=str(calls), replace=False)
         )
     try:
-        status = subprocess.call(words, env={**os.environ, trace.VARIABLE: str(home)})
+        status = _call(words, {**os.environ, trace.VARIABLE: str(home)})
     except OSError as error:
         remedy = f"nostall profile -- python {' '.join(command)}"
         hint = f"; for a program of Python: {remedy}" if command[0].endswith(".py") else ""
@@ -82,4 +86,35 @@ def run(arguments: argparse.Namespace) -> int:
     except Error as error:
         # The result of the command is returned all the same.
         print(f"nostall: {error}", file=sys.stderr)
+    return status
+
+
+def _call(words: list[str], environment: dict[str, str]) -> int:
+    """Runs a command to its end; its exit status, as a shell has it.
+
+    Signals end the command, and leave this process to write the report. The terminal sends that of
+    Ctrl-C to both; SIGTERM is passed on.
+    """
+    child: subprocess.Popen[bytes] | None = None
+    early = False
+
+    def pass_on(number: int, _: FrameType | None) -> None:
+        nonlocal early
+        if child is None:
+            early = True
+        else:
+            child.send_signal(number)
+
+    # Functions: the command would begin with SIG_IGN too. What is ignored already stays so.
+    wanted: dict[int, Any] = {signal.SIGINT: lambda *_: None, signal.SIGTERM: pass_on}
+    ignored = [number for number in wanted if signal.getsignal(number) == signal.SIG_IGN]
+    before = {n: signal.signal(n, do) for n, do in wanted.items() if n not in ignored}
+    try:
+        child = subprocess.Popen(words, env=environment)
+        if early:
+            child.terminate()
+        status = child.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     return 128 - status if status < 0 else status

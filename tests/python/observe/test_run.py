@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -364,4 +367,49 @@ def test_profile_runs_a_command_and_reports(
     nothing = ["profile", "-o", str(tmp_path / "none"), "--", sys.executable, "-c", "pass"]
     assert main(nothing) == 0
     assert "nothing recorded" in capfd.readouterr().err
+    nothing[-1] = "import os; os.kill(os.getpid(), 9)"
+    assert main(nothing) == 128 + signal.SIGKILL
     assert subprocess.run([sys.executable, "-m", "nostall", "profile", "--help"]).returncode == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_profiled_command_and_its_report_is_written(
+    number: signal.Signals, image_folder: Path, tmp_path: Path
+) -> None:
+    # What it does after the signal has no limit: it waits for a line.
+    code = (
+        "import signal, sys, nostall\n"
+        "def end(number, _):\n"
+        "  print('ends', flush=True)\n"
+        "  sys.stdin.readline()\n"
+        "  sys.exit(7)\n"
+        "for number in (signal.SIGINT, signal.SIGTERM):\n"
+        "  signal.signal(number, end)\n"
+        "data = nostall.ImageFolder(sys.argv[1], index=False)\n"
+        "with nostall.DataLoader(data, 4, tiers=[], output='numpy') as loader:\n"
+        "  for _ in loader: pass\n"
+        "  print('trained', flush=True)\n"
+        "  while True: signal.pause()\n"
+    )
+    words = ["profile", "-o", str(tmp_path / "run"), "--", sys.executable, "-c", code]
+    profile = subprocess.Popen(
+        [sys.executable, "-m", "nostall", *words, str(image_folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert profile.stdin and profile.stdout
+    try:
+        assert profile.stdout.readline() == "trained\n"
+        # As a terminal sends it, to the group of processes, and as `kill` does, to one.
+        (os.killpg if number == signal.SIGINT else os.kill)(profile.pid, number)
+        assert profile.stdout.readline() == "ends\n"
+        said, _ = profile.communicate("go\n", timeout=60)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(profile.pid, signal.SIGKILL)
+        profile.wait()
+    assert profile.returncode == 7
+    assert "This run waited" in said
+    assert (tmp_path / "run" / "report.html").exists()
