@@ -6,13 +6,14 @@ import argparse
 import importlib
 import os
 import re
+import select
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import nostall
 from nostall.base._options import suggestion
-from nostall.errors import Error, UsageError
+from nostall.errors import Error, IoError, UsageError
 
 __all__ = ["main"]
 
@@ -148,9 +149,10 @@ def _choose(words: Sequence[str]) -> tuple[str, str, list[str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one subcommand; its exit status: 0, an Error's `exit_code`, 130 for Ctrl-C, 141 if
-    the reader of the output has gone."""
+    """Runs one subcommand; its exit status: 0, 1 where what was asked does not hold, an Error's
+    `exit_code`, 3 for any other OSError, 130 for Ctrl-C, 141 if the reader of the output has gone."""
     words = list(sys.argv[1:] if argv is None else argv)
+    label = " ".join(words[:1])
     try:
         _refuse_unknown(words[:1])
         parser().parse_known_args(words[:1])
@@ -176,11 +178,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
-        # The reader of the output has gone (`nostall doctor | head`); without a place to flush to,
-        # the interpreter would complain once more.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+    except OSError as error:
+        if isinstance(error, BrokenPipeError) and _reader_has_gone():
+            # Without a place to flush to, the interpreter would complain once more.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 141
+        files = [str(f) for f in (error.filename, error.filename2) if f is not None]
+        print(f"nostall: {' -> '.join(files) or label}: {error.strerror or error}", file=sys.stderr)
+        return IoError.exit_code
+
+
+def _reader_has_gone() -> bool:
+    """Whether nobody reads the standard output any more (`nostall doctor | head`)."""
+    poll = select.poll()
+    try:
+        poll.register(sys.stdout.fileno(), 0)
+    except OSError:  # it is no file
+        return False
+    return bool(poll.poll(0))
 
 
 def _package(module: str) -> str:

@@ -231,7 +231,8 @@ def settings() -> Iterator[tuple[str, str, str]]:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the findings, and the options in force; rank 0 prints for a job of several.
 
-    0, or 1 if the ranks of a job do not meet. Where ranks do not meet each of them says so, and the first of each node prints the rest.
+    0, or 1 if the ranks of a job do not meet. Then each of them says so, and the first of each node
+    prints the rest.
     """
     if arguments.fix_hints:
         found = list(fixes())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
+import io
 import os
 import re
 import subprocess
@@ -70,6 +71,53 @@ def test_a_reader_that_goes_away_is_no_traceback() -> None:
     os.close(write)
     assert done.returncode == 141
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (PermissionError(13, "Permission denied", "/data/a"), "/data/a: Permission denied"),
+        (OSError(18, "Cross-device link", "/a", None, "/b"), "/a -> /b: Cross-device link"),
+        (OSError(28, "No space left on device"), "doctor: No space left on device"),
+        (OSError("unexpected"), "doctor: unexpected"),
+        # Of a socket, say: the output is read.
+        (BrokenPipeError(32, "Broken pipe"), "doctor: Broken pipe"),
+    ],
+)
+def test_what_the_system_refuses_is_a_sentence(
+    error: OSError,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def refused(_: object) -> int:
+        raise error
+
+    monkeypatch.setattr(nostall.cli._doctor, "run", refused)
+    assert main(["doctor"]) == 3
+    assert capfd.readouterr().err == f"nostall: {said}\n"
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    assert main(["doctor"]) == 3
+
+
+def test_a_directory_that_cannot_be_made_is_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    home = tmp_path / "file" / "run"
+    assert main(["profile", "--mpi", "-o", str(home), "--", "true"]) == 3
+    assert capsys.readouterr().err == f"nostall: {home}/mpi: Not a directory\n"
+
+
+def test_the_table_of_exit_statuses_has_those_of_all_errors() -> None:
+    page = Path(__file__).parents[3] / "docs" / "guide" / "troubleshooting.md"
+    table = page.read_text().partition("## Exit status of `nostall`")[2]
+    told = {int(s): text for s, text in re.findall(r"^\| (\d+) \| (.*) \|$", table, re.M)}
+    classes = [c for c in vars(nostall.errors).values() if isinstance(c, type)]
+    codes = {c.__name__: c.exit_code for c in classes if issubclass(c, nostall.errors.Error)}
+    assert {0, 130, 141, *codes.values()} == set(told)
+    for name, code in codes.items():
+        assert name == "Error" or f"(`{name}`)" in told[code]
 
 
 def test_doctor_lives_with_a_launcher_that_contradicts_itself(
