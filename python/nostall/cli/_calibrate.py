@@ -19,14 +19,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nostall.base._programs import find_program
 from nostall.base._sizes import TierSpec, parse_size, parse_tiers
-from nostall.errors import IoError, UsageError
+from nostall.errors import UNREADABLE, IoError, UsageError
 from nostall.job import _cluster as cluster
 from nostall.job._rendezvous import find_rendezvous
 from nostall.job._world import AllGather, World, find_world
@@ -275,50 +275,69 @@ def _network(
     if max(nodes) == 0:
         return {}
     program = find_program("nostall-exchange", Path(__file__).resolve().parents[1])
-    library, tls, devices = cluster.ucx()
     role = {0: "serve", 1: "ask"}.get(nodes[world.rank]) if first_of_node else None
-    process = None
     address = line = b""
-    if role and program:
-        numbers = map(str, (size, 16, max(1, round(seconds))))
-        process = subprocess.Popen(
-            [str(program), role, library, tls, devices, *numbers],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
+    with contextlib.ExitStack() as stack:
+        process = None
+        if role and program:
+            numbers = map(str, (size, 16, max(1, round(seconds))))
+            words = [str(program), role, *cluster.ucx(), *numbers]
+            process = stack.enter_context(_limited(words, _EXCHANGE_SECONDS + seconds))
+        if role == "serve":
+            address = _line_of(process)
+        served = allgather(address)
+        if role == "ask":
+            _send(process, next((a for a in served if a), b""))
+            address = _line_of(process)
+        asked = allgather(address if role == "ask" else b"")
+        if role == "serve":
+            _send(process, next((a for a in asked if a), b""))
+        if role == "ask":
+            line = _line_of(process)
+        answers = [measured for part in allgather(line) if (measured := _measured(part))]
+    if answers:
+        return answers[0]
+    if world.rank == 0:
+        print(
+            "nostall calibrate: nodes 0 and 1 exchanged no samples, so b_c is left out; "
+            "NOSTALL_UCX_DEVICES names the network devices that connect them",
+            file=sys.stderr,
         )
-        # Reads of its lines end with the process.
-        limit = threading.Timer(_EXCHANGE_SECONDS + seconds, process.kill)
-        limit.start()
-    if role == "serve":
-        address = _line_of(process)
-    served = allgather(address)
-    if role == "ask":
-        _send(process, next((a for a in served if a), b""))
-        address = _line_of(process)
-    asked = allgather(address if role == "ask" else b"")
-    if role == "serve":
-        _send(process, next((a for a in asked if a), b""))
-    if role == "ask":
-        line = _line_of(process)
-    answers = [part for part in allgather(line) if part]
-    if process is not None:
-        with process:  # "serve" ends when its input does
-            pass
+    return {}
+
+
+@contextlib.contextmanager
+def _limited(words: Sequence[str], seconds: float) -> Iterator[subprocess.Popen[bytes]]:
+    """A program that gets lines and gives lines; reads of its lines end within `seconds`.
+
+    It ends when its input does, which is at the end of the block, or after an error at once.
+    """
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(words, stdin=pipe, stdout=pipe, bufsize=0)
+    limit = threading.Timer(seconds, process.kill)
+    limit.daemon = True
+    limit.start()
+    try:
+        with process:
+            try:
+                yield process
+            except BaseException:
+                process.kill()
+                raise
+    finally:
         limit.cancel()
-    if not answers:
-        if world.rank == 0:
-            print(
-                "nostall calibrate: nodes 0 and 1 exchanged no samples, so b_c is left out; "
-                "NOSTALL_UCX_DEVICES names the network devices that connect them",
-                file=sys.stderr,
-            )
+
+
+def _measured(line: bytes) -> dict[str, float]:
+    """What the program that asks has told; nothing if it was killed amid its line."""
+    try:
+        found = json.loads(line)
+        return {
+            "bandwidth": found["megabytes_per_s"] * 1e6,
+            "latency": found["latency_us"] * 1e-6,
+        }
+    except UNREADABLE:
         return {}
-    measured = json.loads(answers[0])
-    return {
-        "bandwidth": measured["megabytes_per_s"] * 1e6,
-        "latency": measured["latency_us"] * 1e-6,
-    }
 
 
 def _line_of(process: subprocess.Popen[bytes] | None) -> bytes:

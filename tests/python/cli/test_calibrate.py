@@ -18,7 +18,7 @@ import nostall
 from nostall.base._sizes import parse_tiers
 from nostall.cli import _calibrate
 from nostall.cli._calibrate import Curve
-from nostall.errors import IoError, UsageError
+from nostall.errors import IoError, PeerError, UsageError
 from nostall.job._world import World
 from nostall.loader._calibration import Calibration
 from nostall_bench.slowfs import SlowFS, missing
@@ -103,6 +103,14 @@ def test_two_nodes_share_the_storages_bandwidth(image_folder: Path, tmp_path: Pa
     assert found.seconds_per_byte("file", 2) == 0
 
 
+def exchange_program(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs in the place of nostall-exchange."""
+    program = folder / "exchange"
+    program.write_text(f"#!/bin/sh\n{text}")
+    program.chmod(0o755)
+    monkeypatch.setattr(_calibrate, "find_program", lambda *_: program)
+
+
 @pytest.mark.parametrize("silent", [[], ["serve"], ["serve", "ask"]], ids=["dead", "half", "both"])
 def test_nodes_that_exchange_nothing_leave_the_bandwidth_out(
     silent: list[str],
@@ -110,11 +118,9 @@ def test_nodes_that_exchange_nothing_leave_the_bandwidth_out(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    program = tmp_path / "exchange"
     waits = "|".join(silent) or "none"
-    program.write_text(f"#!/bin/sh\ncase $1 in {waits}) exec sleep 600;; esac\nexit 1\n")
-    program.chmod(0o755)
-    monkeypatch.setattr(_calibrate, "find_program", lambda *_: program)
+    hangs = f"case $1 in {waits}) exec sleep 600;; esac\nexit 1\n"
+    exchange_program(tmp_path, hangs, monkeypatch)
     monkeypatch.setattr(_calibrate, "_EXCHANGE_SECONDS", 0.2)
     told: dict[int, bytes] = {}
     meet = threading.Barrier(2)
@@ -134,6 +140,38 @@ def test_nodes_that_exchange_nothing_leave_the_bandwidth_out(
         assert list(ranks.map(rank, range(2))) == [{}, {}]
     warning = capsys.readouterr().err
     assert warning.count("nodes 0 and 1 exchanged no samples, so b_c is left out") == 1
+
+
+def test_an_answer_that_was_cut_off_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exchange_program(tmp_path, """echo there; printf '{"megabytes_per_s": 1'\n""", monkeypatch)
+    world = World(0, 2, 0, 1, "calibrate")
+    # Rank 0 is the node that asks.
+    found = _calibrate._network(lambda mine: [mine, mine], [1, 0], world, True, 1000, 0.1)
+    assert found == {}
+    assert "exchanged no samples" in capsys.readouterr().err
+
+
+def test_an_exchange_ends_with_the_error_of_another_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchange_program(tmp_path, "echo $$\nexec sleep 600\n", monkeypatch)
+    started = []
+
+    def allgather(mine: bytes) -> list[bytes]:
+        started.append(int(mine))
+        raise PeerError("rank 1 is gone")
+
+    world = World(0, 2, 0, 1, "calibrate")
+    with pytest.raises(PeerError):
+        _calibrate._network(allgather, [0, 1], world, True, 1000, 0.1)
+    with pytest.raises(ProcessLookupError):
+        os.kill(started[0], 0)
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer):
+            thread.join(60)
+            assert not thread.is_alive()
 
 
 def test_one_more_thread_must_earn_its_place() -> None:
