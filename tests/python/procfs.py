@@ -42,9 +42,12 @@ def shared_memory(pid: int) -> set[str]:
 class OwnSharedMemory:
     """A /dev/shm of the processes that join `holder`'s mounts, so that all that is on it is theirs."""
 
+    def __init__(self, size: str = "512m") -> None:
+        self._size = size
+
     def __enter__(self) -> OwnSharedMemory:
         user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
-        mount = "mount -t tmpfs -o size=512m tmpfs /dev/shm && echo there && exec cat"
+        mount = f"mount -t tmpfs -o size={self._size} tmpfs /dev/shm && echo there && exec cat"
         self._holding = subprocess.Popen(
             ["unshare", *user, "--mount", "--propagation", "private", "sh", "-c", mount],
             stdin=subprocess.PIPE,

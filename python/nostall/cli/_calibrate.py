@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
+import itertools
 import json
 import os
 import random
@@ -36,9 +38,12 @@ _SAMPLE_BYTES = 100_000
 _FLUSH_EVERY = 32
 # One more thread counts if it adds at least this share of what the first one gives.
 _WORTH = 0.1
+# Of a file, at once: bounds the memory of a thread.
+_PIECE = 4 << 20
 # What an exchange between two nodes may take beside the measurement; it gives up after 60 s by itself.
 _EXCHANGE_SECONDS = 90.0
-
+# For which ranks wait for each other beside what is measured; more than an exchange takes.
+_MEET_SECONDS = 120.0
 
 _OUT = "nostall-calibration.toml"
 
@@ -74,13 +79,15 @@ class Curve:
 def run(arguments: argparse.Namespace) -> int:
     """Measures; rank 0 prints the file's path and content."""
     world = find_world()
-    allgather = _allgather(world)
-    nodes = _nodes(allgather)
-    first_of_node = nodes.index(nodes[world.rank]) == world.rank
     size = parse_size(arguments.sample_bytes)
-    files = _files(Path(arguments.source))
+    if size == 0:
+        raise UsageError(f"--sample-bytes {arguments.sample_bytes}: a sample has 1 byte or more")
     tiers = parse_tiers(arguments.tiers, dataset_bytes=0, local_world_size=1)
     seconds, most = arguments.seconds, arguments.max_threads
+    allgather = _allgather(world, _patience(len(tiers), most, seconds))
+    nodes = _nodes(allgather)
+    first_of_node = nodes.index(nodes[world.rank]) == world.rank
+    files = _files(Path(arguments.source))
     result: dict[str, Any] = {"sample_bytes": size, "nodes": max(nodes) + 1}
 
     curves = {}
@@ -117,14 +124,21 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _allgather(world: World) -> AllGather:
+def _patience(tiers: int, most: int, seconds: float) -> float:
+    """Seconds for which ranks wait for each other: the first of a node measures its tiers, and rank 0
+    the source, between two allgathers."""
+    return _MEET_SECONDS + (2 * tiers + 1) * len(_counts(most)) * seconds
+
+
+def _allgather(world: World, patience: float) -> AllGather:
     """The allgather of the job, also used as a barrier; alone it is the identity."""
     if world.world_size == 1:
         return lambda mine: [mine]
     rounds = iter(range(1 << 30))
 
     def gather(mine: bytes) -> list[bytes]:
-        meet = find_rendezvous(world.rank, world.world_size, f"calibrate {next(rounds)}")
+        name = f"calibrate {next(rounds)}"
+        meet = find_rendezvous(world.rank, world.world_size, name, timeout=patience)
         if meet is None:
             raise UsageError(
                 "nothing connects the ranks: run it under torchrun, or set NOSTALL_RENDEZVOUS"
@@ -145,9 +159,19 @@ def _counts(most: int) -> list[int]:
 
 
 def _files(root: Path) -> list[str]:
-    files = [
-        os.path.join(directory, name) for directory, _, names in os.walk(root) for name in names
-    ]
+    """The regular files below a folder, in random order."""
+    files, folders = [], [str(root)]
+    while folders:
+        folder = folders.pop()
+        try:
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
+                    elif entry.is_file():
+                        files.append(entry.path)
+        except OSError as error:
+            raise IoError(f"cannot list {folder}: {error.strerror}") from error
     if not files:
         raise UsageError(f"{root} has no files to read")
     random.Random(os.getpid()).shuffle(files)
@@ -158,41 +182,72 @@ def _timed(work: Callable[[int, threading.Event], int], threads: int, seconds: f
     """Bytes/s of `threads` calls of work(thread, stop), each of which returns its bytes.
 
     Work is done before `stop` is looked at: a thread that gets no processor until then counts too.
+    What a call raises ends all, and is raised here.
     """
     stop, done = threading.Event(), [0] * threads
+    failures: list[Exception] = []
 
     def one(thread: int) -> None:
-        done[thread] = work(thread, stop)
+        try:
+            done[thread] = work(thread, stop)
+        except Exception as error:
+            failures.append(error)
+            stop.set()
 
     workers = [threading.Thread(target=one, args=(i,)) for i in range(threads)]
     began = time.perf_counter()
     for worker in workers:
         worker.start()
-    time.sleep(seconds)
-    stop.set()
+    try:
+        stop.wait(seconds)
+    finally:
+        stop.set()
     for worker in workers:
         worker.join()
+    if failures:
+        raise failures[0]
     return sum(done) / (time.perf_counter() - began)
 
 
 def _read_files(files: Sequence[str], threads: int, seconds: float) -> float:
-    """t: whole files in random order, each once as long as they last."""
+    """t: files in random order, each once as long as they last.
+
+    Where there are fewer files than threads, those of one file read different pieces of it.
+    """
+    step = min(threads, len(files))
 
     def work(thread: int, stop: threading.Event) -> int:
-        moved, at = 0, thread
+        moved, at = 0, thread % step
+        share, shares = thread // step, len(range(at, threads, step))
         while True:
-            descriptor = os.open(files[at % len(files)], os.O_RDONLY)
             try:
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-                moved += len(os.pread(descriptor, 1 << 30, 0))
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(descriptor)
+                moved += _read_share(files[at % len(files)], share, shares, stop)
+            except OSError as error:
+                raise IoError(f"cannot read {files[at % len(files)]}: {error.strerror}") from error
             if stop.is_set():
                 return moved
-            at += threads
+            at += step
 
     return _timed(work, threads, seconds)
+
+
+def _read_share(path: str, share: int, shares: int, stop: threading.Event) -> int:
+    """The bytes of a thread's pieces of a file, or of the first of them if `stop` comes."""
+    moved = 0
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+        if shares > 1:  # else no size is asked for, which may be a request to a server
+            shares = min(shares, max(1, -(-os.fstat(descriptor).st_size // _PIECE)))
+        for piece in itertools.count(share % shares, shares):
+            part = len(os.pread(descriptor, _PIECE, piece * _PIECE))
+            os.posix_fadvise(descriptor, piece * _PIECE, _PIECE, os.POSIX_FADV_DONTNEED)
+            moved += part
+            if part < _PIECE or stop.is_set():
+                break
+    finally:
+        os.close(descriptor)
+    return moved
 
 
 def tier_curves(
@@ -200,11 +255,17 @@ def tier_curves(
 ) -> tuple[list[float], list[float]]:
     """r_j(1..p) and w_j(1..p): records of `size` bytes, read and written in random order."""
     directory = tier.path if tier.kind == "file" else "/dev/shm"
-    capacity = max(size * 64, min(tier.capacity, 256 << 20))
-    slots = capacity // size
     block = os.urandom(size)
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
+        there = os.statvfs(directory)
+        free = there.f_bavail * there.f_frsize
+        slots = min(max(size * 64, min(tier.capacity, 256 << 20)), free // 2) // size
+        if slots == 0:
+            raise UsageError(
+                f"{directory} has {free} bytes free, too few to measure samples of {size} bytes: "
+                "free some, or pass a smaller --sample-bytes"
+            )
         with tempfile.TemporaryFile(dir=directory, prefix="nostall-calibrate-") as file:
             descriptor = file.fileno()
             for i in range(slots):
@@ -238,7 +299,9 @@ def tier_curves(
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             return [_timed(read, n, seconds) for n in _counts(most)], written
     except OSError as error:
-        raise IoError(f"cannot measure the tier in {directory}: {error.strerror}") from error
+        smaller = "; name a smaller one, such as --tiers ram:32MiB"
+        hint = smaller if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        raise IoError(f"cannot measure the tier in {directory}: {error.strerror}{hint}") from error
 
 
 def _across(

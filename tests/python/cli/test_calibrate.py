@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 from nodes import free_port
+from procfs import OwnSharedMemory
 
 import nostall
 from nostall.base._sizes import parse_tiers
-from nostall.cli import _calibrate
+from nostall.cli import _calibrate, main
 from nostall.cli._calibrate import Curve
 from nostall.errors import IoError, PeerError, UsageError
 from nostall.job._world import World
@@ -172,6 +173,107 @@ def test_an_exchange_ends_with_the_error_of_another_rank(
         if isinstance(thread, threading.Timer):
             thread.join(60)
             assert not thread.is_alive()
+
+
+def in_turn(work: Callable[[int, threading.Event], int], threads: int, _: float) -> float:
+    """In the place of `_timed`: each thread's least work."""
+    over = threading.Event()
+    over.set()
+    return float(sum(work(thread, over) for thread in range(threads)))
+
+
+def test_threads_read_different_pieces_of_few_large_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    real = os.pread
+
+    def pread(descriptor: int, size: int, offset: int) -> bytes:
+        read.append(offset)
+        return real(descriptor, size, offset)
+
+    piece, large = _calibrate._PIECE, tmp_path / "large"
+    os.close(os.open(large, os.O_CREAT))
+    os.truncate(large, 4 * piece + 5)
+    monkeypatch.setattr(os, "pread", pread)
+    monkeypatch.setattr(_calibrate, "_timed", in_turn)
+    assert _calibrate._read_files([str(large)], 4, 0.0) == 4 * piece
+    assert sorted(read) == [0, piece, 2 * piece, 3 * piece]
+    never = threading.Event()
+    for shares in (1, 3, 8):
+        moved = [_calibrate._read_share(str(large), s, shares, never) for s in range(shares)]
+        assert sum(moved[:5]) == 4 * piece + 5
+    small = [tmp_path / name for name in "abc"]
+    for path in small:
+        path.write_bytes(b"1" * 10)
+    assert _calibrate._read_files([*map(str, small)], 8, 0.0) == 80
+
+
+def test_what_is_no_file_is_not_read_and_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a").write_bytes(b"1")
+    os.symlink(tmp_path / "folder" / "a", tmp_path / "link")
+    os.symlink(tmp_path / "nothing", tmp_path / "broken")
+    files = _calibrate._files(tmp_path)
+    assert {os.path.basename(path) for path in files} == {"a", "link"}
+    for path in files:
+        os.unlink(path)
+    with pytest.raises(IoError, match=f"cannot read {files[0]}: No such file"):
+        _calibrate._read_files(files[:1], 3, 600.0)
+    with pytest.raises(IoError, match=f"cannot list {tmp_path}/none: No such file"):
+        _calibrate._files(tmp_path / "none")
+
+
+def test_ranks_wait_for_each_other_as_long_as_the_measurements_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Between two meetings of two ranks on a node."""
+    took, waits = [0.0], []
+
+    def timed(work: Callable[[int, threading.Event], int], threads: int, seconds: float) -> float:
+        took[-1] += seconds
+        return in_turn(work, threads, seconds)
+
+    def meet(*_: object, timeout: float) -> Callable[[bytes], list[bytes]]:
+        took.append(0.0)
+        waits.append(timeout)
+        return lambda mine: [mine, mine]
+
+    monkeypatch.setattr(_calibrate, "_timed", timed)
+    monkeypatch.setattr(_calibrate, "find_rendezvous", meet)
+    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "a").write_bytes(b"1" * 10)
+    tiers = ["--tiers", "ram:1MiB", f"{tmp_path / 'tier'}:1MiB", "--out", str(tmp_path / "out")]
+    points = ["--seconds", "1000", "--max-threads", "3", "--sample-bytes", "1000"]
+    assert main(["calibrate", str(tmp_path), *tiers, *points]) == 0
+    assert max(took) == 2 * 2 * 3 * 1000
+    assert min(waits) >= max(took) + 100
+
+
+def test_a_small_shared_memory_bounds_what_is_measured_there(tmp_path: Path) -> None:
+    data, out = tmp_path / "data", tmp_path / "c.toml"
+    data.mkdir()
+    (data / "a").write_bytes(b"1" * 10)
+    with OwnSharedMemory("8m") as own:
+        done = subprocess.run(
+            [*own.within, *command(data, "--out", out)], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert Calibration.load(out).tiers.keys() == {"ram"}
+        done = subprocess.run(
+            [*own.within, *command(data, "--sample-bytes", "5MiB")], capture_output=True, text=True
+        )
+    assert done.returncode == 2
+    assert "/dev/shm has 8388608 bytes free, too few to measure samples of 5242880" in done.stderr
+
+
+def test_samples_have_a_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a").touch()
+    assert main(["calibrate", str(tmp_path), "--sample-bytes", "0"]) == 2
+    assert "--sample-bytes 0: a sample has 1 byte or more" in capsys.readouterr().err
 
 
 def test_one_more_thread_must_earn_its_place() -> None:
