@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import weakref
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -284,11 +284,18 @@ class GradientReducer:
         return out
 
 
-_reducers: dict[tuple[Any, ...], GradientReducer] = {}
+# Those of `reduce_gradients` by names, shapes and types, the last one used at the end. All ranks have
+# the same ones, and close the same ones: they make the same calls, and none of these is under way
+# when a later one has begun.
+_reducers: OrderedDict[tuple[Any, ...], GradientReducer] = OrderedDict()
+_KEPT = 8
 
 
 def reduce_gradients(gradients: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
     """The mean of every array over all ranks; all ranks call it with the same names and shapes.
+
+    The first call with other names, shapes or types than those of the last 8 such sets makes an engine
+    for them, for which all ranks meet: pad arrays whose shapes change in every step.
 
     Raises:
         UsageError: a type that is not floating point.
@@ -297,7 +304,11 @@ def reduce_gradients(gradients: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
     arrays = {name: np.asarray(value) for name, value in gradients.items()}
     key = tuple((name, a.shape, a.dtype.str) for name, a in arrays.items())
     if key not in _reducers:
+        while len(_reducers) >= _KEPT:
+            _, oldest = _reducers.popitem(last=False)
+            oldest._engine.stop()
         _reducers[key] = GradientReducer(arrays)
+    _reducers.move_to_end(key)
     return _reducers[key](arrays)
 
 

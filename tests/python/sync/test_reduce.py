@@ -33,6 +33,31 @@ result = out
 
 
 @pytest.mark.multi
+def test_arrays_of_many_shapes_take_bounded_room() -> None:
+    code = """
+import os
+import numpy as np
+from nostall.sync import reduce_gradients
+def held():
+    with open("/proc/self/maps") as maps:
+        shared = sum("nostall" in line for line in maps)
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), shared
+def reduce(count):
+    mean = reduce_gradients({"x": np.full(count, float(rank)), "kept": np.float32([rank])})
+    assert (mean["x"] == 0.5).all() and len(mean["x"]) == count
+result = []
+for count in range(1, 25):
+    reduce(count)
+    reduce(1)  # used in every step, so it stays
+    result.append(held())
+reduce(2)  # it was closed
+"""
+    for result in run_ranks(2, code):
+        assert result[0][0] < result[1][0]  # each engine has a thread, which is seen
+        assert all(now == result[8] for now in result[8:]), result
+
+
+@pytest.mark.multi
 def test_a_process_set_is_a_world_of_its_own() -> None:
     code = """
 import numpy as np
