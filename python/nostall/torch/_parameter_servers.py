@@ -436,10 +436,11 @@ class ParameterServers:
         self._failure = text
         if self._shard is not None:
             self._shard.fail(text)
-        self._close(text)
+        self._close(text, is_broken=cause is not None)
         raise PeerError(text) from cause
 
-    def _close(self, error: str = "") -> None:
+    def _close(self, error: str = "", *, is_broken: bool = False) -> None:
+        """Ends what this rank has open; a group that `is_broken` may have an operation under way."""
         for link in self._links if error else ():
             link.give_up(error)
         deadline = time.monotonic() + _LAST_WORDS
@@ -448,9 +449,13 @@ class ParameterServers:
         if self._listener is not None:
             self._listener.close()
         self._free, self._sent = [], deque()
-        if self._among is not None and not error:
-            dist.destroy_process_group(self._among)
-            self._among = None
+        among, self._among = self._among, None
+        if among is None:
+            return
+        with suppress(*([Exception] if error else [])):  # the error is what the user needs
+            if is_broken:
+                among.abort()
+            dist.destroy_process_group(among)
 
 
 def _trained(model: Any) -> list[torch.nn.Parameter]:

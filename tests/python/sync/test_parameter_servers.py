@@ -317,6 +317,41 @@ def test_what_one_rank_does_wrong_is_told_to_all(tmp_path: Path) -> None:
         assert words in told["late"]
 
 
+LEAVES = """
+class Wrong(torch.optim.SGD):
+    def step(self):
+        raise ValueError("the user's optimizer failed")
+def train(optimizer, breaks):
+    servers = nt.ParameterServers(model, lambda p: optimizer(p, lr=0.1))
+    model.weight.grad = torch.ones_like(model.weight)
+    if breaks and rank == 3:
+        servers._among.abort()
+    while True:
+        servers.step()
+def held():
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+model = torch.nn.Linear(8, 8)
+dist.barrier()
+before = held()
+result = []
+for optimizer, breaks in ((Wrong if rank == 1 else torch.optim.SGD, False), (torch.optim.SGD, True)):
+    result.append(tell(lambda: train(optimizer, breaks)))
+    deadline = time.monotonic() + 60
+    while held() != before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    result.append(held() == before)
+    dist.barrier()
+"""
+
+
+@pytest.mark.multi
+def test_nothing_is_held_after_an_error(tmp_path: Path) -> None:
+    for told, is_left, of_broken, is_left_broken in ranks(LEAVES, tmp_path):
+        assert "the optimizer of a server failed: ValueError" in told
+        assert of_broken.startswith("PeerError: ")
+        assert is_left and is_left_broken, (told, of_broken)
+
+
 def linear(kind: torch.dtype = torch.float32, device: str = "cpu") -> torch.nn.Module:
     return torch.nn.Linear(2, 2, dtype=kind, device=device)
 
