@@ -7,8 +7,7 @@ what comes out: nostall's version and sources, mpicxx, its compiler, and mpi.h.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
+import errno
 import hashlib
 import os
 import re
@@ -17,14 +16,13 @@ import stat
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from nostall import __version__
 from nostall.base import _owned as owned
+from nostall.base._made_once import made_once
 from nostall.errors import IoError, UsageError
 
 _PACKAGE = Path(__file__).parents[1]
@@ -274,49 +272,6 @@ def _compile(mpi: Mpi, folder: Path) -> bytes:
     return library.read_bytes()
 
 
-@contextlib.contextmanager
-def _lock(name: str, directory: int, what: str) -> Iterator[None]:
-    """One process at a time builds, where the file system has locks."""
-    end, told, held = time.monotonic() + 2 * _SECONDS_OF_BUILD, False, False
-    file = _open_lock(name, directory)
-    try:
-        while time.monotonic() <= end:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if not told:
-                    print(f"nostall: waiting for a process that builds {what}", file=sys.stderr)
-                    told = True
-                time.sleep(0.1)
-                continue
-            except OSError:  # this file system has none: several may build, and the last one stays
-                break
-            if held := _names(name, directory, file):
-                break
-            # Who had the lock took its file away; another process may have made a new one since.
-            old, file = file, _open_lock(name, directory)
-            os.close(old)
-        yield
-    finally:
-        if held:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(name, dir_fd=directory)
-        os.close(file)
-
-
-def _open_lock(name: str, directory: int) -> int:
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    return os.open(name, flags, 0o600, dir_fd=directory)
-
-
-def _names(name: str, directory: int, file: int) -> bool:
-    try:
-        there = os.stat(name, dir_fd=directory, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    return os.path.samestat(there, os.fstat(file))
-
-
 def build(mpi: Mpi) -> Path:
     """The library for that MPI, compiled if it is not in the cache.
 
@@ -326,26 +281,38 @@ def build(mpi: Mpi) -> Path:
     if path := built(mpi):
         return path
     folder = cache()
+
+    def make(directory: int) -> Path:
+        print(
+            f"nostall: compiling libnostall_mpi.so for {mpi.name} by {mpi.mpicxx}, once, into {folder}",
+            file=sys.stderr,
+            flush=True,
+        )
+        with tempfile.TemporaryDirectory(prefix="nostall-mpi-") as work:
+            library = _compile(mpi, Path(work))
+        owned.write(mpi.file, library, directory, sync=True)
+        return folder / mpi.file
+
+    def waits() -> None:
+        told = f"nostall: waiting for a process that builds {folder / mpi.file}"
+        print(told, file=sys.stderr, flush=True)
+
     try:
         owned.make(folder)
-        with (
-            owned.open_directory(folder) as directory,
-            _lock(f".{mpi.file}.lock", directory, str(folder / mpi.file)),
-        ):
-            if path := built(mpi):  # by the process that had the lock
-                return path
-            print(
-                f"nostall: compiling libnostall_mpi.so for {mpi.name} by {mpi.mpicxx}, once, "
-                f"into {folder}",
-                file=sys.stderr,
-                flush=True,
+        with owned.open_directory(folder) as directory:
+            # It is compiled for minutes, and could not be kept.
+            if not os.access(".", os.W_OK, dir_fd=directory):
+                raise OSError(errno.EACCES, "it cannot be written")
+            return made_once(
+                mpi.file,
+                lambda: built(mpi),
+                lambda: make(directory),
+                2 * _SECONDS_OF_BUILD,
+                directory=directory,
+                waits=waits,
             )
-            with tempfile.TemporaryDirectory(prefix="nostall-mpi-") as work:
-                library = _compile(mpi, Path(work))
-            owned.write(mpi.file, library, directory, sync=True)
     except OSError as error:
         raise IoError(
             f"{folder} cannot keep libnostall_mpi.so ({error.strerror}): set XDG_CACHE_HOME to a "
             "directory that you may write"
         ) from error
-    return folder / mpi.file

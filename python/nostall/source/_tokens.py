@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from nostall import _native
+from nostall.base._made_once import made_once
 from nostall.errors import CorruptionError, IoError, UsageError
 from nostall.source._hugging_face import dataset_files
-from nostall.source._made_once import made_once
 from nostall.source._objects import is_url, store_identity
 from nostall.source._records import (
     FOUND,

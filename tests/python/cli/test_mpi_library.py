@@ -10,11 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -196,40 +192,6 @@ def test_a_killed_build_holds_up_no_other(compiler: Path, tmp_path: Path) -> Non
     (compiler / "go").touch()
     made = mpi.library()
     assert kept(tmp_path) == [made.name]
-
-
-def test_those_that_waited_for_a_failed_build_go_on_one_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One of them comes to the lock of the build that failed when another has made a new one."""
-    waits, goes_on = threading.Event(), threading.Event()
-
-    def sleep(_: float) -> None:
-        waits.set()
-        assert goes_on.wait(60)
-
-    monkeypatch.setattr(mpi_library, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
-    building = threading.Lock()
-    directory = os.open(tmp_path, os.O_RDONLY)
-
-    def build() -> None:
-        with mpi_library._lock("lock", directory, "it"):
-            assert building.acquire(blocking=False)
-            building.release()
-
-    with ThreadPoolExecutor(1) as pool:
-        with pytest.raises(UsageError), mpi_library._lock("lock", directory, "it"):
-            late = pool.submit(build)
-            assert waits.wait(60)
-            raise UsageError("it cannot be compiled")
-        with mpi_library._lock("lock", directory, "it"), building:
-            waits.clear()
-            goes_on.set()
-            while not waits.is_set():
-                assert not late.done(), late.result()
-        late.result(60)
-    os.close(directory)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_cache_that_cannot_be_written_is_named_before_anything_is_compiled(

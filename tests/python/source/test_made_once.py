@@ -12,7 +12,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,8 @@ import prefork
 import pytest
 
 import nostall
-from nostall.source._made_once import made_once
+from nostall.base import _made_once
+from nostall.base._made_once import made_once
 
 # A rank: opens the tokens and packs them, tells what it did, and lives until it is killed. Of
 # looking for documents it tells before it begins; the one that is to be killed goes no further.
@@ -208,7 +211,46 @@ def test_those_that_wait_try_one_after_the_other_what_failed(tmp_path: Path) -> 
     for thread in threads:
         thread.join()
     assert len(failed) == 3
+    assert not list(tmp_path.iterdir())
     assert made_once(file, lambda: None, lambda: 1, 60) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_who_comes_late_to_what_failed_waits_for_the_next_one_that_makes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes to the lock of the one that failed when another has made a new one."""
+    waits, goes_on, making = threading.Event(), threading.Event(), threading.Lock()
+    file, late = str(tmp_path / "file"), []
+
+    def sleep(_: float) -> None:
+        waits.set()
+        assert goes_on.wait(60)
+
+    def make_late() -> int:
+        assert making.acquire(blocking=False)
+        making.release()
+        return 3
+
+    def fail() -> int:
+        late.append(pool.submit(made_once, file, lambda: None, make_late, 60))
+        assert waits.wait(60)
+        raise RuntimeError("it cannot be made")
+
+    def make() -> int:
+        with making:
+            waits.clear()
+            goes_on.set()
+            while not waits.wait(0.001):
+                assert not late[0].done(), late[0].result()
+        return 2
+
+    monkeypatch.setattr(_made_once, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
+    with ThreadPoolExecutor(1) as pool:
+        with pytest.raises(RuntimeError):
+            made_once(file, lambda: None, fail, 60)
+        assert made_once(file, lambda: None, make, 60) == 2
+        assert late[0].result(60) == 3
     assert not list(tmp_path.iterdir())
 
 
