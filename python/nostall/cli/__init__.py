@@ -8,8 +8,8 @@ import os
 import re
 import select
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
 
 import nostall
 from nostall.base._options import suggestion
@@ -86,6 +86,21 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**{"formatter_class": _Help, **given})
+
+    def error(self, message: str) -> NoReturn:
+        """Names the option that an unknown one looks like."""
+        if unknown := re.search(r"^unrecognized arguments:.*? (--[\w-]+)", message):
+            message += suggestion(unknown[1], _options_of(self))
+        super().error(message)
+
+
+def _options_of(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """The long options of a parser and of its actions."""
+    for action in parser._actions:
+        yield from (name for name in action.option_strings if name.startswith("--"))
+        if isinstance(action, argparse._SubParsersAction):
+            for below in dict.fromkeys(action.choices.values()):
+                yield from _options_of(below)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -326,6 +326,24 @@ def test_what_is_not_there_is_told(
     assert capsys.readouterr().err.startswith(f"nostall: {said}")
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["calibrate", "/data", "--secnds", "3"], "--secnds 3: did you mean --seconds?"),
+        (["calibrate", "/data", "--secnds=3"], "--secnds=3: did you mean --seconds?"),
+        (["checkpoints", "drain", "/a", "/b", "--keeep", "3"], "--keeep 3: did you mean --keep?"),
+        (["doctor", "extra", "--xyzzy"], "unrecognized arguments: extra --xyzzy\n"),
+    ],
+)
+def test_a_misspelt_option_is_suggested(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
 def _parsers(
     label: str, parser: argparse.ArgumentParser
 ) -> Iterator[tuple[str, argparse.ArgumentParser]]:
