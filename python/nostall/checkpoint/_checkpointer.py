@@ -36,7 +36,7 @@ from nostall.checkpoint._saved import Drain, Failures, Job, Level, Saved, Settin
 from nostall.checkpoint._search import Search
 from nostall.checkpoint._signals import Signals, names_of
 from nostall.checkpoint._store import LARGEST_STEP, Store
-from nostall.checkpoint._tree import Leaf, encode
+from nostall.checkpoint._tree import Leaf, called, encode
 from nostall.checkpoint._window import (
     SaveWindow,
     choose_copying,
@@ -220,9 +220,16 @@ class Checkpointer:
     # ------------------------------------------------------------------ saving
 
     def prepare(self, state: Any) -> None:
-        """Allocates snapshots of `state`, so that the first save is as fast as later ones."""
+        """Allocates snapshots of `state`, so that the first save is as fast as later ones.
+
+        Args:
+            state: as `save` takes it.
+
+        Raises:
+            UsageError: the state holds what a checkpoint cannot, named by its place.
+        """
         if self.rank == 0 or not self.replicated:
-            tree, leaves = encode(state)
+            tree, leaves = encode(called(state))
             size = len(files.header(tree, leaves)) + sum(leaf.nbytes for leaf in leaves)
             for snapshot in self._snapshots:
                 snapshot.reserve(size + (1 << 20))
@@ -315,7 +322,7 @@ class Checkpointer:
             # A call that waits for storage writes each block as soon as it is copied.
             window = window and wanted == "memory"
             now = wanted == "memory" and not window
-            snapshot = self._snapshot(state() if callable(state) else state, job, window, now)
+            snapshot = self._snapshot(called(state), job, window, now)
             leaves = job.leaves  # the job drops them once it fails
         self._background.submit(job, awaited=wanted)
         self._remember(saved)

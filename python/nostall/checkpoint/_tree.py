@@ -201,6 +201,13 @@ class _Encoder:
         return {"$tensor": name, **node}
 
 
+def called(state: Any) -> Any:
+    """What a function returns, or the state itself: a module is one, though it can be called."""
+    if callable(state) and not callable(getattr(state, "state_dict", None)):
+        return state()
+    return state
+
+
 def encode(state: Any, host: Callable[[Any, Any], Any] | None = None) -> tuple[Any, list[Leaf]]:
     """The state as JSON values, and its arrays.
 

@@ -210,6 +210,20 @@ def test_modules_and_optimizers_save_and_load_themselves(tmp_path: Path) -> None
     assert isinstance(first["model"].state_dict(), collections.OrderedDict)
 
 
+def test_a_module_is_a_state_and_is_not_called(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 3)
+    model.register_forward_pre_hook(lambda *_: pytest.fail("the module was called"))
+    with nostall.Checkpointer(durable=tmp_path) as ckpt:
+        ckpt.prepare(model)
+        ckpt.save(model, 1, level="durable")
+        found = ckpt.restore()
+        assert found is not None and same(found.state, dict(model.state_dict()))
+        ckpt.prepare(lambda: {"model": model})
+        ckpt.save(lambda: {"model": model}, 2, level="durable")
+        found = ckpt.restore()
+        assert found is not None and same(found.state["model"], dict(model.state_dict()))
+
+
 def test_restoring_into_other_names_is_refused(tmp_path: Path) -> None:
     with nostall.Checkpointer(durable=tmp_path) as ckpt:
         ckpt.save({"a": 1}, 1, level="durable")
