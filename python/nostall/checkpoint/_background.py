@@ -64,6 +64,7 @@ class BackgroundWriter:
         self._jobs: deque[Job] = deque()
         self._drains: deque[Drain] = deque()
         self._postponed: list[Drain] = []
+        self._given_up: list[str] = []  # why drains failed that are not tried again
         self._draining: Drain | None = None
         self._job: Job | None = None  # that is being written
         self._busy = 0  # jobs taken and not persisted
@@ -165,13 +166,19 @@ class BackgroundWriter:
             writing[1].hurry()
 
     def wait(self, drained: bool, timeout: float) -> bool:
-        """Waits until all snapshots are persisted and, if asked, drained; returns whether they are."""
+        """Waits until all snapshots are persisted and, if asked, drained; returns whether they are.
+
+        What could not be drained is tried once more, and counts as done if it fails again:
+        `undrained` tells of it.
+        """
 
         def done() -> bool:
             idle = not self._busy
             busy = self._drains or self._draining or self._retain_due or self._retaining
             return self._stopping or (idle and not (drained and busy))
 
+        if drained:
+            self._try_again()
         self._hurry_writer(1 << 62)
         with self._lock:
             if drained:
@@ -179,6 +186,18 @@ class BackgroundWriter:
                 if self._copying is not None:
                     self._copying[1].hurry()
             return self._lock.wait_for(done, timeout)
+
+    def undrained(self) -> list[str]:
+        """Why checkpoints stay on the fast tier; of those that are not tried again it tells once."""
+        with self._lock:
+            given_up, self._given_up = self._given_up, []
+            return given_up + [drain.problem for drain in self._postponed]
+
+    def _try_again(self) -> None:
+        with self._lock:  # or retention could miss one
+            again, self._postponed = self._postponed, []
+            for drain in again:
+                self.submit_drain(drain)
 
     def stop(self, timeout: float) -> None:
         """Ends both threads, after the blocks in flight; the next start continues their work.
@@ -437,16 +456,21 @@ class BackgroundWriter:
             drain.saved._miss("durable")
 
     def _postpone(self, drain: Drain, error: Exception) -> None:
-        """Tries a drain once more, when the storage has taken another one."""
+        """Tries a drain once more, when the storage has taken another one or somebody waits."""
         assert self.fast is not None and self.durable is not None
-        self._say(
-            drain.saved,
+        problem = (
             f"the checkpoint of step {drain.manifest.step} stays in {self.fast.root}: it cannot be "
-            f"copied to {self.durable.root}: {_words(error)}",
+            f"copied to {self.durable.root}: {_words(error)}"
         )
+        self._say(drain.saved, problem)
         if drain.saved is not None:
             drain.saved._miss("durable")
-        if self.rank != 0 or isinstance(error, CorruptionError):
+        if self.rank != 0:
+            return
+        if isinstance(error, CorruptionError):
+            if drain.saved is not None:  # what an earlier job left concerns no save of this one
+                with self._lock:
+                    self._given_up.append(problem)
             return
         # Rank 0 then copies all parts alone, because the other ranks have given this drain up.
         held = drain.held
@@ -454,7 +478,9 @@ class BackgroundWriter:
             held = self.nodes.held(drain.manifest)
         with self._lock:
             self._postponed.append(
-                dataclasses.replace(drain, alone=True, held=held, attempt=drain.attempt + 1)
+                dataclasses.replace(
+                    drain, alone=True, held=held, attempt=drain.attempt + 1, problem=problem
+                )
             )
 
     def _drain(self, drain: Drain) -> None:
@@ -486,10 +512,7 @@ class BackgroundWriter:
         if drain.saved is not None:
             drain.saved._reach("durable")
         self._retain()
-        with self._lock:
-            # The storage works again, so failed drains are tried once more.
-            again, self._postponed = self._postponed, []
-            self._drains.extend(again)
+        self._try_again()  # for the storage works
 
     def _drain_alone(self, drain: Drain) -> None:
         """Copies all parts, on this rank."""

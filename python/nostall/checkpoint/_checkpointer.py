@@ -17,6 +17,7 @@ from typing import Any, Unpack
 from nostall import _native
 from nostall.base._options import checked
 from nostall.base._sizes import parse_size
+from nostall.base._words import counted
 from nostall.checkpoint import _format as files
 from nostall.checkpoint._background import BackgroundWriter
 from nostall.checkpoint._begin import begin, undrained
@@ -576,9 +577,13 @@ class Checkpointer:
         return list(self._history)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Waits until all saves are written and drained.
+        """Waits until all saves are written and drained; drains that failed are tried once more.
+
+        It tells nothing of saves that no storage took: `save` and `close` do.
 
         Raises:
+            IoError: checkpoints of the fast directory cannot be copied to the durable one, with the
+                reasons. Rank 0 raises it for all ranks.
             PeerError: they are not after `timeout` seconds (the checkpointer's if None).
         """
         self._check_process()
@@ -589,14 +594,21 @@ class Checkpointer:
                 f"checkpoints are not durable after {limit:g} s; what is on the fast tier is drained "
                 "by the next start"
             )
+        if self.durable is not None and (problems := self._background.undrained()):
+            more = f", and {len(problems) - 3} before" if len(problems) > 3 else ""
+            raise IoError(
+                f"{counted(len(problems), 'checkpoint')} cannot be drained: "
+                f"{'; '.join(problems[-3:])}{more}. What is undamaged is copied by the next wait or by "
+                f"the next start, once {self.durable.root} takes it"
+            )
 
     def close(self, timeout: float | None = None) -> None:
         """Waits for saves under way, at most `timeout` seconds (the checkpointer's if None), and up to
         10 s more for the blocks in flight and for the storage's answer about the newest save.
 
-        A checkpoint that is not drained by then stays on the fast tier, with a warning; the next
-        checkpointer of the same directories drains it, or ``nostall checkpoints drain``. A snapshot
-        that is on no storage by then is lost.
+        A checkpoint that is not drained by then, or cannot be, stays on the fast tier, with a warning;
+        the next checkpointer of the same directories drains it, or ``nostall checkpoints drain``. A
+        snapshot that is on no storage by then is lost.
 
         Raises:
             IoError: the newest save is safe nowhere.
@@ -608,7 +620,7 @@ class Checkpointer:
         deadline = time.monotonic() + limit
         try:
             self.wait(limit)
-        except PeerError as error:
+        except (PeerError, IoError) as error:
             _log.warning("%s", error)
         finally:
             atexit.unregister(self._closer)

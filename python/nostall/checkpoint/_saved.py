@@ -247,10 +247,12 @@ class Job:
 @dataclasses.dataclass
 class Drain:
     """A checkpoint that is complete on the fast tier. `alone`: rank 0 drains it for all ranks, because
-    an earlier job or an earlier attempt of all ranks left it."""
+    an earlier job or an earlier attempt of all ranks left it; `problem` says why that attempt failed.
+    """
 
     manifest: Manifest
     saved: Saved | None = None
     alone: bool = False
     attempt: int = 0
     held: Held | None = None  # where its parts are, if each node has its own
+    problem: str = ""

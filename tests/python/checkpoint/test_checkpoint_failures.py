@@ -296,6 +296,44 @@ def test_a_drain_survives_any_exception_and_tries_again(
     assert steps_in(tmp_path / "durable") == [1, 2]
 
 
+def test_a_wait_tries_failed_drains_again_and_tells_of_those_that_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = Broken(monkeypatch, "durable")
+    places = tmp_path / "fast", tmp_path / "durable"
+    with nostall.Checkpointer(*places) as ckpt:
+        ckpt.save(state_of(1), 1)
+        for _ in range(2):
+            with pytest.raises(
+                IoError, match=r"^1 checkpoint cannot be drained: .*the disk is gone"
+            ):
+                ckpt.wait(60)
+        broken.broken = False
+        ckpt.wait(60)
+        assert steps_in(places[1]) == [1]
+        broken.broken = True
+        ckpt.save(state_of(2), 2)
+        caplog.clear()
+    assert "1 checkpoint cannot be drained: the checkpoint of step 2 stays in" in caplog.text
+
+
+def test_a_wait_tells_once_of_what_can_never_be_drained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = Broken(monkeypatch, "durable")
+    with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable") as ckpt:
+        ckpt.save(state_of(1), 1, level="fast")
+        with pytest.raises(IoError, match="the disk is gone"):
+            ckpt.wait(60)
+        (part,) = (tmp_path / "fast").glob("*1/*.safetensors")
+        part.write_bytes(bytes(part.stat().st_size))
+        broken.broken = False
+        with pytest.raises(IoError, match=rf"{part}.* is damaged"):
+            ckpt.wait(60)
+        ckpt.wait(60)
+    assert steps_in(tmp_path / "durable") == []
+
+
 def damage(part: Path, how: str) -> None:
     part.unlink() if how == "gone" else os.truncate(part, part.stat().st_size - 1)
 
