@@ -323,7 +323,11 @@ class Checkpointer:
             # A call that waits for storage writes each block as soon as it is copied.
             window = window and wanted == "memory"
             now = wanted == "memory" and not window
-            snapshot = self._snapshot(called(state), job, window, now)
+            try:
+                snapshot = self._snapshot(called(state), job, window, now)
+            except BaseException as error:
+                self._tell_others(job, error)
+                raise
             leaves = job.leaves  # the job drops them once it fails
         self._background.submit(job, awaited=wanted)
         self._remember(saved)
@@ -335,6 +339,13 @@ class Checkpointer:
         saved.seconds = time.perf_counter() - began
         self._failures.check(self._history, self._is_complete)
         return saved
+
+    def _tell_others(self, job: Job, error: BaseException) -> None:
+        """Ends a save that fails in its call for the other ranks too: they wait for this one's part."""
+        if self.world_size > 1:
+            job.failed = f"its state cannot be copied: {type(error).__name__}: {error}"
+            job.window = job.leaves = None
+            self._background.submit(job, awaited="memory")
 
     def _remember(self, saved: Saved) -> None:
         self._history.append(saved)

@@ -900,6 +900,28 @@ def test_a_part_that_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
         assert (step, value, tier) == (2, 10 + rank, "durable")
 
 
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_state_that_one_rank_cannot_copy_fails_on_all_at_once(
+    tmp_path: Path, failing: int
+) -> None:
+    make = ranked(tmp_path, 2)
+
+    def work(rank: int, gather: Any) -> Any:
+        with make(rank, gather) as ckpt:  # ranks wait for each other for 600 s
+            if rank == failing:
+                with pytest.raises(UsageError, match=r"is a builtins\.object"):
+                    ckpt.save({"w": object()}, 1, level="fast")
+            else:
+                words = f"rank {failing}: its state cannot be copied: UsageError: .*builtins.object"
+                with pytest.raises(IoError, match=words):
+                    ckpt.save(state_of(rank), 1, level="fast")
+            ckpt.save(state_of(rank), 2, level="durable")
+        return True
+
+    assert World(2).run(work) == [True, True]
+    assert steps_in(tmp_path / "durable") == [2]
+
+
 def test_all_ranks_fall_back_together(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make = ranked(tmp_path, 2, level="durable")
 
