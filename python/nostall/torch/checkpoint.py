@@ -99,6 +99,7 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
         self._streams: dict[Any, Any] = {}  # of copies, by device
         self._step = -1
         self._owned = False
+        self._begun: tuple[int, str] | None = None  # step and id of a save that is not complete
         self._lineage: Lineage | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -119,7 +120,8 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
             self._owned = True
 
     def close(self) -> None:
-        """Lets other jobs write into the directory."""
+        """Removes the parts of a save that failed, and lets other jobs write into the directory."""
+        self._remove_incomplete()
         self._store.disown()
         self._owned = False
 
@@ -129,11 +131,25 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
 
     def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
         """Gives all ranks the id of this save, and each rank its number."""
+        self._remove_incomplete()  # no rank is at it any more, and none has begun the next one
         id = f"{secrets.token_hex(4)}-000000"
+        self._begun = self._step, id
         return [
             dataclasses.replace(plan, storage_data={"id": id, "part": i, "parts": len(plans)})
             for i, plan in enumerate(plans)
         ]
+
+    def _remove_incomplete(self) -> None:
+        """Removes the parts of a save that some rank could not write or that could not be completed."""
+        if not self._owned or self._begun is None:
+            return
+        (step, id), self._begun = self._begun, None
+        try:
+            if self._store.lacks(Manifest(step, id, 1, ())):
+                self._store.remove(step, id)
+                self._store.discard(step, part_name(0, id))  # and with it the directory of the step
+        except (Error, OSError) as error:
+            _log.warning("parts of step %d that is not complete stay: %s", step, error)
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's part; the future completes when it is on its device."""
@@ -165,9 +181,13 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
             self._fast.make()
         path = self._fast.prepare(self._step) / name
         priority = _native.Priority.normal
-        written = _native.SnapshotWrite(
-            self._snapshot, str(path), threads=2, priority=priority
-        ).run()
+        try:
+            written = _native.SnapshotWrite(
+                self._snapshot, str(path), threads=2, priority=priority
+            ).run()
+        except BaseException:
+            self._fast.discard(self._step, name)
+            raise
         part = Part(where["part"], name, written.size, tuple(written.crcs))
         if self._fast is not self._store:
             part = self._upload(part, where["id"])
@@ -220,6 +240,7 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
                 abandoned=abandoned,
             )
         )
+        self._begun = None
         Cleaner(None, self._store, Settings(self._keep)).retain(set())
 
     @classmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import resource
 import sys
 from pathlib import Path
 
@@ -45,6 +46,24 @@ def load_from_directories_that_differ() -> None:
         raise AssertionError("not refused: a save of another directory")
 
 
+def fail_to_save(writer: StorageWriter) -> None:
+    """Rank 1 cannot write its part of step 6."""
+    large = distribute_tensor(torch.zeros(100_000), mesh, [Shard(0)])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    try:
+        dcp.save({"w": large}, checkpoint_id="6", storage_writer=writer)
+    except dcp.api.CheckpointException as error:
+        assert "File too large" in str(error), error
+    else:
+        raise AssertionError("a part that cannot be written is called saved")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    parts = (home / "c").glob("step-*/*")
+    assert [path.name[:10] for path in parts] == ["rank-00000"]  # until the next save
+
+
 torch.set_num_threads(1)
 whole = torch.arange(40.0).reshape(10, 4)
 dist.init_process_group(
@@ -54,6 +73,7 @@ mesh = init_device_mesh(torch.get_default_device().type, (world,))
 if mode == "save":
     sharded = distribute_tensor(whole, mesh, [Shard(0)])
     writer = StorageWriter(home / "c")
+    fail_to_save(writer)
     dcp.save({"w": sharded, "n": 5}, checkpoint_id="7", storage_writer=writer)
     load_from_directories_that_differ()
 else:

@@ -93,6 +93,25 @@ def test_async_save(group: None, tmp_path: Path) -> None:
     assert load(state, tmp_path / "c") == 4 and state["step"] == 4
 
 
+@pytest.mark.parametrize("then", ["the next save", "the end"])
+def test_a_save_that_cannot_be_completed_leaves_nothing(
+    group: None, tmp_path: Path, then: str
+) -> None:
+    writer = StorageWriter(tmp_path)
+    dcp.save(state_of(1), checkpoint_id="1", storage_writer=writer)
+    obstacle = tmp_path / "step-000000000002" / "manifest.json.partial"
+    obstacle.mkdir(parents=True)
+    with pytest.raises(dcp.api.CheckpointException, match="complete the checkpoint in"):
+        dcp.save(state_of(2), checkpoint_id="2", storage_writer=writer)
+    assert list(obstacle.parent.glob("*.safetensors"))
+    obstacle.rmdir()
+    if then == "the next save":
+        dcp.save(state_of(3), checkpoint_id="3", storage_writer=writer)
+    writer.close()
+    assert not obstacle.parent.exists()
+    assert load(blank(), tmp_path) == (3 if then == "the next save" else 1)
+
+
 def test_damage_is_found_and_passed_over(
     group: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -129,5 +148,8 @@ def run_ranks(home: Path, mode: str, world: int) -> None:
 @pytest.mark.multi
 def test_sharded_state_loads_on_another_world_size_and_another_way(tmp_path: Path) -> None:
     run_ranks(tmp_path, "save", 2)
-    assert len(list((tmp_path / "c").glob("step-*/*.safetensors"))) == 2
+    # Of step 6, which rank 1 could not write, nothing is left.
+    parts = [path.parent.name for path in (tmp_path / "c").glob("step-*/*.safetensors")]
+    assert parts == ["step-000000000007"] * 2
+    assert not (tmp_path / "c" / "step-000000000006").exists()
     run_ranks(tmp_path, "load", 1)
