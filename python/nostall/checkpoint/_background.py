@@ -84,7 +84,8 @@ class BackgroundWriter:
     def add_snapshot(self, snapshot: _native.Snapshot) -> None:
         """Adds a snapshot, so that one more can be in memory at the same time."""
         with self._lock:
-            self._snapshots.append(snapshot)
+            if not self._stopping:
+                self._snapshots.append(snapshot)
             self._lock.notify_all()
 
     def take_snapshot(self) -> _native.Snapshot | None:
@@ -102,6 +103,10 @@ class BackgroundWriter:
             return self._snapshots.pop()
 
     # ------------------------------------------------------------------ asking
+
+    def is_this_thread(self) -> bool:
+        """Whether one of the two threads asks, which cannot wait for itself."""
+        return threading.current_thread() in self._threads.values()
 
     def submit(self, job: Job, awaited: Level) -> None:
         """Writes the snapshot as soon as the ones before it are written; at once and at full speed if
@@ -206,6 +211,7 @@ class BackgroundWriter:
         """
         with self._lock:
             self._stopping = True
+            self._snapshots.clear()
             jobs, drains = [*self._jobs], [*self._drains]
             self._jobs.clear()
             self._drains.clear()

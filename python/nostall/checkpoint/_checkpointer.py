@@ -8,6 +8,7 @@ import itertools
 import logging
 import os
 import sys
+import threading
 import time
 import weakref
 from collections import deque
@@ -156,6 +157,7 @@ class Checkpointer:
         self._unsteady: set[str] = set()  # arrays that were seen to change within windows
         self._window_seconds: float | None = None
         self._optimizers: list[Any] = []
+        self._hooks: list[Any] = []  # by which they call this
         self._drain_what_was_left(settings.keep, begun.held)
         self._signals: list[Signals] = []
         self._closer = weakref.finalize(
@@ -429,8 +431,14 @@ class Checkpointer:
 
         With `nostall.torch.DistributedOptimizer` and ``overlap_update`` that is a bucket at a time.
         """
+        this = weakref.ref(self)  # or the optimizer would keep the snapshots
+
+        def before_step(stepping: Any, *_: Any) -> None:
+            if (checkpointer := this()) is not None:
+                checkpointer._before_step(stepping)
+
         self._optimizers.append(optimizer)
-        optimizer.register_step_pre_hook(lambda stepping, *_: self._before_step(stepping))
+        self._hooks.append(optimizer.register_step_pre_hook(before_step))
 
     def _before_step(self, optimizer: Any) -> None:
         if self._window is not None and not self._window.reach(optimizer):
@@ -644,6 +652,10 @@ class Checkpointer:
                 self._signals,
                 max(0.0, deadline - time.monotonic()),
             )
+            for hook in self._hooks:
+                hook.remove()
+            for kept in (self._hooks, self._optimizers, self._snapshots):
+                kept.clear()
         self._failures.tell_of_newest(self._history, self._is_complete)
 
     def __enter__(self) -> Checkpointer:
@@ -675,6 +687,13 @@ def _shut(
     """Writes every snapshot to some storage; leaves drains to the next start."""
     if os.getpid() != pid:
         return  # a forked child: the threads are its parent's
+    if background.is_this_thread():  # which has collected a checkpointer that was dropped
+        threading.Thread(
+            target=_shut,
+            args=(pid, background, fast, durable, signals, timeout),
+            name="nostall-checkpoint-close",
+        ).start()
+        return
     try:
         background.wait(
             drained=False, timeout=background.settings.timeout if timeout is None else timeout

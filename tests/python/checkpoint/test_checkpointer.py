@@ -163,6 +163,61 @@ def test_a_window_reads_until_the_update(tmp_path: Path) -> None:
             assert found is not None and (found.state["w"] == step).all()
 
 
+def test_an_optimizer_keeps_no_checkpointer(tmp_path: Path) -> None:
+    import torch
+
+    weight = torch.nn.Parameter(torch.zeros(10))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    kept = []
+    for closed in (True, False):
+        ckpt = nostall.Checkpointer(durable=tmp_path)
+        ckpt.attach(optimizer)
+        ckpt.save({"w": weight}, 1, window=True)
+        if closed:
+            ckpt.close()
+            assert not optimizer._optimizer_step_pre_hooks
+            assert not ckpt._snapshots and not ckpt._background._snapshots
+        kept.append(weakref.ref(ckpt))
+        gc.disable()
+        try:
+            del ckpt
+            assert kept[-1]() is None
+        finally:
+            gc.enable()
+        optimizer.step()
+
+
+def test_a_checkpointer_that_its_own_thread_collects_saves_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare, dropped, collected = Store.prepare, threading.Event(), threading.Event()
+
+    def collect_first(store: Store, step: int) -> Path:
+        assert dropped.wait(60)
+        gc.collect()
+        collected.set()
+        return prepare(store, step)
+
+    monkeypatch.setattr(Store, "prepare", collect_first)
+    ckpt = nostall.Checkpointer(durable=tmp_path)
+    cycle = [ckpt]
+    cycle.append(cycle)  # type: ignore[arg-type]
+    ckpt.save(state_of(1), 1)
+    gc.disable()
+    try:
+        del ckpt, cycle
+        dropped.set()
+        assert collected.wait(60)
+    finally:
+        gc.enable()
+    for thread in threading.enumerate():
+        if thread.name == "nostall-checkpoint-close":
+            thread.join(60)
+    assert steps_in(tmp_path) == [1]
+    with nostall.Checkpointer(durable=tmp_path):  # for it has let the directory go
+        pass
+
+
 def test_what_changes_outside_of_updates_is_copied_by_the_save(tmp_path: Path) -> None:
     import torch
 
