@@ -273,6 +273,10 @@ def _drain(arguments: argparse.Namespace) -> int:
     fast, durable = Store(arguments.fast, "fast"), open_store(arguments.durable, "durable")
     if not Path(fast.root).is_dir():
         raise UsageError(f"{fast.root} is not a directory")
+    if not fast.steps() and not fast.seen():
+        raise UsageError(
+            f"there never was a checkpoint in {fast.root}: give the fast directory of a job"
+        )
     rate = 0
     if arguments.rate is not None:
         rate = parse_size(checked("checkpoint.rate", arguments.rate))

@@ -96,6 +96,18 @@ def test_restore_dry_run_reads_as_a_restore_would(
     assert main(["checkpoints", "restore-dry-run", *tiers]) == 5
 
 
+def test_drain_refuses_a_directory_without_checkpoints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fast, durable = tmp_path / "fast", tmp_path / "durable"
+    fast.mkdir()
+    assert main(["checkpoints", "drain", str(fast), str(durable)]) == UsageError.exit_code
+    assert f"there never was a checkpoint in {fast}" in capsys.readouterr().err
+    assert not durable.exists()
+    nostall.Checkpointer(fast).close()  # a job that has saved nothing
+    assert main(["checkpoints", "drain", str(fast), str(durable)]) == 0
+
+
 def test_drain_continues_without_a_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
