@@ -52,6 +52,7 @@ class Entry:
     """A checkpoint that was complete once: its manifest, or what is wrong with it.
 
     `name` is that of the manifest in `path`. One with a manifest and `damage` is known to lack parts.
+    `unread`: the system refused to read the manifest, and whether it is damaged is not known.
     """
 
     step: int
@@ -59,6 +60,7 @@ class Entry:
     manifest: Manifest | None
     damage: str = ""
     name: str = _MANIFEST
+    unread: bool = False
 
 
 def entry_of(step: int, path: Place, name: str, data: bytes) -> Entry:
@@ -210,7 +212,7 @@ class Store:
             return None
         except OSError as error:
             problem = f"{path / name} cannot be read: {error.strerror}"
-            return Entry(step, path, None, problem, name)
+            return Entry(step, path, None, problem, name, unread=True)
         return entry_of(step, path, name, data)
 
     def saves(self, step: int) -> list[Entry]:

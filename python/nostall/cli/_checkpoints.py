@@ -19,11 +19,11 @@ from nostall.checkpoint._drain import copy_all, read_back
 from nostall.checkpoint._format import Branch, Manifest, Part
 from nostall.checkpoint._lineage import Ranges, is_past
 from nostall.checkpoint._open import check_places, open_store
-from nostall.checkpoint._place import Pacing, url_of
+from nostall.checkpoint._place import Pacing, UnreachableError, url_of
 from nostall.checkpoint._restore import describe, on_branch, read_part, view
 from nostall.checkpoint._retention import Keep
 from nostall.checkpoint._store import Entry, Store
-from nostall.errors import CorruptionError, Error, UsageError
+from nostall.errors import CorruptionError, Error, IoError, UsageError
 
 _THREADS = 4
 # All columns of a row between the step and the state.
@@ -38,7 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         return actions.add_parser(name, help=help, description=help)
 
     ls = action("ls", "list the checkpoints, oldest first")
-    verify = action("verify", "read everything and compare checksums; exit status 5 for damage")
+    verify = action(
+        "verify",
+        "read everything and compare checksums; exit status 5 for damage, 3 for what cannot be read",
+    )
     rm = action("rm", "remove steps, or what branches that were given up have left; manifest first")
     branch = action("branch", "go back to a checkpoint: what came after it is superseded")
     dry = action("restore-dry-run", "read what a restore would read, and print what it finds")
@@ -66,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0; 5 if anything is damaged."""
+    """0; 5 if anything is damaged, 3 if anything cannot be read."""
     if arguments.action == "drain":
         return _drain(arguments)
     for directory in arguments.directories:
@@ -89,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _list(stores: Sequence[Store], step: int | None, *, check: bool) -> int:
-    damaged, any_found = 0, False
+    status, any_found = 0, False
     top = view(stores, None).top
     print(
         f"{'STEP':>12}  {'WRITTEN':<19}  {'RANKS':>5}  {'BYTES':>15}  {'METRIC':>10}  {'SAVE':<15}  "
@@ -101,11 +104,15 @@ def _list(stores: Sequence[Store], step: int | None, *, check: bool) -> int:
             if step is not None and entry.step != step:
                 continue
             found = True
-            problem = entry.damage if entry.manifest is None else store.missing(entry.manifest)
-            if check and not problem and entry.manifest is not None:
-                problem = _check(store, entry, entry.manifest)
-            damaged += bool(problem)
-            print(_row(store, entry, problem, check, top))
+            try:
+                problem = _problem(store, entry, check)
+                state = f"DAMAGED: {problem}" if problem else ("verified" if check else "complete")
+                status = max(status, CorruptionError.exit_code if problem else 0)
+            except UnreachableError:
+                raise
+            except IoError as error:
+                state, status = f"UNREADABLE: {error}", max(status, error.exit_code)
+            print(_row(store, entry, state, top))
         incomplete = [s for s in store.steps() if step in (None, s) and not store.saves(s)]
         for other in incomplete:
             print(f"{other:>12}  {_BLANK}not complete")
@@ -115,18 +122,15 @@ def _list(stores: Sequence[Store], step: int | None, *, check: bool) -> int:
     if not any_found and (check or step is not None):
         of = "" if step is None else f" of step {step}"
         raise UsageError(f"there is no complete checkpoint{of} in {_places(stores)}")
-    return CorruptionError.exit_code if damaged else 0
+    return status
 
 
 def _places(stores: Sequence[Store]) -> str:
     return ", ".join(str(store.root) for store in stores)
 
 
-def _row(
-    store: Store, entry: Entry, problem: str, checked: bool, top: tuple[int, Ranges] | None
-) -> str:
+def _row(store: Store, entry: Entry, state: str, top: tuple[int, Ranges] | None) -> str:
     manifest = entry.manifest
-    state = f"DAMAGED: {problem}" if problem else ("verified" if checked else "complete")
     if manifest is None:
         return f"{entry.step:>12}  {_BLANK}{state}"
     written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.created))
@@ -144,6 +148,20 @@ def _row(
     )
 
 
+def _problem(store: Store, entry: Entry, check: bool) -> str:
+    """What is missing or, if it is read, damaged; or "".
+
+    Raises:
+        IoError: that is not known.
+    """
+    if entry.unread:
+        raise IoError(entry.damage)
+    if entry.manifest is None:
+        return entry.damage
+    missing = store.missing(entry.manifest)
+    return _check(store, entry, entry.manifest) if check and not missing else missing
+
+
 def _check(store: Store, entry: Entry, manifest: Manifest) -> str:
     for part in manifest.parts:
         path = entry.path / part.name
@@ -153,7 +171,7 @@ def _check(store: Store, entry: Entry, manifest: Manifest) -> str:
             counter = _native.Progress()
             try:
                 bad = store.check(manifest.step, part, _THREADS, counter)
-            except Error as error:
+            except CorruptionError as error:
                 return str(error)
             advance(part.size, part.size)
         if bad:
@@ -220,6 +238,7 @@ def _branch(stores: Sequence[Store], step: int | None, id: str | None) -> int:
 
 def _dry_run(stores: Sequence[Store], step: int | None, rank: int) -> int:
     looked = view(stores, step)
+    passed_over = bool(looked.problems)
     for problem in looked.problems:
         print(f"passed over: {problem}")
     for choice in looked.choices:
@@ -228,20 +247,25 @@ def _dry_run(stores: Sequence[Store], step: int | None, rank: int) -> int:
             print(f"superseded: step {found}, save {choice.id}")
             continue
         store = next(s for s in stores if s.kind == choice.kind)
+        passed_over = True
         manifest = store.find(found, choice.id)
         if manifest is None:
+            print(f"passed over: step {found} in {store.root} is gone")
             continue
         part = manifest.part_of(rank)
-        if part is not None and manifest.spread and not store.has(found, part):
+        if part is None:  # a restore by so many ranks is refused
+            raise UsageError(f"step {found} in {store.root} has no part of rank {rank}")
+        if manifest.spread and not store.has(found, part):
             print(f"passed over: step {found}: the part of rank {rank} is on another node")
             continue
         try:
             with _bar(f"step {found} from {store.root}") as advance:
                 restored = read_part(store, manifest, rank, _THREADS, advance)
-        except CorruptionError as error:
+        except UnreachableError:  # an older one would be restored although this one may be whole
+            raise
+        except (Error, OSError) as error:
             print(f"passed over: {error}")
             continue
-        assert part is not None
         print(
             f"would restore step {found} from {store.root}: {part.size} bytes in "
             f"{restored.seconds:.2f} s ({part.size / max(restored.seconds, 1e-9) / 1e6:.0f} MB/s)"
@@ -249,6 +273,8 @@ def _dry_run(stores: Sequence[Store], step: int | None, rank: int) -> int:
         for line in _outline(restored.state):
             print(f"  {line}")
         return 0
+    if step is not None and not passed_over:
+        raise UsageError(f"there is no checkpoint of step {step} in {_places(stores)}")
     print(f"nothing can be restored from {_places(stores)}")
     return CorruptionError.exit_code
 

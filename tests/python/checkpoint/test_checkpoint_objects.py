@@ -305,6 +305,24 @@ def test_a_process_that_is_killed_in_mid_upload(
     assert len(keys(bucket)) == (4 if kept else 2)
 
 
+def test_verify_calls_nothing_damaged_while_the_store_is_away(
+    proxy: Proxy, make: Any, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with make(level="durable") as ckpt:
+        ckpt.save(state_of(1), 1)
+
+    def away(request: Request, forward: Callable[[], Answer]) -> Answer:
+        part = request.method == "GET" and "/rank-" in request.path
+        return error(503, "SlowDown") if part else forward()
+
+    proxy.meddle = away
+    for command in ("verify", "restore-dry-run"):
+        assert main(["checkpoints", command, url]) == IoError.exit_code
+        told = capsys.readouterr()
+        assert "DAMAGED" not in told.out and "passed over" not in told.out
+        assert "nostall: cannot read s3://" in told.err and "503" in told.err
+
+
 def test_parts_of_other_nodes_are_drained_when_the_store_is_back(
     proxy: Proxy, url: str, tmp_path: Path
 ) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +17,7 @@ import nostall
 from nostall import _native
 from nostall.checkpoint._store import Store
 from nostall.cli import main
-from nostall.errors import UsageError
+from nostall.errors import CorruptionError, IoError, UsageError
 
 
 @pytest.fixture
@@ -52,6 +56,46 @@ def test_verify_finds_damage(tiers: list[str], capsys: pytest.CaptureFixture[str
     assert main(["checkpoints", "verify", *tiers]) == 5
     output = capsys.readouterr().out
     assert output.count("DAMAGED") == 2 and str(path) in output and "CRC32C" in output
+
+
+@contextlib.contextmanager
+def refused(path: Path) -> Iterator[None]:
+    """The system lets nobody read the file; root could, so that root is somebody else meanwhile."""
+    path.chmod(0)
+    if os.geteuid() == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if os.getuid() == 0:
+            os.seteuid(0)
+        path.chmod(0o644)
+
+
+@pytest.mark.parametrize("name", ["*.safetensors", "manifest.json"])
+def test_what_cannot_be_read_is_not_called_damaged(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as home:  # whose parents all may pass
+        os.chmod(home, 0o755)
+        with nostall.Checkpointer(durable=home, level="durable") as ckpt:
+            for step in (1, 2):
+                ckpt.save({"step": step}, step)
+        assert main(["checkpoints", "verify", home]) == 0
+        assert main(["checkpoints", "restore-dry-run", home]) == 0
+        (path,) = Path(home).glob(f"step-000000000002/{name}")
+        capsys.readouterr()
+        with refused(path):
+            assert main(["checkpoints", "verify", home]) == IoError.exit_code
+            said = capsys.readouterr().out
+            assert "UNREADABLE: " in said and str(path) in said and "Permission denied" in said
+            assert "DAMAGED" not in said and said.count("verified") == 1
+            # As a restore would, which goes back to the one before.
+            assert main(["checkpoints", "restore-dry-run", home]) == 0
+            assert "would restore step 1" in capsys.readouterr().out
+        damage(home, 1)
+        with refused(path):
+            assert main(["checkpoints", "verify", home]) == CorruptionError.exit_code
 
 
 def test_rm_removes_and_says_what(tiers: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,6 +138,32 @@ def test_restore_dry_run_reads_as_a_restore_would(
     for step in (1, 2, 3):
         damage(tiers[1], step)
     assert main(["checkpoints", "restore-dry-run", *tiers]) == 5
+
+
+def test_restore_dry_run_refuses_what_a_restore_refuses(
+    tiers: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["checkpoints", "restore-dry-run", "--rank", "1", *tiers]) == UsageError.exit_code
+    assert "has no part of rank 1" in capsys.readouterr().err
+    assert main(["checkpoints", "restore-dry-run", "--step", "7", *tiers]) == UsageError.exit_code
+    assert "there is no checkpoint of step 7 in" in capsys.readouterr().err
+
+
+def test_restore_dry_run_passes_over_what_torch_has_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with nostall.Checkpointer(durable=tmp_path, level="durable") as ckpt:
+        ckpt.save({"step": 1}, 1)
+        ckpt.save({"step": 2}, 2)
+    store = Store(tmp_path, "durable")
+    manifest = store.manifests()[-1]
+    store.publish(dataclasses.replace(manifest, extra={"dcp": {}}))
+    assert main(["checkpoints", "restore-dry-run", str(tmp_path)]) == 0
+    output = capsys.readouterr().out
+    assert "passed over: step 2" in output and "would restore step 1" in output
+    with nostall.Checkpointer(durable=tmp_path) as ckpt:
+        found = ckpt.restore()
+        assert found is not None and found.step == 1
 
 
 def test_drain_refuses_a_directory_without_checkpoints(
