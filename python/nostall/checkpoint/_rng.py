@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+
+_log = logging.getLogger("nostall")
 
 
 def rng_state() -> dict[str, Any]:
@@ -23,7 +26,11 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Sets all generators to the states that `rng_state` returned."""
+    """Sets all generators to the states that `rng_state` returned.
+
+    If this machine has fewer devices than the one of `rng_state`, those that it has are set, with a
+    warning.
+    """
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     if "torch" in state:
@@ -31,8 +38,18 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 
         torch.set_rng_state(state["torch"])
         name, module = _accelerator(torch)
-        if module is not None and name in state:
-            module.set_rng_state_all(state[name])
+        states = state.get(name, ())
+        here = module.device_count() if module is not None else 0
+        if states and here:
+            module.set_rng_state_all(states[:here])
+        if len(states) > here:
+            _log.warning(
+                "%d of %d saved states of generators are set: this machine has no more %s devices, and "
+                "draws otherwise than the training that saved them",
+                here,
+                len(states),
+                name,
+            )
 
 
 def _accelerator(torch: Any) -> tuple[str, Any]:

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import math
 import random
+import types
 from pathlib import Path
 from typing import Any
 
@@ -241,3 +242,39 @@ def test_generators_continue_where_they_were(tmp_path: Path) -> None:
     assert found is not None
     set_rng_state(found.state["rng"])
     assert same((random.random(), np.random.rand(), torch.rand(2)), expected)
+
+
+class Generators:
+    """What torch has for an accelerator with so many devices."""
+
+    def __init__(self, devices: int) -> None:
+        self.states = [torch.full((2,), i, dtype=torch.uint8) for i in range(devices)]
+
+    def is_available(self) -> bool:
+        return bool(self.states)
+
+    def device_count(self) -> int:
+        return len(self.states)
+
+    def get_rng_state_all(self) -> list[torch.Tensor]:
+        return [state.clone() for state in self.states]
+
+    def set_rng_state_all(self, states: list[torch.Tensor]) -> None:
+        for i, state in enumerate(states):
+            self.states[i] = state
+
+
+@pytest.mark.parametrize("devices", [0, 1, 2, 3])
+def test_generators_of_fewer_or_more_devices_are_set(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, devices: int
+) -> None:
+    found = types.SimpleNamespace(type="another")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: found)
+    monkeypatch.setattr(torch, "another", Generators(2), raising=False)
+    state = rng_state()
+    state["another"] = [one + 100 for one in state["another"]]
+    monkeypatch.setattr(torch, "another", there := Generators(devices))
+    set_rng_state(state)
+    assert [int(one[0]) for one in there.states] == [100, 101, 2][:devices]
+    words = f"{devices} of 2 saved states of generators are set"
+    assert (words in caplog.text) == (devices < 2)
