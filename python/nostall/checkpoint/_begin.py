@@ -115,15 +115,16 @@ def _begin(
         elif partner and rank == 0:
             _log.warning("partner=True has no effect: all ranks share %s", fast and fast.root)
         leads_fast = nodes.leader if nodes is not None else rank == 0
-        for store in stores:
-            if leads_fast if store is fast else rank == 0:
-                store.own()
-                owned.append(store)
-                store.unmark(met.tokens)
-                if store is not fast or nodes is None:
-                    store.clean()
-                else:
-                    note["held"] = holdings(store)
+        led = [s for s in stores if (leads_fast if s is fast else rank == 0)]
+        for store in led:  # also where another job has one of them
+            store.unmark(met.tokens)
+        for store in led:
+            store.own()
+            owned.append(store)
+            if store is not fast or nodes is None:
+                store.clean()
+            else:
+                note["held"] = holdings(store)
         note["seen"] = max((store.seen() for store in owned), default=0)
     notes = gather(note)
     seen_by_all = max(int(theirs["seen"]) for theirs in notes)

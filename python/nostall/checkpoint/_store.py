@@ -41,6 +41,8 @@ _OURS = re.compile(
 LARGEST_STEP = 10**12 - 1
 # What a rank waits longer for rank 0's decision than rank 0 for the ranks: seconds.
 GRACE_SECONDS = 5.0
+# A mark that is so much older than the newest one is of a job that was killed while it began.
+_MARK_SECONDS = 24 * 3600.0
 # A rank that writes no part looks for newer checkpoints at this interval.
 LOOK_SECONDS = 1.0
 
@@ -372,9 +374,20 @@ class Store:
         return [i for i, token in enumerate(tokens) if (self._path / f".run-{token}").exists()]
 
     def unmark(self, tokens: Sequence[str]) -> None:
-        """Removes these marks, and in a directory all of jobs before."""
-        for old in self._path.glob(".run-*"):
-            old.unlink(missing_ok=True)
+        """Removes these marks, and in a directory those that killed jobs have left.
+
+        A job that begins at the same time still needs its own. The file system's clock says which are
+        old, as the machines' may differ.
+        """
+        made = {}
+        for path in self._path.glob(".run-*"):
+            with contextlib.suppress(FileNotFoundError):
+                made[path] = path.stat().st_mtime
+        old = max(made.values(), default=0.0) - _MARK_SECONDS
+        ours = {f".run-{token}" for token in tokens}
+        for path, seconds in made.items():
+            if path.name in ours or seconds < old:
+                path.unlink(missing_ok=True)
 
     def clean(self) -> list[str]:
         """Removes files of ours that no manifest names; their paths.

@@ -781,6 +781,41 @@ def test_replicated_state_is_written_once_and_read_by_any_world(tmp_path: Path) 
         assert found is not None and found.state["step"] == 5
 
 
+def test_of_two_jobs_that_start_together_one_is_told_of_the_other(tmp_path: Path) -> None:
+    make = ranked(tmp_path, 2)
+    marked, begun = threading.Event(), threading.Event()
+    old = tmp_path / "fast" / ".run-00000000"
+    old.parent.mkdir()
+    old.touch()
+    os.utime(old, (0, 0))
+
+    def late(rank: int, gather: Any) -> None:
+        def gather_and_wait(mine: bytes) -> list[bytes]:
+            notes: list[bytes] = gather(mine)
+            marked.set()  # the first time: by all ranks
+            assert begun.wait(60)
+            return notes
+
+        with pytest.raises(UsageError, match="is used by another running job"):
+            make(rank, gather_and_wait)
+
+    def first(rank: int, gather: Any) -> None:
+        assert marked.wait(60)
+        with make(rank, gather) as ckpt:
+            begun.set()
+            ckpt.save(state_of(rank), 1)
+            told.join(60)
+            assert not told.is_alive()
+            gather(b"")
+
+    ended: list[Any] = []
+    told = threading.Thread(target=lambda: ended.extend(World(2).run(late)))
+    told.start()
+    assert World(2).run(first) == [None, None]
+    assert ended == [None, None]
+    assert list(tmp_path.rglob(".run-*")) == []
+
+
 def test_no_rank_saves_before_all_know_what_a_save_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
