@@ -363,6 +363,17 @@ class ObjectStore(Store):
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return 0
 
+    def other_owner(self) -> str:
+        number, _ = self._last_owner()
+        if not number:
+            return ""
+        with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+            values = json.loads(self._read(self._owner_key(number)))
+            if values["host"] == self._me["host"] and not _lives(int(values["pid"])):
+                return ""
+            return f"process {values['pid']} on {values['host']}"
+        return "another job"
+
     def own(self) -> None:
         """Takes the store for this job, also from one that has it.
 
@@ -767,6 +778,17 @@ class ObjectStore(Store):
 
 def _step(step: int) -> str:
     return f"step-{step:012d}"
+
+
+def _lives(pid: int) -> bool:
+    """Whether this machine has such a process."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        pass
+    return True
 
 
 def _part_name(part: Part, id: str, token: str) -> str:

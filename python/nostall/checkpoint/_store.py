@@ -323,6 +323,10 @@ class Store:
         with io_errors("make the directory", self.root):
             make_directory(self._path)
 
+    def other_owner(self) -> str:
+        """From whom `own` takes the store, who may still use it; of a locked directory from nobody."""
+        return ""
+
     def own(self) -> None:
         """Makes the directory, and takes it for this job.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -179,10 +180,21 @@ def _check(store: Store, entry: Entry, manifest: Manifest) -> str:
     return ""
 
 
+def _own(store: Store) -> None:
+    """Takes a store, and says from whom."""
+    if other := store.other_owner():
+        print(
+            f"{store.root} is taken over from {other}: if that job still runs, nothing that it saves "
+            "from now on is copied there",
+            file=sys.stderr,
+        )
+    store.own()
+
+
 def _remove(stores: Sequence[Store], steps: Sequence[int]) -> int:
     missing = set(steps)
     for store in stores:
-        store.own()
+        _own(store)
         try:
             for step in steps:
                 if step in store.steps():
@@ -202,7 +214,7 @@ def _remove(stores: Sequence[Store], steps: Sequence[int]) -> int:
 def _remove_superseded(stores: Sequence[Store]) -> int:
     with contextlib.ExitStack() as owning:
         for store in stores:
-            store.own()
+            _own(store)
             owning.callback(store.disown)
         top, removed = view(stores, None).top, False
         for store in stores:
@@ -219,7 +231,7 @@ def _remove_superseded(stores: Sequence[Store]) -> int:
 def _branch(stores: Sequence[Store], step: int | None, id: str | None) -> int:
     with contextlib.ExitStack() as owning:
         for store in stores:
-            store.own()
+            _own(store)
             owning.callback(store.disown)
         found = view(stores, step)
         chosen = next((c for c in found.choices if id in (None, c.id)), None)
@@ -314,7 +326,7 @@ def _drain(arguments: argparse.Namespace) -> int:
 
     fast.own()
     try:
-        durable.own()
+        _own(durable)
         waiting = undrained(fast, durable, Keep(arguments.keep))
         for manifest in waiting:
             copy_all(durable, manifest, functools.partial(copy, manifest))

@@ -9,6 +9,8 @@ import json
 import os
 import re
 import signal
+import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -376,6 +378,27 @@ def test_a_job_that_begins_later_takes_the_store(make: Any, url: str) -> None:
         first._begin_branch(second.durable.manifests()[0], True)  # a warning
     first.close()
     assert steps_on(url) == [1, 2]
+
+
+def test_a_command_says_from_whom_it_takes_the_store(
+    make: Any, bucket: Any, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with make(level="durable") as ckpt:
+        ckpt.save(state_of(1), 1)
+        ckpt.save(state_of(2), 2)
+        for words in (["rm", "--step", "1"], ["rm", "--superseded"], ["branch", "--step", "2"]):
+            assert main(["checkpoints", *words, url]) == 0
+            told = f"{url} is taken over from process {os.getpid()} on {socket.gethostname()}: if"
+            assert capsys.readouterr().err.startswith(told)
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    for host, known in ((socket.gethostname(), True), ("elsewhere", False)):
+        last = max(o.key for o in bucket.objects.all() if "/.owners/" in o.key)
+        number = int(Path(last).stem) + 1
+        note = json.dumps({"run": "x", "host": host, "pid": ended.pid, "first": 1 << 40})
+        bucket.put_object(Key=f"runs/one/.owners/{number:012d}.json", Body=note.encode())
+        assert main(["checkpoints", "rm", "--superseded", url]) == 0
+        assert (capsys.readouterr().err == "") == known
 
 
 def test_a_rank_goes_by_the_decision_of_rank_0_of_its_own_job(
