@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Unpack
 
 from nostall import _native
@@ -462,7 +462,7 @@ class Checkpointer:
         self,
         step: int | None = None,
         *,
-        into: MutableMapping[str, Any] | None = None,
+        into: Any = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> Restored | None:
         """Restores the newest complete and undamaged checkpoint, from the fast tier if it is there.
@@ -473,9 +473,9 @@ class Checkpointer:
         Args:
             step: restore this one instead of the newest; if it is not the newest, a branch begins
                 there, and later checkpoints are superseded, with a warning.
-            into: a state as given to `save`. Objects with a load_state_dict load their state, arrays
-                and tensors are filled in place, all other values are replaced; None takes whatever
-                was saved in its place. If names or arrays do not fit, nothing changes; if a
+            into: a state as given to `save`, but no function. Objects with a load_state_dict load their
+                state, arrays and tensors are filled in place, all other values are replaced; None takes
+                whatever was saved in its place. If names or arrays do not fit, nothing changes; if a
                 load_state_dict raises, some of the rest may be loaded.
             progress: called now and then with (bytes read, bytes in all).
 
@@ -509,9 +509,7 @@ class Checkpointer:
                 self._go_on_from(restored, into, chosen=step is not None)
         return restored
 
-    def _go_on_from(
-        self, restored: Restored, into: MutableMapping[str, Any] | None, chosen: bool
-    ) -> None:
+    def _go_on_from(self, restored: Restored, into: Any, chosen: bool) -> None:
         """Fills `into`, and keeps the checkpoint from the rules of the branch that it may leave."""
         if into is not None:
             try:

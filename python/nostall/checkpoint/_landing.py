@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -104,7 +104,7 @@ class Landing:
         streams: kept from one save or restore to the next, by device.
     """
 
-    def __init__(self, into: MutableMapping[str, Any], streams: dict[Any, Any]) -> None:
+    def __init__(self, into: Any, streams: dict[Any, Any]) -> None:
         self._into, self._streams = into, streams
         torch = sys.modules.get("torch")
         # What torch is built for may be missing here.

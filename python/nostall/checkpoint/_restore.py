@@ -179,7 +179,7 @@ def describe(part: Part, blocks: Sequence[int], names: Sequence[str] = ()) -> st
     return text
 
 
-def load_into(target: MutableMapping[str, Any], state: Any) -> None:
+def load_into(target: Any, state: Any) -> None:
     """Gives each value of `target` its saved state; changes nothing if one of them does not fit.
 
     Raises:
@@ -189,10 +189,13 @@ def load_into(target: MutableMapping[str, Any], state: Any) -> None:
         change()
 
 
-def check_fit(target: MutableMapping[str, Any], state: Any) -> list[Callable[[], object]]:
+def check_fit(target: Any, state: Any) -> list[Callable[[], object]]:
     """What gives each value of `target` its saved state; UsageError as `load_into`."""
     todo: list[Callable[[], object]] = []
-    _plan_mapping(target, state, "state", todo)
+    if callable(getattr(target, "load_state_dict", None)):
+        _plan(target, state, "state", todo)
+    else:
+        _plan_mapping(target, state, "state", todo)
     return todo
 
 

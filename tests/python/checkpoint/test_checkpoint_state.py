@@ -223,6 +223,8 @@ def test_a_module_is_a_state_and_is_not_called(tmp_path: Path) -> None:
         ckpt.save(lambda: {"model": model}, 2, level="durable")
         found = ckpt.restore()
         assert found is not None and same(found.state["model"], dict(model.state_dict()))
+        ckpt.restore(1, into=(other := torch.nn.Linear(4, 3)))
+        assert same(dict(other.state_dict()), dict(model.state_dict()))
 
 
 def test_restoring_into_other_names_is_refused(tmp_path: Path) -> None:
