@@ -35,6 +35,7 @@ from nostall.job._world import AllGather, under_srun
 _TIMEOUT = 120.0
 _MEMBER_SECONDS = 10.0  # for a rank's message once it has proved the secret
 _RETRY_SECONDS = 0.05
+_MPI_SECONDS = 0.002  # between two looks whether all ranks have come
 _LARGEST = 256 << 20
 
 
@@ -89,8 +90,7 @@ def find_rendezvous(
         return _by_store(store, rank, world_size, name, timeout)
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and mpi.COMM_WORLD.size == world_size:
-        gather: AllGather = mpi.COMM_WORLD.allgather
-        return gather
+        return _by_mpi(mpi.COMM_WORLD, rank, name, timeout)
     if under_srun(env) and env["SLURM_STEP_NUM_TASKS"] == str(world_size):
         with contextlib.suppress(RuntimeError):  # this user has no home
             meet = secret.state_folder(env) / "meet"
@@ -129,6 +129,34 @@ def _by_store(store: Any, rank: int, world_size: int, name: str, timeout: float)
         return parts
 
     return Rendezvous(allgather, _readers_of(store))
+
+
+# The barrier of a meeting that was given up: MPI takes none back, so the next meeting uses it.
+_entered: list[Any] = []
+
+
+def _by_mpi(world: Any, rank: int, name: str, timeout: float) -> AllGather:
+    if world.rank != rank:
+        raise UsageError(
+            f"rank {rank} is rank {world.rank} of mpi4py's COMM_WORLD, through which the ranks would "
+            "meet: number the ranks as MPI does, or pass an allgather that has them in their order"
+        )
+
+    def allgather(mine: bytes) -> list[bytes]:
+        deadline = time.monotonic() + timeout
+        barrier = _entered.pop() if _entered else world.Ibarrier()
+        while not barrier.Test():
+            if time.monotonic() > deadline:
+                _entered.append(barrier)
+                raise PeerError(
+                    f"rank {rank} waited {timeout:g} s in vain for all {world.size} ranks of MPI to "
+                    f'meet for "{name}": make this on all ranks'
+                )
+            time.sleep(_MPI_SECONDS)
+        parts: list[bytes] = world.allgather(mine)
+        return parts
+
+    return allgather
 
 
 def _readers_of(store: Any) -> str:

