@@ -28,7 +28,7 @@ from numpy.typing import DTypeLike, NDArray
 from nostall import _native
 from nostall.base._options import value
 from nostall.errors import UsageError
-from nostall.job._world import find_world
+from nostall.job._place import find_place
 
 __all__ = ["ALGORITHMS", "OPERATIONS", "Communicator", "Operation"]
 
@@ -104,7 +104,7 @@ class Communicator:
         if order not in ("any", "fixed"):
             raise UsageError(f'order={order!r} is neither "any" nor "fixed"')
         if rank is None or size is None:
-            world = find_world()
+            world = find_place()
             rank, size = world.local_rank, world.local_world_size
             job = f"{world.job} {next(_numbers) if job is None else job}"
         if job is None:

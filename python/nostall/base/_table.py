@@ -269,7 +269,13 @@ _LOADER = (
     _loader("world_size", _COUNT, None, "ranks of the job", "found from the launcher"),
     _loader("local_rank", _RANK, None, "this rank on its node", "found from the launcher"),
     _loader("local_world_size", _COUNT, None, "ranks of the node", "found from the launcher"),
-    _loader("job", _or_none(_TEXT), None, "name of the job", "found from the launcher"),
+    _loader(
+        "job",
+        _or_none(_TEXT),
+        None,
+        "name of the job, the same for all its ranks on a node",
+        "found from the launcher",
+    ),
     _loader(
         "threads",
         _or_none(_integer(1, 1024)),

@@ -126,7 +126,7 @@ class Checkpointer:
         self._name = f"checkpointer {next(_made)}"
         self._gathered = itertools.count()
         cores = len(os.sched_getaffinity(0))
-        self._threads = chosen.threads or max(1, min(8, cores // world.local_world_size))
+        self._threads = chosen.threads or max(1, min(8, cores // world.most_here))
         self.fast = Store(fast, "fast") if fast is not None else None
         self.durable = open_store(durable, "durable") if durable is not None else None
         begun = begin(

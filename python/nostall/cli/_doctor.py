@@ -207,8 +207,9 @@ def findings() -> Iterator[tuple[str, str]]:
         return
     yield (
         "this process",
-        f"rank {world.rank} of {world.world_size}, local rank {world.local_rank} of "
-        f"{world.local_world_size}, job {world.job!r}",
+        f"rank {world.rank} of {world.world_size}, "
+        + (world.unknown or f"local rank {world.local_rank} of {world.local_world_size}")
+        + f", job {world.job!r}",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import re
 import sys
@@ -11,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nostall.base import _process as process
-from nostall.base._words import counted
 from nostall.errors import UsageError
+
+_log = logging.getLogger("nostall")
 
 AllGather = Callable[[bytes], list[bytes]]
 
@@ -22,6 +24,8 @@ class World:
     """This process among all of the job, and among those of its node.
 
     `job` is the same for all ranks of this job on this node, and different for every other job.
+    `unknown` is empty, or says why nothing tells which ranks share the node: then the local rank is
+    0 of 1 and stands for any (nostall.job._place finds it).
     """
 
     rank: int
@@ -29,6 +33,12 @@ class World:
     local_rank: int
     local_world_size: int
     job: str
+    unknown: str = ""
+
+    @property
+    def most_here(self) -> int:
+        """Ranks of the node; as many as there can be where nothing tells."""
+        return self.world_size if self.unknown else self.local_world_size
 
 
 # Launcher: (rank, size, local rank, local size, names that together identify the job).
@@ -73,48 +83,35 @@ def find_world(
     job: str | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> World:
-    """This process's place in its job.
+    """This process's place in its job; it meets no other rank.
 
-    Arguments win over an initialised torch.distributed, that over torchrun's variables, then Open
-    MPI's, MPICH's and Slurm's (under srun); without any of them the process is alone. RANK and
-    WORLD_SIZE without LOCAL_RANK and LOCAL_WORLD_SIZE, as scripts set them for torch.distributed,
-    are completed from the variables of the launcher beside them.
+    Arguments win over an initialised torch.distributed, that over jax.distributed, that over torchrun's
+    variables, then Open MPI's, MPICH's and Slurm's (under srun); without any of them the process is
+    alone. RANK and WORLD_SIZE without LOCAL_RANK and LOCAL_WORLD_SIZE, as scripts set them for
+    torch.distributed, are completed from the variables of the launcher beside them.
 
     Raises:
         UsageError: values that are missing or do not go together, with the variable's name.
     """
-    env = _given(environment)
-    found = _from_environment(env)
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        size = int(distributed.get_world_size())
-        same = found.world_size == size
-        found = World(
-            rank=int(distributed.get_rank()),
-            world_size=size,
-            local_rank=found.local_rank if same else 0,
-            local_world_size=found.local_world_size if same else 1,
-            job=found.job,
-        )
-    if rank is None and world_size is None:
-        world = found
-    elif rank is None or world_size is None:
+    given = (rank, world_size, local_rank, local_world_size)
+    if (rank is None) != (world_size is None):
         raise UsageError("give both rank and world_size, or neither")
-    else:
-        same = (rank, world_size) == (found.rank, found.world_size)
-        world = World(
-            rank=rank,
-            world_size=world_size,
-            local_rank=found.local_rank if same else 0,
-            local_world_size=found.local_world_size if same else 1,
-            job=found.job if same else f"{found.job}-rank{rank}",
-        )
-    world = World(
-        rank=world.rank,
-        world_size=world.world_size,
+    env = _given(environment)
+    try:
+        world = _found(env)
+    except UsageError:
+        if None in (*given, job):
+            raise
+        world = _alone()
+    placed = local_rank is not None and local_world_size is not None
+    if rank is not None and world_size is not None:
+        world = _named(world, rank, world_size, local_world_size)
+    world = dataclasses.replace(
+        world,
         local_rank=world.local_rank if local_rank is None else local_rank,
         local_world_size=world.local_world_size if local_world_size is None else local_world_size,
         job=world.job if job is None else job,
+        unknown="" if placed else world.unknown,
     )
     if not 0 <= world.rank < world.world_size:
         raise UsageError(f"rank {world.rank} is not in a world of {world.world_size}")
@@ -126,23 +123,92 @@ def find_world(
     return world
 
 
+def _found(env: Mapping[str, str]) -> World:
+    """The place by what runs in this process, else by the launcher's variables."""
+    group = joined_group()
+    if group is None:
+        return _from_environment(env)
+    try:
+        launched = _from_environment(env)
+    except UsageError:  # what the variables say does not matter where it does not go with the group
+        launched = _alone()
+    if (launched.rank, launched.world_size) == (group.rank, group.world_size):
+        if not launched.unknown:
+            return launched
+        return dataclasses.replace(launched, job=_drawn_name() or launched.job)
+    if group.world_size == 1:
+        return World(0, 1, 0, 1, launched.job)
+    return World(
+        rank=group.rank,
+        world_size=group.world_size,
+        local_rank=0,
+        local_world_size=1,
+        job=_drawn_name() or launched.job,
+        unknown=f"{group.name} has {group.world_size} ranks, and no launcher's variables go with them",
+    )
+
+
+def _named(found: World, rank: int, world_size: int, local_world_size: int | None) -> World:
+    """The place of a rank that the caller names."""
+    if (rank, world_size) == (found.rank, found.world_size):
+        return found
+    if local_world_size is not None:
+        several = local_world_size > 1
+        name = f"{found.job} of {world_size}" if several else f"{found.job}-rank{rank}"
+        return World(rank, world_size, 0, 1, name)
+    return World(rank, world_size, 0, 1, f"{found.job}-rank{rank}")
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks that a library joined in this process, and the library's name."""
+
+    name: str
+    rank: int
+    world_size: int
+
+
+def joined_group() -> Group | None:
+    """That of torch.distributed or jax.distributed, where one is initialised; neither is imported."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        rank, size = int(distributed.get_rank()), int(distributed.get_world_size())
+        return Group("torch.distributed", rank, size)
+    jax = sys.modules.get("jax")
+    is_initialized = getattr(getattr(jax, "distributed", None), "is_initialized", None)
+    if jax is not None and is_initialized is not None and is_initialized():
+        return Group("jax.distributed", int(jax.process_index()), int(jax.process_count()))
+    return None
+
+
+def _drawn_name() -> str:
+    """A name for this job alone, which its first rank leaves in torch's store; "" without one."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return ""
+    store = distributed.distributed_c10d._get_default_store()
+    drawn = f"torch.distributed {os.urandom(8).hex()}"
+    try:
+        return bytes(store.compare_set("nostall/job", "", drawn)).decode()
+    except Exception as error:  # a store that cannot
+        _log.debug("the job has no name in the store of torch.distributed: %s", error)
+        return ""
+
+
 def refuse_late_group(world_size: int, what: str) -> None:
-    """Refuses what was made for one rank alone, where torch.distributed, later, has several.
+    """Refuses what was made for one rank alone, where torch or JAX, later, has several.
 
     Ranks that each believe to be alone would train on the same samples, and nothing else would say so.
 
     Raises:
-        UsageError: torch.distributed has other ranks beside this process.
+        UsageError: torch.distributed or jax.distributed has other ranks beside this process.
     """
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return
-    rank, size = int(distributed.get_rank()), int(distributed.get_world_size())
-    if world_size == 1 and size > 1:
+    group = joined_group()
+    if world_size == 1 and group is not None and group.world_size > 1:
         raise UsageError(
-            f"this {what} was made as rank 0 of 1, and torch.distributed, which was initialised later, "
-            f"has rank {rank} of {size} here: make the {what} afterwards (in Lightning, in "
-            "train_dataloader), or pass rank=0 and world_size=1 if this is meant"
+            f"this {what} was made as rank 0 of 1, and {group.name}, which was initialised later, "
+            f"has rank {group.rank} of {group.world_size} here: make the {what} afterwards (in "
+            "Lightning, in train_dataloader), or pass rank=0 and world_size=1 if this is meant"
         )
 
 
@@ -163,7 +229,7 @@ def find_address(
     if host is None:
         return None
     if "MASTER_PORT" in env:
-        return host, _number(env, "MASTER_PORT", "the launcher or script that set MASTER_ADDR")
+        return host, _number(env, "MASTER_PORT")
     import hashlib
 
     # Below the ports that the system assigns to sockets without one.
@@ -188,32 +254,35 @@ def _from_environment(env: Mapping[str, str]) -> World:
             continue
         if rank not in env or size not in env:
             continue
-        world_size = _number(env, size, launcher)
+        world_size = _number(env, size)
         alone = world_size == 1
-        missing = [name for name in (local_rank, local_size) if name not in env]
-        if launcher == "torchrun" and missing and not alone:
+        if launcher == "torchrun" and local_size not in env and "LOCAL_SIZE" in env:
+            local_size = "LOCAL_SIZE"  # as DeepSpeed's launcher has it
+        missing = [] if alone else [name for name in (local_rank, local_size) if name not in env]
+        if launcher == "torchrun" and missing:
             # Set by hand, for torch.distributed, beside the variables of another launcher.
             beside = _from_environment({k: v for k, v in env.items() if k != rank})
-            if beside.world_size != world_size:
-                raise UsageError(
-                    f"{rank} and {size} are set without {' and '.join(missing)}, and no other "
-                    f"launcher's variables are there for {counted(world_size, 'rank')}: set them too, "
-                    "or pass rank, world_size, local_rank and local_world_size to the loader"
-                )
-            return dataclasses.replace(beside, rank=_number(env, rank, launcher))
+            if beside.world_size == world_size:
+                return dataclasses.replace(beside, rank=_number(env, rank))
         names = [f"{name}={env[name]}" for name in job if name in env]
+        known = not alone and not missing
         return World(
-            rank=_number(env, rank, launcher),
+            rank=_number(env, rank),
             world_size=world_size,
-            local_rank=0 if alone else _number(env, local_rank, launcher),
+            local_rank=_number(env, local_rank) if known else 0,
             local_world_size=1
-            if alone
+            if not known
             else _tasks_here(env, local_size)
             if launcher == "Slurm"
-            else _number(env, local_size, launcher),
+            else _number(env, local_size),
             # Ranks of a node descend from one process where the launcher names no job.
             job=f"{launcher} " + (" ".join(names) or _launching_process(rank)),
+            unknown=f"{rank} and {size} are set without {' and '.join(missing)}" if missing else "",
         )
+    return _alone()
+
+
+def _alone() -> World:
     return World(0, 1, 0, 1, f"single {os.getpid()} {process.stat('self')[19]}")
 
 
@@ -222,15 +291,11 @@ def under_srun(env: Mapping[str, str]) -> bool:
     return "SLURM_STEP_ID" in env and "SLURM_STEP_NUM_TASKS" in env
 
 
-def _number(env: Mapping[str, str], name: str, launcher: str) -> int:
-    if name not in env:
-        raise UsageError(
-            f"{launcher} did not set {name}: pass rank, world_size, local_rank and "
-            "local_world_size to the loader"
-        )
-    if not env[name].isdigit():
-        raise UsageError(f"{name}={env[name]} is not a number")
-    return int(env[name])
+def _number(env: Mapping[str, str], name: str) -> int:
+    value = env.get(name, "")
+    if not value.isdigit():
+        raise UsageError(f"{name}={value} is not a number" if value else f"{name} is not set")
+    return int(value)
 
 
 def _tasks_here(env: Mapping[str, str], name: str) -> int:
@@ -243,7 +308,7 @@ def _tasks_here(env: Mapping[str, str], name: str) -> int:
         runs.append((int(match[1]), int(match[2] or 1)))
     if len({tasks for tasks, _ in runs}) == 1:
         return runs[0][0]
-    node = _number(env, "SLURM_NODEID", "Slurm")
+    node = _number(env, "SLURM_NODEID")
     for tasks, nodes in runs:
         if node < nodes:
             return tasks

@@ -30,7 +30,8 @@ from nostall.base._sizes import (
 )
 from nostall.base._words import counted
 from nostall.errors import PeerError, UsageError
-from nostall.job._world import find_world, refuse_late_group
+from nostall.job._place import find_place
+from nostall.job._world import refuse_late_group
 from nostall.loader._ahead import Ahead, Made
 from nostall.loader._options import LoaderArguments, LoaderOptions, with_arguments
 from nostall.loader._recipe import Recipe, Transforms
@@ -313,7 +314,7 @@ class DataLoader:
     def _find_place(self) -> None:
         """This rank's place in the job, and the names of the loader."""
         chosen = self._options
-        self.world = find_world(
+        self.world = find_place(
             rank=chosen.rank,
             world_size=chosen.world_size,
             local_rank=chosen.local_rank,

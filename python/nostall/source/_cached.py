@@ -226,4 +226,4 @@ class Cached(Source):
 
 def _cores() -> int:
     """Cores of this rank."""
-    return max(1, len(os.sched_getaffinity(0)) // find_world().local_world_size)
+    return max(1, len(os.sched_getaffinity(0)) // find_world().most_here)

@@ -388,7 +388,7 @@ def _run(
     parts: _Parts, todo: Sequence[int], workers: int | None, progress: Progress | None
 ) -> None:
     if workers is None:
-        workers = len(os.sched_getaffinity(0)) // find_world().local_world_size
+        workers = len(os.sched_getaffinity(0)) // find_world().most_here
     count = max(1, min(workers, len(todo)))
     # A forked process has no threads of the client of an object store.
     remote = any(is_url(piece.path) for part in parts.parts for piece in part)

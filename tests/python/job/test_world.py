@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nostall.errors import UsageError
-from nostall.job._world import find_address, find_world
+from nostall.job._world import World, find_address, find_world
 
 TORCHRUN = {
     "RANK": "5",
@@ -27,6 +27,17 @@ OPEN_MPI = {
     "PMIX_NAMESPACE": "job7",
 }
 MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+# Without LOCAL_WORLD_SIZE.
+DEEPSPEED = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_SIZE": "2",
+    "CROSS_RANK": "1",
+    "CROSS_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
 SLURM = {
     "SLURM_PROCID": "6",
     "SLURM_STEP_NUM_TASKS": "8",
@@ -54,6 +65,7 @@ SLURM = {
         ({**MPICH, "RANK": "3", "WORLD_SIZE": "4"}, (3, 4, 1, 2)),
         ({"RANK": "", "WORLD_SIZE": "", **OPEN_MPI}, (2, 4, 0, 2)),
         ({"RANK": "0", "WORLD_SIZE": "1"}, (0, 1, 0, 1)),
+        (DEEPSPEED, (3, 4, 1, 2)),
     ],
 )
 def test_places(environment: dict[str, str], place: tuple[int, int, int, int]) -> None:
@@ -98,13 +110,6 @@ def test_without_a_host_there_is_no_address() -> None:
 
 
 def test_what_is_missing_or_wrong_is_named() -> None:
-    partial = {k: v for k, v in TORCHRUN.items() if k != "LOCAL_RANK"}
-    with pytest.raises(UsageError, match="RANK and WORLD_SIZE are set without LOCAL_RANK,"):
-        find_world(environment=partial)
-    with pytest.raises(UsageError, match="Open MPI did not set OMPI_COMM_WORLD_LOCAL_SIZE"):
-        find_world(
-            environment={k: v for k, v in OPEN_MPI.items() if k != "OMPI_COMM_WORLD_LOCAL_SIZE"}
-        )
     with pytest.raises(UsageError, match="WORLD_SIZE=many"):
         find_world(environment={**TORCHRUN, "WORLD_SIZE": "many"})
     with pytest.raises(UsageError, match="rank 9"):
@@ -115,13 +120,40 @@ def test_what_is_missing_or_wrong_is_named() -> None:
         find_world(rank=0, world_size=4, local_rank=2, local_world_size=2, environment={})
 
 
+@pytest.mark.parametrize(
+    ("environment", "without", "words"),
+    [
+        (TORCHRUN, "LOCAL_RANK", "RANK and WORLD_SIZE are set without LOCAL_RANK"),
+        (DEEPSPEED, "LOCAL_SIZE", "RANK and WORLD_SIZE are set without LOCAL_WORLD_SIZE"),
+        (OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE", "without OMPI_COMM_WORLD_LOCAL_SIZE"),
+        (SLURM, "SLURM_STEP_TASKS_PER_NODE", "set without SLURM_STEP_TASKS_PER_NODE"),
+    ],
+)
+def test_without_the_place_on_the_node_the_rank_is_known(
+    environment: dict[str, str], without: str, words: str
+) -> None:
+    whole = find_world(environment=environment)
+    world = find_world(environment={k: v for k, v in environment.items() if k != without})
+    assert world.unknown.endswith(words)
+    assert (world.rank, world.world_size) == (whole.rank, whole.world_size)
+    assert world.most_here == world.world_size
+    assert not whole.unknown and whole.most_here == whole.local_world_size
+
+
+def test_arguments_suffice_whatever_the_variables_say() -> None:
+    place = {"rank": 1, "world_size": 4, "local_rank": 1, "local_world_size": 2}
+    assert not find_world(**place, environment={"RANK": "1", "WORLD_SIZE": "4"}).unknown
+    world = find_world(**place, job="mine", environment={"RANK": "x", "WORLD_SIZE": "y"})
+    assert world == World(1, 4, 1, 2, "mine")
+
+
 def test_mpich_itself() -> None:
     """Ranks behind a shell of their own are of one job on the node, and two jobs are two."""
     mpiexec = Path(__file__).parents[3] / "build" / "mpich" / "bin" / "mpiexec"
     if not mpiexec.exists():
         pytest.skip(f"MPICH: {mpiexec} is missing; scripts/mpi-suite makes it")
     code = (
-        "import os; from nostall.job._world import find_address, find_world; w = find_world(); "
+        "import os; from nostall.job._world import World, find_address, find_world; w = find_world(); "
         "os.write(1, f'{w.rank} {w.local_world_size} {w.job}\\n'.encode())"
     )
     rank = ["sh", "-c", 'set -e; "$0" -c "$1"; :', sys.executable, code]
@@ -149,7 +181,7 @@ def test_slurm_nodes_may_have_different_numbers_of_tasks(tasks: str, node: str, 
     assert find_world(environment=environment).local_world_size == here
 
 
-@pytest.mark.parametrize(("tasks", "node"), [("4,3", "2"), ("4;3", "0"), ("", "0")])
+@pytest.mark.parametrize(("tasks", "node"), [("4,3", "2"), ("4;3", "0")])
 def test_slurm_lists_that_make_no_sense_are_named(tasks: str, node: str) -> None:
     environment = SLURM | {"SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": node}
     with pytest.raises(UsageError, match="SLURM_STEP_TASKS_PER_NODE"):

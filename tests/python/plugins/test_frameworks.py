@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 from pathlib import Path
@@ -70,6 +71,22 @@ def test_frameworks_have_the_same_batches_on_two_ranks(data: Path) -> None:
     for rank, output in zip(ranks, outputs, strict=True):
         assert rank.returncode == 0, output[-4000:]
         assert output.count("the same batches") == len(names), output
+
+
+@pytest.mark.long
+@pytest.mark.multi
+def test_ranks_that_lightning_starts_share_their_node(image_folder: Path, tmp_path: Path) -> None:
+    needs("pytorch_lightning")
+    of_launchers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+    env = {name: value for name, value in os.environ.items() if name not in of_launchers}
+    script = str(Path(__file__).with_name("lightning_ranks.py"))
+    run = prefork.run([script, str(image_folder), str(tmp_path)], torch=True, timeout=200, env=env)
+    assert run.returncode == 0, run.stderr[-4000:]
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert [r["place"] for r in ranks] == [[0, 2, 0, 2], [1, 2, 1, 2]]
+    assert ranks[0]["job"] == ranks[1]["job"]
+    # 61 samples and one that is repeated are dealt to two ranks, which have one copy.
+    assert sum(r["source"] for r in ranks) == ranks[0]["total"]
 
 
 @pytest.mark.parametrize("framework", ["keras", "flax"])

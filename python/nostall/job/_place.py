@@ -1,0 +1,99 @@
+"""The place of this process on its node, where the launcher does not say it: the ranks meet for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from datetime import timedelta
+from typing import Any
+
+from nostall.errors import PeerError, UsageError
+from nostall.job._world import World, find_world, joined_group
+
+_TIMEOUT = 120.0
+_NAMED = 8  # of the ranks that are missing
+_REMEDY = "pass local_rank=, local_world_size= and job=, the same job for all ranks of a node"
+
+_log = logging.getLogger("nostall")
+
+
+def find_place(
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    local_rank: int | None = None,
+    local_world_size: int | None = None,
+    job: str | None = None,
+    timeout: float = _TIMEOUT,
+) -> World:
+    """`find_world`, with the place on the node found too.
+
+    Where nothing says it, all ranks of torch.distributed call this: each leaves in the store what its
+    node is, and waits for the others. Later calls find all there, and wait for none.
+
+    Args:
+        timeout: seconds to wait for the others.
+
+    Raises:
+        UsageError: as of `find_world`; or nothing tells which ranks share a node.
+        PeerError: other ranks did not come in time.
+    """
+    world = find_world(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        job=job,
+    )
+    if not world.unknown:
+        return world
+    from nostall.job._cluster import node_identity
+    from nostall.job._rendezvous import initialised_store
+
+    group, store = joined_group(), initialised_store()
+    if group is not None and store is None:
+        if group.rank == 0:
+            _log.warning(
+                "%s: each process takes the cores and tiers of a node for itself; if several share a "
+                "node, %s",
+                world.unknown,
+                _REMEDY,
+            )
+        return dataclasses.replace(world, unknown="")
+    if group is None or store is None:
+        raise UsageError(
+            f"{world.unknown}, so that nothing tells which ranks share a node: initialise "
+            f"torch.distributed before, or {_REMEDY}"
+        )
+    nodes = _nodes_of_ranks(store, group.rank, group.world_size, node_identity(), timeout)
+    mine = nodes[group.rank]
+    here = [other for other, node in enumerate(nodes) if node == mine]
+    # Nodes on one machine, by NOSTALL_NODE, do not share memory.
+    name = f"{world.job} node {list(dict.fromkeys(nodes)).index(mine)}"
+    return dataclasses.replace(
+        world,
+        local_rank=here.index(group.rank) if local_rank is None else local_rank,
+        local_world_size=len(here) if local_world_size is None else local_world_size,
+        job=name if job is None else job,
+        unknown="",
+    )
+
+
+def _nodes_of_ranks(store: Any, rank: int, size: int, mine: str, timeout: float) -> list[str]:
+    def key(other: int) -> str:
+        return f"nostall/node of rank {other}"
+
+    keys = [key(other) for other in range(size)]
+    store.set(key(rank), mine)
+    try:
+        store.wait(keys, timedelta(seconds=timeout))
+        many = hasattr(store, "has_extended_api") and store.has_extended_api()
+        given = store.multi_get(keys) if many else [store.get(name) for name in keys]
+    except Exception as error:  # whatever a store raises
+        missing = [other for other in range(size) if not store.check([key(other)])]
+        others = f"ranks {missing[:_NAMED]}" if missing else "the others"
+        raise PeerError(
+            f"rank {rank} waited {timeout:g} s in vain for {others} to say on which nodes they are "
+            f"({error}): make this on all {size} ranks, or {_REMEDY}"
+        ) from error
+    return [bytes(node).decode() for node in given]

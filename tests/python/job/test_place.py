@@ -1,0 +1,243 @@
+"""Loaders find their place, and share the tiers of their node, under launchers that do not say it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import prefork
+import pytest
+from loader_ranks import own_job
+from nodes import free_port
+
+START = '''
+import json, logging, os, sys, time
+from pathlib import Path
+import nostall
+
+logging.basicConfig(format="%(message)s")
+
+def load(folder, out, ranks=2, **options):
+    """What one process read, in a file of its own; the tiers stay until all ranks have read."""
+    data = nostall.ImageFolder(folder, index=False)
+    with nostall.DataLoader(
+        data, 5, epochs=2, tiers=["ram:16MiB"], output="numpy", peers="off", **options
+    ) as loader:
+        for epoch in loader.epochs():
+            for _ in epoch:
+                pass
+        world, stats = loader.world, loader.stats()
+        told = {
+            "place": [world.rank, world.world_size, world.local_rank, world.local_world_size],
+            "job": world.job, "source": stats.source_bytes, "total": data.total_bytes,
+            "threads": loader.settings()["threads"],
+        }
+        Path(out, f"{os.getpid()}.part").write_text(json.dumps(told))
+        os.rename(Path(out, f"{os.getpid()}.part"), Path(out, f"{os.getpid()}.json"))
+        deadline = time.monotonic() + 60
+        while len(list(Path(out).glob("*.json"))) < ranks and time.monotonic() < deadline:
+            time.sleep(0.005)
+'''
+OF_LAUNCHERS = re.compile(
+    r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|LOCAL_SIZE|MASTER_ADDR|MASTER_PORT)$"
+    r"|(OMPI|PMI|PMIX|SLURM|TORCHELASTIC)_"
+)
+
+
+def clean() -> dict[str, str]:
+    """The environment without what a launcher sets."""
+    return {k: v for k, v in os.environ.items() if not OF_LAUNCHERS.match(k)}
+
+
+def told(out: Path) -> list[dict[str, Any]]:
+    results = [json.loads(path.read_text()) for path in out.glob("*.json")]
+    return sorted(results, key=lambda r: r["place"])
+
+
+def run_together(
+    program: str,
+    *arguments: list[str],
+    envs: list[dict[str, str]] | None = None,
+    torch: bool = False,
+) -> list[str]:
+    """What processes of the program wrote, one for each list of arguments."""
+    started, said = [], []
+    try:
+        for number, words in enumerate(arguments):
+            started.append(
+                prefork.Process(
+                    ["-c", START + program, *words],
+                    env=envs[number] if envs else clean(),
+                    torch=torch,
+                    stdout=prefork.PIPE,
+                    stderr=prefork.STDOUT,
+                )
+            )
+        for process in started:
+            out, _ = process.communicate(timeout=100)
+            assert process.returncode == 0, out
+            said.append(out)
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+    return said
+
+
+def check_one_copy(results: list[dict[str, Any]]) -> None:
+    """Both ranks of a node are of one job, and read each sample once."""
+    assert [r["place"] for r in results] == [[0, 2, 0, 2], [1, 2, 1, 2]]
+    assert len({r["job"] for r in results}) == 1
+    assert sum(r["source"] for r in results) == results[0]["total"]
+
+
+@pytest.mark.multi
+def test_ranks_that_torch_forks(image_folder: Path, tmp_path: Path) -> None:
+    """As torch.multiprocessing.spawn and notebooks start them: nothing is in the environment."""
+    program = """
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+def main(rank, folder, out):
+    dist.init_process_group("gloo", init_method=f"file://{out}/init", rank=rank, world_size=2)
+    load(folder, out)
+    dist.destroy_process_group()
+
+mp.start_processes(main, sys.argv[1:], nprocs=2, start_method="fork")
+"""
+    run_together(program, [str(image_folder), str(tmp_path)], torch=True)
+    results = told(tmp_path)
+    check_one_copy(results)
+    cores = len(os.sched_getaffinity(0))
+    assert all(r["threads"] == max(1, cores // 2) for r in results)
+
+
+@pytest.mark.multi
+def test_deepspeeds_launcher(image_folder: Path, tmp_path: Path) -> None:
+    """Its variables, without a process group."""
+    common = {
+        "WORLD_SIZE": "2",
+        "LOCAL_SIZE": "2",
+        "CROSS_RANK": "0",
+        "CROSS_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    envs = [{**clean(), **common, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    words = [str(image_folder), str(tmp_path)]
+    run_together("load(*sys.argv[1:])", words, words, envs=envs)
+    check_one_copy(told(tmp_path))
+
+
+@pytest.mark.multi
+def test_an_unknown_launcher(image_folder: Path, tmp_path: Path) -> None:
+    """Ranks that are told all share the tiers of their node."""
+    program = """
+rank = int(sys.argv[3])
+load(*sys.argv[1:3], rank=rank, world_size=2, local_rank=rank, local_world_size=2, job=sys.argv[4])
+"""
+    words = [str(image_folder), str(tmp_path)]
+    job = own_job("unknown launcher")
+    run_together(program, [*words, "0", job], [*words, "1", job])
+    check_one_copy(told(tmp_path))
+
+
+@pytest.mark.multi
+def test_nodes_are_found_where_variables_name_the_rank_alone(
+    image_folder: Path, tmp_path: Path
+) -> None:
+    """As pods of Kubernetes have them without torchrun; three processes stand for two nodes."""
+    program = """
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+load(*sys.argv[1:], ranks=3)
+dist.destroy_process_group()
+"""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    envs = [
+        {**clean(), **address, "RANK": str(rank), "WORLD_SIZE": "3", "NOSTALL_NODE": node}
+        for rank, node in enumerate(["a", "a", "b"])
+    ]
+    words = [str(image_folder), str(tmp_path)]
+    run_together(program, words, words, words, envs=envs, torch=True)
+    results = told(tmp_path)
+    assert [r["place"] for r in results] == [[0, 3, 0, 2], [1, 3, 1, 2], [2, 3, 0, 1]]
+    assert results[0]["job"] == results[1]["job"] != results[2]["job"]
+
+
+def test_without_a_group_the_remedy_is_named(image_folder: Path, tmp_path: Path) -> None:
+    program = """
+from nostall.errors import UsageError
+try:
+    load(*sys.argv[1:])
+except UsageError as error:
+    print(error)
+load(*sys.argv[1:], ranks=1, local_rank=0, local_world_size=1, job=sys.argv[2])
+"""
+    env = {**clean(), "RANK": "1", "WORLD_SIZE": "2"}
+    (said,) = run_together(program, [str(image_folder), str(tmp_path)], envs=[env])
+    assert said.startswith(
+        "RANK and WORLD_SIZE are set without LOCAL_RANK and LOCAL_WORLD_SIZE, so that nothing tells "
+        "which ranks share a node: initialise torch.distributed before, or pass local_rank=, "
+    )
+    (result,) = told(tmp_path)
+    assert result["place"] == [1, 2, 0, 1]
+
+
+@pytest.mark.multi
+def test_ranks_that_make_no_loader_are_named(tmp_path: Path) -> None:
+    program = """
+import torch.distributed as dist
+from nostall.errors import PeerError
+from nostall.job._place import find_place
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}/init", rank=rank, world_size=2)
+if rank == 0:
+    try:
+        find_place(timeout=0.1)
+    except PeerError as error:
+        print(error)
+dist.barrier()
+place = find_place()
+assert (place.local_rank, place.local_world_size) == (rank, 2), place
+assert find_place() == place
+dist.barrier()
+dist.destroy_process_group()
+"""
+    said, _ = run_together(program, ["0", str(tmp_path)], ["1", str(tmp_path)], torch=True)
+    assert "rank 0 waited 0.1 s in vain for ranks [1] to say on which nodes they are" in said
+    assert "pass local_rank=, local_world_size= and job=" in said
+
+
+@pytest.mark.long
+@pytest.mark.multi
+def test_processes_of_jax(image_folder: Path, tmp_path: Path) -> None:
+    """They read different samples, and are told that nothing says whether they share a node."""
+    pytest.importorskip("jax", reason="jax is not installed")
+    program = """
+import jax
+from nostall.errors import UsageError
+
+early = nostall.DataLoader(nostall.ImageFolder(sys.argv[1], index=False), 5, tiers=[])
+rank = int(sys.argv[3])
+jax.distributed.initialize(sys.argv[4], num_processes=2, process_id=rank)
+try:
+    next(iter(early))
+except UsageError as error:
+    assert f"jax.distributed, which was initialised later, has rank {rank} of 2" in str(error), error
+else:
+    sys.exit("a loader of one rank reads in a job of two")
+load(*sys.argv[1:3])
+"""
+    address = f"127.0.0.1:{free_port()}"
+    words = [str(image_folder), str(tmp_path)]
+    envs = [{**clean(), "JAX_PLATFORMS": "cpu"}] * 2
+    said = run_together(program, [*words, "0", address], [*words, "1", address], envs=envs)
+    assert [r["place"] for r in told(tmp_path)] == [[0, 2, 0, 1], [1, 2, 0, 1]]
+    warning = "jax.distributed has 2 ranks, and no launcher's variables go with them: each process"
+    assert [text.count(warning) for text in said] == [1, 0]
