@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import logging
 import os
 import re
 import secrets
@@ -32,6 +33,7 @@ from nostall.job import _greeting as greeting
 from nostall.job import _secret as secret
 from nostall.job._world import AllGather, under_srun
 
+_log = logging.getLogger("nostall")
 _TIMEOUT = 120.0
 _MEMBER_SECONDS = 10.0  # for a rank's message once it has proved the secret
 _RETRY_SECONDS = 0.05
@@ -111,6 +113,7 @@ def initialised_store(world_size: int | None = None) -> Any | None:
 
 def _by_store(store: Any, rank: int, world_size: int, name: str, timeout: float) -> AllGather:
     def allgather(mine: bytes) -> list[bytes]:
+        _refuse_second(store, rank, world_size, name)
         store.set(f"nostall/{name}/{rank}", mine)
         keys = [f"nostall/{name}/{r}" for r in range(world_size)]
         try:
@@ -123,12 +126,27 @@ def _by_store(store: Any, rank: int, world_size: int, name: str, timeout: float)
         parts = [bytes(store.get(key)) for key in keys]
         # The last reader removes all entries, so that strangers cannot read them later.
         if store.add(f"nostall/{name}/read", 1) == world_size:
-            for key in keys:
+            for key in (*keys, *(f"{key}/process" for key in keys)):
                 with contextlib.suppress(Exception):  # not every store can
                     store.delete_key(key)
         return parts
 
     return Rendezvous(allgather, _readers_of(store))
+
+
+def _refuse_second(store: Any, rank: int, world_size: int, name: str) -> None:
+    """Refuses a second process of one rank: what both leave in the store would be mixed up."""
+    mine = f"process {os.getpid()} of {socket.gethostname()}"
+    try:
+        first = bytes(store.compare_set(f"nostall/{name}/{rank}/process", "", mine)).decode()
+    except Exception as error:  # a store that cannot
+        _log.debug("that each rank is one process is not checked: %s", error)
+        return
+    if first != mine:
+        raise UsageError(
+            f"{first} and {mine} both are rank {rank} of {world_size} where the ranks meet for "
+            f'"{name}": give each process a rank= of its own, or leave rank= and world_size= out'
+        )
 
 
 # The barrier of a meeting that was given up: MPI takes none back, so the next meeting uses it.

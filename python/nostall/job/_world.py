@@ -26,6 +26,8 @@ class World:
     `job` is the same for all ranks of this job on this node, and different for every other job.
     `unknown` is empty, or says why nothing tells which ranks share the node: then the local rank is
     0 of 1 and stands for any (nostall.job._place finds it).
+    `processes` is None, or the number of processes of the job where the caller names other ranks than
+    theirs, as with tensor parallelism: several may have one, so the local rank is of processes.
     """
 
     rank: int
@@ -34,11 +36,14 @@ class World:
     local_world_size: int
     job: str
     unknown: str = ""
+    processes: int | None = None
 
     @property
     def most_here(self) -> int:
-        """Ranks of the node; as many as there can be where nothing tells."""
-        return self.world_size if self.unknown else self.local_world_size
+        """Ranks of the node, or processes; as many as there can be where nothing tells."""
+        if self.unknown:
+            return self.processes or self.world_size
+        return self.local_world_size
 
 
 # Launcher: (rank, size, local rank, local size, names that together identify the job).
@@ -115,10 +120,11 @@ def find_world(
     )
     if not 0 <= world.rank < world.world_size:
         raise UsageError(f"rank {world.rank} is not in a world of {world.world_size}")
-    if not 0 <= world.local_rank < world.local_world_size <= world.world_size:
+    processes = world.processes or world.world_size
+    if not 0 <= world.local_rank < world.local_world_size <= processes:
         raise UsageError(
             f"local rank {world.local_rank} of {world.local_world_size} is not possible in a world "
-            f"of {world.world_size}"
+            f"of {processes}"
         )
     return world
 
@@ -149,13 +155,17 @@ def _found(env: Mapping[str, str]) -> World:
 
 
 def _named(found: World, rank: int, world_size: int, local_world_size: int | None) -> World:
-    """The place of a rank that the caller names."""
+    """The place of a rank that the caller names, which may be that of a part of the processes."""
     if (rank, world_size) == (found.rank, found.world_size):
         return found
     if local_world_size is not None:
         several = local_world_size > 1
         name = f"{found.job} of {world_size}" if several else f"{found.job}-rank{rank}"
         return World(rank, world_size, 0, 1, name)
+    if found.world_size > 1 and world_size <= found.world_size:
+        return dataclasses.replace(
+            found, rank=rank, world_size=world_size, processes=found.world_size
+        )
     return World(rank, world_size, 0, 1, f"{found.job}-rank{rank}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import collections
 import contextlib
+import dataclasses
 import enum
 import functools
 import itertools
@@ -31,7 +32,7 @@ from nostall.base._sizes import (
 from nostall.base._words import counted
 from nostall.errors import PeerError, UsageError
 from nostall.job._place import find_place
-from nostall.job._world import refuse_late_group
+from nostall.job._world import World, refuse_late_group
 from nostall.loader._ahead import Ahead, Made
 from nostall.loader._options import LoaderArguments, LoaderOptions, with_arguments
 from nostall.loader._recipe import Recipe, Transforms
@@ -87,6 +88,24 @@ _OF_TORCH = {
     "worker_init_fn": "it has threads, and no workers",
     "num_workers": "it has threads=, and no workers",
 }
+
+
+def _several(world: World) -> str:
+    return (
+        f"rank {world.rank} of {world.world_size} was passed in a job of {world.processes} processes, "
+        "so that several of these may have one rank"
+    )
+
+
+def _with_node(job: str) -> str:
+    """Nodes on one machine, by NOSTALL_NODE, do not share memory."""
+    name = value("job.node")
+    return f"{job} node {name}" if name else job
+
+
+def _spans_nodes(world: World) -> bool:
+    """Whether processes of other nodes have a part of the ranks, as far as the launcher says."""
+    return (world.processes or 0) > world.local_world_size or bool(value("job.node"))
 
 
 def _order_of(mixing: Mixing, order: Order) -> Mixed:
@@ -321,6 +340,9 @@ class DataLoader:
             local_world_size=chosen.local_world_size,
             job=chosen.job,
         )
+        if callable(chosen.peers):
+            # It has one entry for each rank, which is one process.
+            self.world = dataclasses.replace(self.world, processes=None)
         job = chosen.job or ""
         self._name = f"loader {next(_made)}"
         # Loaders that only some ranks make do not shift the numbers of other loaders.
@@ -363,6 +385,11 @@ class DataLoader:
     def _drawn_seed(self) -> int:
         """A seed for all ranks, which meet for it."""
         world, peers = self.world, self._options.peers
+        if world.processes is not None:
+            raise UsageError(
+                f"seed=None draws one seed for all ranks, which meet for it, and {_several(world)}: "
+                "pass seed="
+            )
         parts = [os.urandom(_SEED_BYTES)]
         if world.world_size > 1:
             from nostall.job._rendezvous import find_rendezvous
@@ -394,8 +421,13 @@ class DataLoader:
     def _take_memory(self, tiers: Tiers | TierList | None) -> None:
         """Sizes of tiers and buffers, and the threads."""
         ranks, size = self.world.local_world_size, self.dataset.total_bytes
+        self._shares_own = self._shared is None and self.world.processes is not None
         if isinstance(tiers, Tiers):
             self._tiers = tiers.specs
+        elif self._shares_own:
+            # Processes that have one rank read the same samples, and not all of them need to read.
+            self._shared = Tiers(self.dataset, tiers, job=_with_node(self.world.job))
+            self._tiers = self._shared.specs
         else:
             found = planned(tiers, self.dataset, ranks, warns=self.world.local_rank == 0)
             known = self._calibration
@@ -698,7 +730,8 @@ class DataLoader:
         if self._cluster is not None:
             capacity = sum(self._cluster.capacities)
         else:
-            capacity *= -(-self.world.world_size // self.world.local_world_size)
+            processes = self.world.processes or self.world.world_size
+            capacity *= -(-processes // self.world.local_world_size)
         return functools.partial(
             _lower_bound,
             self._planned,
@@ -753,6 +786,8 @@ class DataLoader:
         self._recipe.end_codecs()
         self._stop_native()
         self._recipe.close()
+        if self._shares_own and self._shared is not None:
+            self._shared.close()
 
     def __enter__(self) -> DataLoader:
         return self
@@ -797,8 +832,9 @@ class DataLoader:
         return (
             f"<DataLoader of {self.dataset!r}: batch_size={self._batch_size}, "
             f"{counted(self._batches, 'batch')} an epoch{end}, seed={self.seed}, "
-            f"rank {self.world.rank} of {self.world.world_size}, "
-            f"tiers [{tiers}]>"
+            f"rank {self.world.rank} of {self.world.world_size}"
+            + (f" in {processes} processes" if (processes := self.world.processes) else "")
+            + f", tiers [{tiers}]>"
         )
 
     @property
@@ -839,10 +875,15 @@ class DataLoader:
         """
         peers, world = self._options.peers, self.world
         if self._shared is not None:
+            where, remedy = "with tiers= that are shared", "give each loader tiers of its own"
+            if self._shares_own:
+                where = f"where {_several(world)}"
+                remedy = (
+                    "pass local_rank=, local_world_size= and job= too, if each rank is one process"
+                )
             if peers == "on":
                 raise UsageError(
-                    'samples cannot travel between nodes with tiers= that are shared: leave peers="on" '
-                    "out, or give each loader tiers of its own"
+                    f'samples cannot travel between nodes {where}: leave peers="on" out, or {remedy}'
                 )
             for name, default in (
                 ("sharing", "push"),
@@ -851,10 +892,16 @@ class DataLoader:
             ):
                 if (given := getattr(self._options, name)) != default:
                     raise UsageError(
-                        f"{name}={given!r} has no effect with tiers= that are shared, for each node "
-                        f'then reads for itself: leave {name}="{default}", or give each loader tiers '
-                        "of its own"
+                        f"{name}={given!r} has no effect {where}, for each node then reads for itself: "
+                        f'leave {name}="{default}", or {remedy}'
                     )
+            first = world.rank == 0 and world.local_rank == 0
+            if self._shares_own and first and peers == "auto" and _spans_nodes(world):
+                _log.warning(
+                    "samples do not travel between nodes, for %s: each node reads for itself, or %s",
+                    _several(world),
+                    remedy,
+                )
             return None
         if peers in ("auto", "off") and world.world_size == 1:
             return None
@@ -994,8 +1041,9 @@ class DataLoader:
     def _node(self, met: Cluster | None, job_name: str) -> _native.NodeSpec:
         node = _native.NodeSpec()
         node.job = job_name
-        node.local_rank = self.world.local_rank
-        node.local_world = self.world.local_world_size
+        if self.world.processes is None:
+            node.local_rank = self.world.local_rank
+            node.local_world = self.world.local_world_size
         node.tiers = native_tiers(self._tiers)
         if met is not None and met.transport is not None:
             node.node = met.node

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +216,46 @@ dist.destroy_process_group()
     assert "pass local_rank=, local_world_size= and job=" in said
 
 
+@pytest.mark.multi
+def test_two_processes_of_one_rank_do_not_meet(tmp_path: Path) -> None:
+    """Of what both leave in the store of torch, each would read what the other wrote."""
+    program = """
+import threading
+import torch.distributed as dist
+from nostall.errors import UsageError
+from nostall.job._rendezvous import find_rendezvous
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}/init", rank=rank, world_size=3)
+store = dist.distributed_c10d._get_default_store()
+meet = find_rendezvous(max(0, rank - 1), 2, "test")
+if rank == 0:
+    got = []
+    thread = threading.Thread(target=lambda: got.append(meet(b"0")))
+    thread.start()
+    store.wait(["nostall/test/0"])
+dist.barrier()
+if rank == 1:
+    try:
+        meet(b"1")
+    except UsageError as error:
+        print(error)
+dist.barrier()
+if rank == 2:
+    assert meet(b"2") == [b"0", b"2"]
+if rank == 0:
+    thread.join()
+    assert got == [[b"0", b"2"]]
+dist.barrier()
+dist.destroy_process_group()
+"""
+    words = [[str(rank), str(tmp_path)] for rank in range(3)]
+    _, said, _ = run_together(program, *words, torch=True)
+    assert re.search(
+        r'process \d+ of .* both are rank 0 of 2 where the ranks meet for "test"', said
+    )
+
+
 @pytest.mark.long
 @pytest.mark.multi
 def test_processes_of_jax(image_folder: Path, tmp_path: Path) -> None:
@@ -241,3 +283,34 @@ load(*sys.argv[1:3])
     assert [r["place"] for r in told(tmp_path)] == [[0, 2, 0, 1], [1, 2, 0, 1]]
     warning = "jax.distributed has 2 ranks, and no launcher's variables go with them: each process"
     assert [text.count(warning) for text in said] == [1, 0]
+
+
+@pytest.mark.multi
+def test_processes_of_one_rank_share_their_node(image_folder: Path, tmp_path: Path) -> None:
+    """With tensor parallelism several processes read the same samples, or one of them reads alone."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4"]
+    command += ["--master-addr=127.0.0.1", f"--master-port={free_port()}", "--no-python"]
+    script = Path(__file__).with_name("parted.py")
+    command += prefork.command([script, image_folder, tmp_path], torch=True)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=250, env=clean())
+    assert run.returncode == 0, run.stderr
+    read = {
+        way: [json.loads(path.read_text()) for path in sorted((tmp_path / way).iterdir())]
+        for way in ("together", "apart", "first")
+    }
+    assert {way: len(processes) for way, processes in read.items()} == {
+        "together": 4,
+        "apart": 4,
+        "first": 2,
+    }
+    (total,) = {r["total"] for processes in read.values() for r in processes}
+    for processes in (read["together"], read["first"]):
+        assert sum(r["source"] for r in processes) == total
+    # A node reads what its rank needs, and each sample of it once.
+    nodes = [sum(r["source"] for r in read["apart"][n : n + 2]) for n in (0, 2)]
+    assert all(total / 2 < node <= total for node in nodes)
+    assert "rank 0 of 2 in 4 processes, tiers [ram:" in read["together"][0]["repr"]
+    words = (
+        "samples do not travel between nodes, for rank 0 of 2 was passed in a job of 4 processes"
+    )
+    assert run.stderr.count(words) == 1

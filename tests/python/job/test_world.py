@@ -147,6 +147,23 @@ def test_arguments_suffice_whatever_the_variables_say() -> None:
     assert world == World(1, 4, 1, 2, "mine")
 
 
+def test_ranks_of_a_part_of_the_processes_keep_the_places_of_these() -> None:
+    """Two processes of a node that have one rank have two places there, and one job."""
+    twins = [
+        find_world(rank=1, world_size=4, environment={**TORCHRUN, "LOCAL_RANK": local})
+        for local in "01"
+    ]
+    assert [(w.rank, w.world_size, w.processes) for w in twins] == [(1, 4, 8)] * 2
+    assert [(w.local_rank, w.local_world_size) for w in twins] == [(0, 4), (1, 4)]
+    assert twins[0].job == twins[1].job == find_world(environment=TORCHRUN).job
+    # Where each rank is one process, which the caller says, the ranks of a node share a job too.
+    one, other = (
+        find_world(rank=r, world_size=4, local_rank=r, local_world_size=2, environment=TORCHRUN)
+        for r in range(2)
+    )
+    assert one.job == other.job and one.processes is None
+
+
 def test_mpich_itself() -> None:
     """Ranks behind a shell of their own are of one job on the node, and two jobs are two."""
     mpiexec = Path(__file__).parents[3] / "build" / "mpich" / "bin" / "mpiexec"
