@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from multiprocessing import connection, parent_process, resource_tracker, util
+from multiprocessing import connection, forkserver, parent_process, resource_tracker, util
 from typing import Any
 
 SECONDS_TO_END = 10.0
@@ -23,8 +23,11 @@ _registered: set[tuple[int, Callable[[], None]]] = set()
 @contextlib.contextmanager
 def signals_held(start_method: str) -> Iterator[None]:
     """While a child starts: until it calls `begin`, signals that it is to ignore are pending."""
+    # What is started beside it would keep these signals from all that it starts later.
     if start_method != "fork":
-        resource_tracker.ensure_running()  # its own start ends with these signals let through
+        resource_tracker.ensure_running()
+    if start_method == "forkserver":
+        forkserver.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
     try:
         yield
@@ -35,9 +38,23 @@ def signals_held(start_method: str) -> Iterator[None]:
 def begin() -> None:
     """In the main thread of a child: it ignores these signals, and ends with its parent."""
     for number in _IGNORED:
-        signal.signal(number, signal.SIG_IGN)
+        # Programs that are started from here would begin with SIG_IGN, and not end by a signal.
+        signal.signal(number, _ignore)
+        signal.siginterrupt(number, False)
+    os.register_at_fork(after_in_child=_heed)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
     threading.Thread(target=_end_with, args=(parent_process(),), daemon=True).start()
+
+
+def _ignore(*_: object) -> None:
+    pass
+
+
+def _heed() -> None:
+    """In a process that a worker forks for itself."""
+    for number in _IGNORED:
+        if signal.getsignal(number) is _ignore:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _end_with(parent: Any) -> None:

@@ -112,6 +112,7 @@ class _Maker:
             )
             with children.signals_held(context.get_start_method()):
                 self._process.start()
+            self._process.terminate = self._process.kill
         except BaseException:
             os.close(self._file)
             raise

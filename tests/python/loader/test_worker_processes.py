@@ -15,11 +15,13 @@ from pathlib import Path
 from subprocess import PIPE
 from typing import Any
 
+import numpy as np
 import prefork
 import pytest
 
 from nostall.base import _children
 from nostall.loader._processes import Processes
+from nostall.source._items import decode
 from nostall.source._makers import Makers
 
 SIGNALS = [signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]
@@ -93,6 +95,57 @@ def test_signals_to_the_job_end_no_maker(method: str) -> None:
         assert makers.pids() == pids
     finally:
         makers.close()
+
+
+class Ended:
+    """Its item: how a program, and a forked process, ended that SIGTERM was sent."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, _: int) -> list[int]:
+        program = subprocess.Popen(["sleep", "600"])
+        here, there = os.pipe()
+        forked = os.fork()
+        if forked == 0:
+            os.write(there, b"on")
+            time.sleep(600)
+            os._exit(1)
+        os.read(here, 2)
+        program.terminate()
+        os.kill(forked, signal.SIGTERM)
+        return [program.wait(60), os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1])]
+
+
+@pytest.mark.multi
+def test_what_a_worker_starts_heeds_signals() -> None:
+    makers = Makers(Ended(), count=1, pickles=[], start_method="spawn")
+    try:
+        assert decode(np.frombuffer(makers.make(0), np.uint8), []) == [-signal.SIGTERM] * 2
+    finally:
+        makers.close()
+
+
+LATER = """
+import multiprocessing, time
+from nostall.source._makers import Makers
+makers = Makers("a", count=1, pickles=[], start_method="forkserver")
+later = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(600,))
+later.start()
+later.terminate()
+later.join(60)
+print(later.exitcode)
+later.kill()
+for maker in multiprocessing.active_children():
+    maker.terminate()
+    maker.join()
+"""
+
+
+@pytest.mark.multi
+def test_processes_of_a_forkserver_that_makers_started_heed_signals() -> None:
+    done = prefork.run(["-c", LATER], timeout=100)
+    assert (done.returncode, done.stdout) == (0, f"{-signal.SIGTERM}\n"), done.stderr
 
 
 @pytest.mark.multi
