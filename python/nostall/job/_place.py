@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from datetime import timedelta
@@ -45,7 +46,8 @@ def find_place(
         local_world_size=local_world_size,
         job=job,
     )
-    if not world.unknown:
+    # Processes that may have one rank share by the node's memory alone, and not all of them come.
+    if not world.unknown or world.processes is not None:
         return world
     from nostall.job._cluster import node_identity
     from nostall.job._rendezvous import initialised_store
@@ -90,7 +92,9 @@ def _nodes_of_ranks(store: Any, rank: int, size: int, mine: str, timeout: float)
         many = hasattr(store, "has_extended_api") and store.has_extended_api()
         given = store.multi_get(keys) if many else [store.get(name) for name in keys]
     except Exception as error:  # whatever a store raises
-        missing = [other for other in range(size) if not store.check([key(other)])]
+        missing: list[int] = []
+        with contextlib.suppress(Exception):  # the process that has the store may be gone
+            missing = [other for other in range(size) if not store.check([key(other)])]
         others = f"ranks {missing[:_NAMED]}" if missing else "the others"
         raise PeerError(
             f"rank {rank} waited {timeout:g} s in vain for {others} to say on which nodes they are "

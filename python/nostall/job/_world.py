@@ -163,9 +163,8 @@ def _named(found: World, rank: int, world_size: int, local_world_size: int | Non
         name = f"{found.job} of {world_size}" if several else f"{found.job}-rank{rank}"
         return World(rank, world_size, 0, 1, name)
     if found.world_size > 1 and world_size <= found.world_size:
-        return dataclasses.replace(
-            found, rank=rank, world_size=world_size, processes=found.world_size
-        )
+        processes = found.world_size if world_size < found.world_size else None
+        return dataclasses.replace(found, rank=rank, world_size=world_size, processes=processes)
     return World(rank, world_size, 0, 1, f"{found.job}-rank{rank}")
 
 

@@ -420,7 +420,7 @@ class DataLoader:
 
     def _take_memory(self, tiers: Tiers | TierList | None) -> None:
         """Sizes of tiers and buffers, and the threads."""
-        ranks, size = self.world.local_world_size, self.dataset.total_bytes
+        ranks, size = self.world.most_here, self.dataset.total_bytes
         self._shares_own = self._shared is None and self.world.processes is not None
         if isinstance(tiers, Tiers):
             self._tiers = tiers.specs
@@ -881,6 +881,8 @@ class DataLoader:
                 remedy = (
                     "pass local_rank=, local_world_size= and job= too, if each rank is one process"
                 )
+                if world.world_size == 1 and peers != "on":  # as for any loader of one rank
+                    return None
             if peers == "on":
                 raise UsageError(
                     f'samples cannot travel between nodes {where}: leave peers="on" out, or {remedy}'

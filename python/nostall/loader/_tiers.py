@@ -91,7 +91,8 @@ class Tiers:
         expect_source("Tiers", source)
         self._whole, _ = _part_of(source)
         world = find_world(job=job)
-        self.specs = planned(tiers, self._whole, world.most_here, warns=world.local_rank == 0)
+        first = (world.rank if world.unknown else world.local_rank) == 0
+        self.specs = planned(tiers, self._whole, world.most_here, warns=first)
         shapes = [(t.kind, t.capacity, t.path, t.keep) for t in self.specs]
         self._name = f"{world.job} shared {self._whole.fingerprint:016x} {shapes}"
         self._held: list[_native.NodeReader] = []

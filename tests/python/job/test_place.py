@@ -118,6 +118,28 @@ mp.start_processes(main, sys.argv[1:], nprocs=2, start_method="fork")
 
 
 @pytest.mark.multi
+def test_a_loader_of_one_process_alone_waits_for_none(image_folder: Path, tmp_path: Path) -> None:
+    """As for a validation on the first rank, of a job whose launcher says nothing."""
+    program = """
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+def main(rank, folder, out):
+    dist.init_process_group("gloo", init_method=f"file://{out}/init", rank=rank, world_size=2)
+    if rank == 0:
+        load(folder, out, ranks=1, rank=0, world_size=1)
+    dist.barrier()
+    dist.destroy_process_group()
+
+mp.start_processes(main, sys.argv[1:], nprocs=2, start_method="fork")
+"""
+    run_together(program, [str(image_folder), str(tmp_path)], torch=True)
+    (result,) = told(tmp_path)
+    assert result["place"][:2] == [0, 1]
+    assert result["threads"] == max(1, len(os.sched_getaffinity(0)) // 2)
+
+
+@pytest.mark.multi
 def test_deepspeeds_launcher(image_folder: Path, tmp_path: Path) -> None:
     """Its variables, without a process group."""
     common = {

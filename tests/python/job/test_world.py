@@ -156,6 +156,9 @@ def test_ranks_of_a_part_of_the_processes_keep_the_places_of_these() -> None:
     assert [(w.rank, w.world_size, w.processes) for w in twins] == [(1, 4, 8)] * 2
     assert [(w.local_rank, w.local_world_size) for w in twins] == [(0, 4), (1, 4)]
     assert twins[0].job == twins[1].job == find_world(environment=TORCHRUN).job
+    # Ranks that are only numbered in another way are one process each.
+    renamed = find_world(rank=3, world_size=8, environment=TORCHRUN)
+    assert renamed.processes is None and renamed.job == twins[0].job
     # Where each rank is one process, which the caller says, the ranks of a node share a job too.
     one, other = (
         find_world(rank=r, world_size=4, local_rank=r, local_world_size=2, environment=TORCHRUN)
