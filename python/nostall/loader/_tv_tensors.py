@@ -23,7 +23,7 @@ class HandedOver:
     """What transforms of torchvision take, from an array that is none; can be pickled.
 
     Args:
-        kind: what the array becomes; it is uint8, or the floats that native steps end with.
+        kind: what the array becomes: a tensor, or an image of Pillow if it is one of bytes.
         taker: the name of the transform that gets it.
     """
 
@@ -31,15 +31,17 @@ class HandedOver:
         self._kind, self._taker = kind, taker
 
     def __call__(self, image: Any) -> Any:
-        if not isinstance(image, np.ndarray):
+        if not isinstance(image, np.ndarray) or (self._kind == "pil" and image.dtype != np.uint8):
             return image
-        if image.ndim == 1:  # torchvision's v2 would leave it as it is
+        if image.ndim == 1:  # the bytes of a file, which torchvision's v2 would leave as they are
             raise TypeError(f"{self._taker} takes an image, not an array of shape {image.shape}")
         if self._kind == "pil":
             from PIL import Image
 
-            grey = image.ndim == 3 and image.shape[2] == 1
-            return Image.fromarray(image[:, :, 0] if grey else image)
+            if image.ndim == 3 and image.shape[2] == 1:
+                image = image[:, :, 0]
+            images = image.ndim == 2 or (image.ndim == 3 and image.shape[2] in (3, 4))
+            return Image.fromarray(image) if images else image
         import torch
 
         tensor = torch.from_numpy(image)

@@ -133,6 +133,10 @@ def test_what_is_called_gets_images_of_pillow(image_folder: Path) -> None:
             first(image_folder, given)
         images, _, _ = first(image_folder, given, decode=True)
         assert images.shape == (8, 3, 16, 16) and not (images % 2).any()
+        # What is no image of Pillow's goes on as it is.
+        scaled = [lambda image: image.astype(np.float32) / 255, v1.ToTensor()]
+        images, _, _ = first(image_folder, [*scaled, version.CenterCrop(16)], decode=True)
+        assert images.dtype == torch.float32 and images.shape == (8, 3, 16, 16)
     # A subclass takes what torchvision's class takes.
     with pytest.raises(TransformError, match=r"Own takes an image, .* decode=True gives it"):
         first(image_folder, [Own(0.0), v2.ToImage()])
