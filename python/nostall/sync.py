@@ -288,14 +288,15 @@ class GradientReducer:
 # the same ones, and close the same ones: they make the same calls, and none of these is under way
 # when a later one has begun.
 _reducers: OrderedDict[tuple[Any, ...], GradientReducer] = OrderedDict()
-_KEPT = 8
+_KEPT = 64
 
 
 def reduce_gradients(gradients: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
     """The mean of every array over all ranks; all ranks call it with the same names and shapes.
 
-    The first call with other names, shapes or types than those of the last 8 such sets makes an engine
-    for them, for which all ranks meet: pad arrays whose shapes change in every step.
+    The first call with other names, shapes or types than those of the last 64 such sets makes an engine
+    for them, for which all ranks meet: pass all arrays of a step in one call, and pad those whose
+    shapes change in every step.
 
     Raises:
         UsageError: a type that is not floating point.
