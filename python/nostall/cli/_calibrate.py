@@ -159,7 +159,7 @@ def _counts(most: int) -> list[int]:
 
 
 def _files(root: Path) -> list[str]:
-    """The regular files below a folder, in random order."""
+    """The regular files below a folder, in random order; none of sub-folders that cannot be listed."""
     files, folders = [], [str(root)]
     while folders:
         folder = folders.pop()
@@ -171,7 +171,8 @@ def _files(root: Path) -> list[str]:
                     elif entry.is_file():
                         files.append(entry.path)
         except OSError as error:
-            raise IoError(f"cannot list {folder}: {error.strerror}") from error
+            if folder == str(root):
+                raise IoError(f"cannot list {folder}: {error.strerror}") from error
     if not files:
         raise UsageError(f"{root} has no files to read")
     random.Random(os.getpid()).shuffle(files)

@@ -452,9 +452,10 @@ class ParameterServers:
         among, self._among = self._among, None
         if among is None:
             return
-        with suppress(*([Exception] if error else [])):  # the error is what the user needs
-            if is_broken:
+        if is_broken:
+            with suppress(Exception):
                 among.abort()
+        with suppress(*([Exception] if error else [])):  # the error is what the user needs
             dist.destroy_process_group(among)
 
 
