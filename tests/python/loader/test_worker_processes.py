@@ -198,9 +198,11 @@ from nostall.loader._processes import Processes
 
 def hangs(samples, contexts):
     Path(samples[0]).touch()
-    signal.pause()
+    while True:
+        signal.pause()
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs start without one
     _children.SECONDS_TO_END = 0.2
     processes = Processes(1, hangs)
     print(processes.submit([sys.argv[1]], [None], 1)[0].result())

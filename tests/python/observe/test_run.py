@@ -378,7 +378,7 @@ def test_a_signal_ends_the_profiled_command_and_its_report_is_written(
 ) -> None:
     # What it does after the signal has no limit: it waits for a line.
     code = (
-        "import signal, sys, nostall\n"
+        "import signal, sys, time, nostall\n"
         "def end(number, _):\n"
         "  print('ends', flush=True)\n"
         "  sys.stdin.readline()\n"
@@ -389,7 +389,7 @@ def test_a_signal_ends_the_profiled_command_and_its_report_is_written(
         "with nostall.DataLoader(data, 4, tiers=[], output='numpy') as loader:\n"
         "  for _ in loader: pass\n"
         "  print('trained', flush=True)\n"
-        "  while True: signal.pause()\n"
+        "  while True: time.sleep(0.01)\n"  # a signal just before a longer wait would not end it
     )
     words = ["profile", "-o", str(tmp_path / "run"), "--", sys.executable, "-c", code]
     profile = subprocess.Popen(

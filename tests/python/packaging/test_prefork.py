@@ -115,8 +115,8 @@ def waits_and_passes_signals_on(pid: int) -> bool:
 
 
 def test_a_signal_that_comes_with_the_end_leaves_the_status(capfd: pytest.CaptureFixture) -> None:
-    code = "import os, signal\nsignal.signal(signal.SIGUSR1, lambda *_: os._exit(7))\n"
-    code += "print(os.getpid(), flush=True)\nsignal.pause()"
+    code = "import os, signal, time\nsignal.signal(signal.SIGUSR1, lambda *_: os._exit(7))\n"
+    code += "print(os.getpid(), flush=True)\nwhile True: time.sleep(0.01)"
     words = prefork.command(["-c", code])
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
