@@ -25,6 +25,7 @@ def find_place(
     local_rank: int | None = None,
     local_world_size: int | None = None,
     job: str | None = None,
+    one_each: bool = False,
     timeout: float = _TIMEOUT,
 ) -> World:
     """`find_world`, with the place on the node found too.
@@ -33,6 +34,7 @@ def find_place(
     node is, and waits for the others. Later calls find all there, and wait for none.
 
     Args:
+        one_each: each rank that a caller names is one process, and all processes call this.
         timeout: seconds to wait for the others.
 
     Raises:
@@ -46,6 +48,8 @@ def find_place(
         local_world_size=local_world_size,
         job=job,
     )
+    if one_each:
+        world = dataclasses.replace(world, processes=None)
     # Processes that may have one rank share by the node's memory alone, and not all of them come.
     if not world.unknown or world.processes is not None:
         return world

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import collections
 import contextlib
-import dataclasses
 import enum
 import functools
 import itertools
@@ -339,10 +338,8 @@ class DataLoader:
             local_rank=chosen.local_rank,
             local_world_size=chosen.local_world_size,
             job=chosen.job,
+            one_each=callable(chosen.peers),  # it has one entry for each rank
         )
-        if callable(chosen.peers):
-            # It has one entry for each rank, which is one process.
-            self.world = dataclasses.replace(self.world, processes=None)
         job = chosen.job or ""
         self._name = f"loader {next(_made)}"
         # Loaders that only some ranks make do not shift the numbers of other loaders.

@@ -15,6 +15,9 @@ import pytest
 from loader_ranks import own_job
 from nodes import free_port
 
+from nostall.errors import UsageError
+from nostall.job._place import find_place
+
 START = '''
 import json, logging, os, sys, time
 from pathlib import Path
@@ -137,6 +140,17 @@ mp.start_processes(main, sys.argv[1:], nprocs=2, start_method="fork")
     (result,) = told(tmp_path)
     assert result["place"][:2] == [0, 1]
     assert result["threads"] == max(1, len(os.sched_getaffinity(0)) // 2)
+
+
+def test_ranks_that_are_one_process_each_need_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others share by the node's memory, whatever their place."""
+    for name in [name for name in os.environ if OF_LAUNCHERS.match(name)]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert find_place(rank=0, world_size=2).processes == 4
+    with pytest.raises(UsageError, match="nothing tells which ranks share a node"):
+        find_place(rank=0, world_size=2, one_each=True)
 
 
 @pytest.mark.multi
