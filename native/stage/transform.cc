@@ -39,8 +39,10 @@ void Loader::Run::transform_loop(std::stop_token stop) {
       };
       if (!transformable_.wait_for(lock, stop, kIdle, startable)) {
         scratch.release_above(keep);
-        if (!transformable_.wait(lock, stop, startable)) return;
+        transformable_.wait(lock, stop, startable);
       }
+      // What is left may be thousands of samples.
+      if (stop.stop_requested()) return;
       work = {fetched_.top().second, fetched_.top().first.second};
       fetched_.pop();
     }

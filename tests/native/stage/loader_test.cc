@@ -27,6 +27,7 @@
 #include "base/log.h"
 #include "source/folder.h"
 #include "source/scan.h"
+#include "source/stopping.h"
 
 namespace nostall::stage {
 namespace {
@@ -431,6 +432,47 @@ TEST(Loader, SeeksAndStopsAtAnyTime) {
   }
   loader.close();
   EXPECT_THROW(loader.next(1s), Error);
+}
+
+// Its records take as long to unpack as `unpacking` says.
+class SlowToUnpack : public MemorySource {
+ public:
+  using MemorySource::MemorySource;
+  Result<std::monostate> locate(uint64_t sample, std::span<const std::byte> record,
+                                std::span<source::FieldBytes> out) const override {
+    ++unpacked;
+    unpacking();
+    return MemorySource::locate(sample, record, out);
+  }
+
+  std::function<void()> unpacking;
+  mutable std::atomic<uint64_t> unpacked{0};
+};
+
+TEST(Loader, ClosesWithoutUnpackingWhatItHasRead) {
+  constexpr uint64_t kRead = 200, kWorkers = 2;
+  const auto source = std::make_shared<SlowToUnpack>(1000);
+  std::promise<void> ahead, closing;
+  source->unpacking = [closes = closing.get_future().share()] { closes.wait(); };
+  std::once_flag once;
+  source->before_read = [&] {
+    if (source->reads < kRead) return;
+    std::call_once(once, [&] {
+      ahead.set_value();
+      while (!source::stop_of_reads().stop_requested()) std::this_thread::sleep_for(1ms);
+      closing.set_value();
+    });
+  };
+  LoaderConfig config = config_for(source, 10, 1);
+  config.program = bytes_and_label();
+  config.workers = kWorkers;
+  config.fetchers = 1;
+  config.staging_bytes = 1 << 20;
+  Loader loader(config);
+  EXPECT_EQ(loader.next(0s), nullptr);  // starts it
+  ahead.get_future().wait();
+  loader.close();
+  EXPECT_LE(source->unpacked, kWorkers);
 }
 
 TEST(Loader, TimesOutWhenTheSourceIsSlow) {
