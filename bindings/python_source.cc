@@ -118,12 +118,13 @@ class CallbackSource : public source::Source {
  public:
   CallbackSource(std::vector<uint64_t> sizes, std::vector<int64_t> labels,
                  std::vector<uint32_t> group, uint64_t fingerprint, nb::object read,
-                 nb::object describe, bool bounded)
+                 nb::object describe, bool bounded, uint32_t made_at_once)
       : sizes_(std::move(sizes)),
         labels_(std::move(labels)),
         group_(std::move(group)),
         fingerprint_(fingerprint),
         bounded_(bounded),
+        made_at_once_(made_at_once),
         read_(std::make_shared<Held>(std::move(read))),
         describe_(std::make_shared<Held>(std::move(describe))) {
     if (labels_.size() != sizes_.size() ||
@@ -151,6 +152,7 @@ class CallbackSource : public source::Source {
   std::unique_ptr<source::Reader> make_reader(source::ReaderKind, unsigned) const override {
     return std::make_unique<Reader>(read_, bounded_);
   }
+  uint32_t made_at_once() const override { return made_at_once_; }
   void around(uint64_t sample, std::vector<uint64_t>& out) const override {
     if (group_.empty()) return;
     const auto [begin, end] = std::equal_range(group_.begin(), group_.end(), group_[sample]);
@@ -210,6 +212,7 @@ class CallbackSource : public source::Source {
   std::vector<uint32_t> group_;
   uint64_t fingerprint_, total_ = 0;
   const bool bounded_;
+  const uint32_t made_at_once_;
   std::shared_ptr<Held> read_, describe_;
 };
 
@@ -239,10 +242,11 @@ std::shared_ptr<records::Storage> python_storage(std::vector<records::StorageFil
 std::shared_ptr<source::Source> python_source(std::vector<uint64_t> sizes,
                                               std::vector<int64_t> labels,
                                               std::vector<uint32_t> group, uint64_t fingerprint,
-                                              nb::object read, nb::object describe, bool bounded) {
+                                              nb::object read, nb::object describe, bool bounded,
+                                              uint32_t made_at_once) {
   return std::make_shared<CallbackSource>(std::move(sizes), std::move(labels), std::move(group),
                                           fingerprint, std::move(read), std::move(describe),
-                                          bounded);
+                                          bounded, made_at_once);
 }
 
 }  // namespace nostall::bindings

@@ -26,6 +26,6 @@ std::shared_ptr<source::Source> python_source(std::vector<uint64_t> sizes,
                                               std::vector<int64_t> labels,
                                               std::vector<uint32_t> group, uint64_t fingerprint,
                                               nanobind::object read, nanobind::object describe,
-                                              bool bounded);
+                                              bool bounded, uint32_t made_at_once);
 
 }  // namespace nostall::bindings

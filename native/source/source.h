@@ -99,6 +99,10 @@ class Source {
     static_cast<void>(out);
   }
 
+  // Of samples that take their time one by one, as those that a user's code makes: how many the
+  // readers work on side by side. More in one Reader::read wait for each other. 0: of no others.
+  virtual uint32_t made_at_once() const { return 0; }
+
   // What all processes of a node have alike, for one copy of it; null where it is not worth it.
   virtual Shareable* shareable() const { return nullptr; }
 

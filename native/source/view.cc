@@ -210,6 +210,12 @@ uint64_t ViewSource::batch_bytes() const {
   return most;
 }
 
+uint32_t ViewSource::made_at_once() const {
+  uint32_t most = 0;
+  for (const Part& part : parts_) most = std::max(most, part.source->made_at_once());
+  return most;
+}
+
 void ViewSource::around(uint64_t sample, std::vector<uint64_t>& out) const {
   const auto [part, there] = origin(sample);
   const size_t before = out.size();

@@ -42,6 +42,7 @@ class ViewSource : public Source {
   Result<std::monostate> locate(uint64_t sample, std::span<const std::byte> record,
                                 std::span<FieldBytes> out) const override;
   uint64_t batch_bytes() const override;
+  uint32_t made_at_once() const override;
   void around(uint64_t sample, std::vector<uint64_t>& out) const override;
   const std::string& sums_file_of(uint64_t sample) const override;
 

@@ -51,6 +51,9 @@ constexpr double kBesideSeconds = 0.25;
 // Of groups of samples that are unpacked where they are read, one in so many is measured: to ask for
 // the processor's time is a system call.
 constexpr unsigned kMeasured = 16;
+// Of samples that are made one by one: about as long as one read should take, since the batch, and a
+// stop, wait for the whole of it.
+constexpr int64_t kMadeTogetherNs = 50'000'000;
 // A buffer that was made for so many times the bytes is given back.
 constexpr size_t kSameBuffer = 8;
 
@@ -246,7 +249,7 @@ void Loader::Run::fetch(std::vector<Fetch>& chunk, Fetcher& fetcher, std::stop_t
     if (!from_peers.empty()) group = ask_peers(from_peers);
     for (Fetch* f : read_copies(from_copies, fetcher)) left.push_back(f);
     for (Fetch* f : read_files(from_files, fetcher)) left.push_back(f);
-    if (!to_read.empty()) read_source(to_read, fetcher, stop);
+    read_in_parts(to_read, fetcher, stop);
     if (group) {
       {
         const Activity receiving;
@@ -721,6 +724,24 @@ int64_t Loader::Run::ask_source(std::span<source::ReadRequest> requests, uint64_
                   {static_cast<int64_t>(requests.size()), static_cast<int64_t>(bytes), failed});
   }
   return took;
+}
+
+// A chunk of samples that take a second each would be as many seconds away from its first batch.
+void Loader::Run::read_in_parts(std::span<Fetch* const> fetches, Fetcher& fetcher,
+                                std::stop_token stop) {
+  const size_t least = config_.source->made_at_once();
+  while (!fetches.empty() && !stop.stop_requested()) {
+    size_t& most = fetcher.made_together;
+    most = std::max(most, least);
+    const auto part = fetches.first(least == 0 ? fetches.size() : std::min(most, fetches.size()));
+    const int64_t begin = now_ns();
+    read_source(part, fetcher, stop);
+    const int64_t took = now_ns() - begin;
+    if (took > 2 * kMadeTogetherNs) most /= 2;
+    if (took < kMadeTogetherNs && part.size() == most) most *= 2;
+    fetches = fetches.subspan(part.size());
+  }
+  for (Fetch* f : fetches) settle_claim(*f, ECANCELED, {});
 }
 
 void Loader::Run::read_source(std::span<Fetch* const> fetches, Fetcher& fetcher,

@@ -75,6 +75,7 @@ class Loader::Run {
   ~Run();
 
   std::unique_ptr<Batch> next(std::chrono::nanoseconds timeout);
+  bool ready() const;
 
  private:
   struct Work {
@@ -104,6 +105,7 @@ class Loader::Run {
     std::shared_ptr<Buffer> bytes{};
     unsigned groups = 0;
     double ns_per_byte = 0.0;
+    size_t made_together = 0;  // of samples that take their time one by one: in one read
   };
   // The same of the consumer's thread.
   struct Helper {
@@ -229,6 +231,7 @@ class Loader::Run {
   bool prepare(Fetch& fetch);
   void prepare_all(std::vector<Fetch*>& fetches);
   void settle_claim(Fetch& fetch, int error, std::string why);
+  void read_in_parts(std::span<Fetch* const> fetches, Fetcher& fetcher, std::stop_token stop);
   void read_source(std::span<Fetch* const> fetches, Fetcher& fetcher, std::stop_token stop);
   // Claims samples next to those to read that the tiers have room for: reading on is cheaper than
   // reading them later (Source::around).
@@ -315,7 +318,7 @@ class Loader::Run {
   uint64_t overhead_ = 0;    // bytes of a batch beside its contents
   double cached_ = 0.0;      // seconds per byte of samples that are read from memory, at most
 
-  Mutex mutex_;
+  mutable Mutex mutex_;
   // Batches with a buffer, not yet handed out.
   uint64_t max_staged_ NOSTALL_GUARDED_BY(mutex_) = 2;
   uint64_t staged_ NOSTALL_GUARDED_BY(mutex_) = 2;       // of them now: staged_now()

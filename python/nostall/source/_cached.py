@@ -155,6 +155,7 @@ class Cached(Source):
                 [(sample, zlib.crc32(record)) for sample, record in records.items()],
             ],
             bounded=True,
+            made_at_once=self._makers.count,
         )
 
     def _look_at(self, samples: int) -> dict[int, bytes]:

@@ -62,10 +62,12 @@ def native_source(
     group: NDArray[np.uint32] | None,
     identity: Any,
     bounded: bool = False,
+    made_at_once: int = 0,
 ) -> _native.Source:
     """A native source that calls the reader; samples of one group are cheaper together.
 
     If `bounded`, `sizes` are the most that samples may have: zeros follow a shorter one.
+    `made_at_once` is how many the reader makes side by side, where each takes its time.
     """
     digest = hashlib.sha256(repr(identity).encode())
     for column in (sizes, labels):
@@ -78,6 +80,7 @@ def native_source(
         read=reader.read,
         describe=reader.describe,
         bounded=bounded,
+        made_at_once=made_at_once,
     )
 
 

@@ -475,6 +475,65 @@ TEST(Loader, ClosesWithoutUnpackingWhatItHasRead) {
   EXPECT_LE(source->unpacked, kWorkers);
 }
 
+// Its readers work on two samples at a time, and call `making` for each.
+class MadeOneByOne : public MemorySource {
+ public:
+  using MemorySource::MemorySource;
+  uint32_t made_at_once() const override { return 2; }
+  std::unique_ptr<source::Reader> make_reader(source::ReaderKind kind,
+                                              unsigned depth) const override {
+    return std::make_unique<Maker>(*this, MemorySource::make_reader(kind, depth));
+  }
+
+  std::function<void()> making = [] {};
+  mutable std::atomic<size_t> most{0};  // in one read
+
+ private:
+  class Maker : public source::Reader {
+   public:
+    Maker(const MadeOneByOne& source, std::unique_ptr<source::Reader> reader)
+        : source_(source), reader_(std::move(reader)) {}
+    void read(std::span<source::ReadRequest> requests) override {
+      source_.most = std::max<size_t>(source_.most, requests.size());
+      for (source::ReadRequest& r : requests) {
+        source_.making();
+        reader_->read({&r, 1});
+      }
+    }
+    std::string_view name() const override { return reader_->name(); }
+
+   private:
+    const MadeOneByOne& source_;
+    std::unique_ptr<source::Reader> reader_;
+  };
+};
+
+TEST(Loader, HandsOutWhatIsMadeOneByOneBeforeItsWholeChunk) {
+  const auto source = std::make_shared<MadeOneByOne>(1000);
+  source->making = [&] {
+    if (source->reads < 2) return;
+    while (!source::stop_of_reads().stop_requested()) std::this_thread::sleep_for(1ms);
+  };
+  LoaderConfig config = config_for(source, 2, 1);
+  config.fetchers = 1;
+  config.depth = 16;
+  Loader loader(config);
+  must_have(loader);
+  loader.close();
+  EXPECT_LE(source->reads, 6u);  // and the part that the stop met
+}
+
+TEST(Loader, ReadsChunksOfWhatIsMadeQuickly) {
+  const auto source = std::make_shared<MadeOneByOne>(1000);
+  LoaderConfig config = config_for(source, 16, 4);
+  config.fetchers = 1;
+  config.depth = 16;
+  config.staging_bytes = 1 << 20;
+  Loader loader(config);
+  for (uint64_t h = 0; h < 4 * loader.batches_per_epoch(); ++h) must_have(loader);
+  EXPECT_EQ(source->most, 16u);
+}
+
 TEST(Loader, TimesOutWhenTheSourceIsSlow) {
   const auto source = std::make_shared<MemorySource>(100);
   std::promise<void> answer;

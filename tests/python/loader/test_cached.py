@@ -113,6 +113,35 @@ def plus_one(item: Any) -> Any:
     return item["image"] + 1, item["label"]
 
 
+class Gated(Dataset[Any]):
+    """Items 4 to 15 are late, from `begun` on, until there is `go`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.begun, self.go = folder / "begun", folder / "go"
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, i: int) -> Any:
+        deadline = time.monotonic() + 60
+        while 4 <= i < 16 and self.begun.exists() and not self.go.exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"item {i} is made before the first batch is taken")
+            time.sleep(0.01)
+        return i
+
+
+def test_a_batch_does_not_wait_for_items_of_later_ones(cached: Make, tmp_path: Path) -> None:
+    items = Gated(tmp_path)
+    data = cached(items, makers=4)
+    with nostall.DataLoader(data, 4, epochs=1, shuffle=False, tiers=[], output="numpy") as loader:
+        items.begun.touch()
+        batches = iter(loader)
+        first = next(batches)
+        items.go.touch()
+        assert [i for batch in [first, *batches] for i in batch.tolist()] == list(range(64))
+
+
 @pytest.mark.parametrize("workers", ["threads", "processes"])
 def test_then_is_called_in_every_epoch(cached: Make, workers: Any) -> None:
     source = cached(Items(n=20), then=plus_one)
