@@ -181,6 +181,13 @@ class PyLoader {
     if (closing_) throw Error(ErrorKind::stopped, "the loader is closed");
     return with([](stage::Loader& loader) { return loader.next(kSignalSlice); });
   }
+  // Never waits.
+  bool ready() const {
+    if (!mutex_.try_lock()) return false;
+    const bool there = loader_->ready();
+    mutex_.unlock();
+    return there;
+  }
   void close() const {
     closing_ = true;
     with([](stage::Loader& loader) { loader.close(); });
@@ -203,10 +210,17 @@ PyBatch next(const PyLoader& self) {
   }
 }
 
-std::optional<PyBatch> next_soon(const PyLoader& self) {
-  std::unique_ptr<stage::Batch> batch = self.next();
+std::optional<PyBatch> batch_of(const PyLoader& self, std::unique_ptr<stage::Batch> batch) {
   if (!batch) return std::nullopt;
   return PyBatch(std::move(batch), self.config().program);
+}
+
+std::optional<PyBatch> next_soon(const PyLoader& self) { return batch_of(self, self.next()); }
+
+std::optional<PyBatch> next_if_ready(const PyLoader& self) {
+  // To give up the GIL may cost milliseconds where callables run.
+  if (!self.ready()) return std::nullopt;
+  return batch_of(self, self.next());
 }
 
 std::map<std::string, uint64_t> peer_counts(stage::Loader& loader) {
@@ -432,6 +446,7 @@ void bind_loader(nb::module_& m) {
           "`transport` is None where samples do not travel between nodes.")
       .def("next", &next, "The next batch; waits for it with the GIL released.")
       .def("next_soon", &next_soon, "The same, or None after a tenth of a second.")
+      .def("next_if_ready", &next_if_ready, "The same, or None at once.")
       .def(
           "seek",
           [](const PyLoader& l, uint32_t epoch, uint64_t batch) {

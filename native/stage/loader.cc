@@ -120,6 +120,8 @@ void Loader::refuse_child() const {
                                     "; a forked child must make its own");
 }
 
+bool Loader::ready() const { return ::getpid() == owner_pid_ && run_ && run_->ready(); }
+
 std::unique_ptr<Batch> Loader::next(std::chrono::nanoseconds timeout) {
   refuse_child();
   if (closed_) throw Error(ErrorKind::stopped, "the loader is closed");

@@ -176,6 +176,8 @@ class Loader {
   // could not be used (OnError::raise; again at every further call), Error(peer) when a rank of the
   // node died, Error(usage) after the last batch of the job or in a forked child.
   std::unique_ptr<Batch> next(std::chrono::nanoseconds timeout);
+  // Whether that batch is there. Never waits: false where a thread is about to change it.
+  bool ready() const;
 
   // Continues at `position`, dropping what was prepared for another one. Throws Error(usage) in a
   // forked child.

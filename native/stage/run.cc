@@ -245,6 +245,13 @@ void Loader::Run::guarded(const std::function<void()>& work) noexcept {
 
 // ---------------------------------------------------------------------------- the consumer's side
 
+bool Loader::Run::ready() const {
+  if (!mutex_.try_lock()) return false;
+  const bool there = !tasks_.empty() && tasks_.front()->ready;
+  mutex_.unlock();
+  return there;
+}
+
 std::unique_ptr<Batch> Loader::Run::next(std::chrono::nanoseconds timeout) {
   const auto deadline = std::chrono::steady_clock::now() + timeout;
   if (asked_ == 0 && trace::on()) asked_ = now_ns();

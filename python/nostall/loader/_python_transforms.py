@@ -270,6 +270,11 @@ class PythonStage:
         self._pending.clear()
         return self
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no batch is at work."""
+        return not self._pending
+
     def wants_more(self) -> bool:
         """Whether there is to be one more batch at work: two are, while the consumer is; others
         as `staging` allows."""

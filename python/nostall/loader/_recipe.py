@@ -369,9 +369,12 @@ class Recipe:
                     batch = following()
                     yield Made(batch, (), self._finished(batch, None, {}))
                     continue
+                # A batch that is at work is not held up for one that is still to be read.
                 while fetched < count and pending.wants_more():
-                    batch = following()
-                    pending.submit(batch)
+                    more = following() if pending.is_idle else loader.next_if_ready()
+                    if more is None:
+                        break
+                    pending.submit(more)
                     fetched += 1
                 batch, data, substituted, places = pending.result(self._dataset)
                 yield Made(batch, substituted, self._finished(batch, data, places))

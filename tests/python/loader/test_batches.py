@@ -336,3 +336,31 @@ def test_raw_batches_of_a_callable_stay_near_what_is_given(tmp_path: Path) -> No
         held = loader.stats().memory["staging"]
     # What is staged, the two that are at work, the one in hand, and what is kept for the next.
     assert held <= max(staging, 2 * largest) + 3 * largest + staging // 4
+
+
+class Gated(nostall.SampleReader):
+    """Only the first 16 samples are there, until the gate opens."""
+
+    def __init__(self) -> None:
+        self.gate, self.opened = threading.Event(), True
+
+    def read(self, samples: list[int]) -> list[Any]:
+        if samples[0] >= 16 and not self.gate.wait(60):
+            self.opened = False
+        return [bytes([sample]) for sample in samples]
+
+    def describe(self, sample: int) -> str:
+        return f"number {sample}"
+
+
+def test_a_batch_of_callables_does_not_wait_for_the_reads_of_the_next() -> None:
+    reader = Gated()
+    source = nostall.CustomSource(reader, [1] * 64, [0] * 64, identity="gated")
+    options: dict[str, Any] = {"transforms": lambda raw: np.array(raw), "output": "numpy"}
+    with nostall.DataLoader(source, 16, epochs=1, shuffle=False, tiers=[], **options) as loader:
+        batches = iter(loader)
+        first = next(batches)
+        reader.gate.set()
+        rows = [first, *batches]
+    assert reader.opened
+    assert [row for data, _ in rows for row in data.tolist()] == [[i] for i in range(64)]
