@@ -7,10 +7,10 @@
 #include <atomic>
 #include <cstring>
 #include <fstream>
-#include <random>
 #include <sstream>
 #include <thread>
 
+#include "../temporary.h"
 #include "base/own.h"
 
 // ThreadSanitizer takes the mapping of a file for a write of all its bytes. Readers may go on while
@@ -24,10 +24,9 @@ namespace {
 
 constexpr uint64_t kSize = (1 << 20) + 123;
 
-std::unique_ptr<Shareable> filled(unsigned seed) {
+std::unique_ptr<Shareable> filled(uint64_t seed) {
   auto made = std::make_unique<Shareable>(kSize);
-  std::mt19937_64 random(seed);
-  for (uint64_t i = 0; i < kSize; ++i) made->data()[i] = static_cast<std::byte>(random());
+  std::memcpy(made->data(), random_bytes(kSize, seed).data(), kSize);
   return made;
 }
 

@@ -35,9 +35,9 @@ class CheckpointTest : public testing::Test {
   // A snapshot of odd pieces, one of them across blocks; `expected` is what it must hold.
   std::shared_ptr<Snapshot> snapshot_of(uint64_t bytes, unsigned threads = 2,
                                         Copying copying = Copying::at_once) {
-    std::mt19937_64 random(bytes);
-    state_.resize(bytes);
-    for (auto& b : state_) b = static_cast<std::byte>(random());
+    const std::string random = random_bytes(bytes, bytes);
+    const auto* r = reinterpret_cast<const std::byte*>(random.data());
+    state_.assign(r, r + bytes);
     const std::string header(64, 'h');
     const auto* h = reinterpret_cast<const std::byte*>(header.data());
     expected_.assign(h, h + header.size());
@@ -56,10 +56,12 @@ class CheckpointTest : public testing::Test {
   }
 
   static std::vector<std::byte> content(const std::string& file) {
-    std::ifstream in(file, std::ios::binary);
-    std::vector<char> chars{std::istreambuf_iterator<char>(in), {}};
-    const auto* b = reinterpret_cast<const std::byte*>(chars.data());
-    return {b, b + chars.size()};
+    std::ifstream in(file, std::ios::binary | std::ios::ate);
+    std::vector<std::byte> bytes(static_cast<size_t>(in.tellg()));
+    in.seekg(0).read(reinterpret_cast<char*>(bytes.data()),
+                     static_cast<std::streamsize>(bytes.size()));
+    EXPECT_TRUE(in) << file;
+    return bytes;
   }
 
   const TemporaryFolder folder_;

@@ -93,7 +93,7 @@ TEST(FileWindow, ReadsLittleWhereItJumps) {
 }
 
 TEST(FileWindow, ReadsThroughJumpsWhereReadsTakeLong) {
-  const std::string content = random_bytes(40 << 20, 1);
+  const std::string content = random_bytes(20 << 20, 1);
   MemoryStorage storage({content});
   // 20 ms for a read, so that a busy machine is fast beside it, and another millisecond for so many
   // bytes of it.
