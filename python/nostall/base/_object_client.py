@@ -29,6 +29,8 @@ _ENDPOINTS = ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
 _URL = re.compile(r"https?://[\w!#$%&'()*+,./:;=?@\[\]~-]+", re.IGNORECASE | re.ASCII)
 _HEADERS = re.compile(r"AWS_((DEFAULT_)?REGION|ACCESS_KEY_ID|(SESSION_)?TOKEN)|AZURE_\w*TOKEN")
 _SECRET = re.compile(r".*(KEY|TOKEN|SECRET|PASSWORD).*")
+# Where instances and containers of Amazon's find credentials.
+_METADATA = re.compile(r"https?://(169\.254\.170\.\d+|[^/\s]+/latest/(api/token|meta-data))")
 # The process in which the client was first used: its threads do not survive a fork, and in a forked
 # process it would wait for them for ever.
 _client_process: int | None = None
@@ -175,6 +177,11 @@ def brief(error: Exception) -> str:
     return " ".join(str(error).split(" Debug source:")[0].split("\n\nDebug source:")[0].split())
 
 
+def explained(error: Exception) -> str:
+    """What an error means and what to do about it; "" where the client's own words say it best."""
+    return _without_credentials(error) or denied(error) or _unanswered(error)
+
+
 def denied(error: Exception) -> str:
     """The sentence for an answer that denies access; "" for any other error."""
     text = brief(error)
@@ -182,7 +189,46 @@ def denied(error: Exception) -> str:
     signs = ("ExpiredToken", "InvalidAccessKeyId", "status code: 401", "status code: 403")
     if type(error).__name__ not in kinds and not any(sign in text for sign in signs):
         return ""
+    code, message = (re.search(rf"<{name}>([^<]+)<", text) for name in ("Code", "Message"))
+    said = ": ".join(dict.fromkeys(part[1] for part in (code, message) if part))
     return (
-        f"access was denied ({text[:300]}): check the credentials (AWS_ACCESS_KEY_ID, "
-        "AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, or a profile) and whether they expired"
+        f"access was denied{_by(text)} ({said or text[:300]}): check the credentials "
+        "(AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, or a profile) and whether "
+        "they expired"
     )
+
+
+def _without_credentials(error: Exception) -> str:
+    """The sentence where the client went to look for S3's credentials in vain; "" for any other."""
+    text = brief(error)
+    if "S3" not in text or not _METADATA.search(text):
+        return ""
+    return (
+        "there are no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or "
+        "for a public bucket AWS_SKIP_SIGNATURE=true (the machine's own service for credentials was "
+        f"asked{_by(text)} and gave none)"
+    )
+
+
+def _unanswered(error: Exception) -> str:
+    """The sentence where no server answered; "" for any other error."""
+    text = brief(error)
+    if "error sending request" not in text:
+        return ""
+    # The client says the cause in its debugging words alone.
+    if "kind: Timeout" in str(error) or "TimedOut" in str(error):
+        cause = "the request timed out"
+    else:
+        found = re.search(r'(?:message|error): "([^"]+)"', str(error))
+        cause = found[1] if found else "no connection"
+    endpoint = ", and AWS_ENDPOINT_URL" if "S3" in text else ""
+    return (
+        f"no answer came{_by(text, 'from')} ({cause}): check the network{endpoint}; "
+        "NOSTALL_OBJECT_RETRIES and NOSTALL_OBJECT_TIMEOUT_S say how long a store is asked"
+    )
+
+
+def _by(text: str, word: str = "by") -> str:
+    """Who was asked, with a blank before it; "" where the client does not say."""
+    asked = re.search(r"Error performing [A-Z]+ (https?://[^/\s]+)", text)
+    return f" {word} {asked[1]}" if asked else ""

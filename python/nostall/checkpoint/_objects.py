@@ -123,7 +123,7 @@ class ObjectStore(Store):
                     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)) from None
                 if attempt < _ATTEMPTS and client.worth_another(error):
                     continue
-                text = client.denied(error) or (
+                text = client.explained(error) or (
                     f"{client.brief(error)[:500]} (NOSTALL_OBJECT_RETRIES and "
                     "NOSTALL_OBJECT_TIMEOUT_S say how long it is asked)"
                 )

@@ -222,7 +222,9 @@ def _failed(url: str, error: Exception) -> IoError:
         return IoError(f"{url} does not exist")
     if "precondition" in kind.lower() or "recondition" in text:
         return IoError(f"{url} was replaced since it was opened: open the data set again")
-    if sentence := client.denied(error):
+    sentence = client.explained(error)
+    if client.denied(error):
         return IoError(f"{url}: {sentence}")
-    kind_of_error = Overloaded if _OVERLOADED.search(text) else IoError
-    return kind_of_error(f"{url} cannot be read: {text[:500]}")
+    said = sentence or text[:500]
+    kind_of_error = Overloaded if _OVERLOADED.search(f"{text} {sentence}") else IoError
+    return kind_of_error(f"{url} cannot be read: {said}")

@@ -1,14 +1,20 @@
-"""What the environment says wrongly of object stores is told in one sentence, before any request."""
+"""What is wrong with the environment or the way to an object store is told in one sentence."""
 
 from __future__ import annotations
 
+import re
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
 import nostall
 from nostall.base import _object_client as client
-from nostall.errors import UsageError
+from nostall.errors import IoError, UsageError
 
 pytest.importorskip("obstore")
 
@@ -73,3 +79,86 @@ def test_an_empty_endpoint_is_none(monkeypatch: pytest.MonkeyPatch, name: str) -
     store = client.connect("s3://bucket")
     with pytest.raises(Exception, match=r"https://s3\.r\.amazonaws\.com/bucket/a"):
         client.client("s3://bucket/a").head(store, "a")
+
+
+def told(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> str:
+    """What is said of a request to `endpoint` that fails."""
+    monkeypatch.setenv("NOSTALL_OBJECT_RETRIES", "0")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    store = client.connect("s3://bucket")
+    with pytest.raises(Exception) as one:
+        client.client("s3://bucket/a").get(store, "a")
+    assert "\n" not in client.explained(one.value)
+    with pytest.raises(IoError, match=re.escape(client.explained(one.value).split(" (")[0])):
+        nostall.TarShards("s3://bucket/a.tar")
+    return client.explained(one.value)
+
+
+def test_a_server_that_is_not_there_is_named_with_the_cause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.socket() as taken:  # it does not listen
+        taken.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        sentence = told(monkeypatch, endpoint)
+    words = (
+        f"no answer came from {endpoint} (Connection refused): check the network, and AWS_ENDPOINT"
+    )
+    assert sentence.startswith(words)
+
+
+def test_a_server_that_does_not_answer_in_time_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NOSTALL_OBJECT_TIMEOUT_S", "0.1")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        sentence = told(monkeypatch, endpoint)
+    assert sentence.startswith(f"no answer came from {endpoint} (the request timed out): check")
+
+
+@contextmanager
+def refusing() -> Iterator[str]:
+    """A server that refuses each request in the words of S3."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            text = b"<Error><Code>InvalidAccessKeyId</Code><Message>No such key.</Message></Error>"
+            self.send_response(403)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        do_HEAD = do_PUT = do_GET
+
+        def log_message(self, *words: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_refusal_is_told_in_the_words_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    with refusing() as endpoint:
+        sentence = told(monkeypatch, endpoint)
+    words = (
+        f"access was denied by {endpoint} (InvalidAccessKeyId: No such key.): check the credentials"
+    )
+    assert sentence.startswith(words)
+
+
+def test_credentials_that_are_nowhere_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    with refusing() as endpoint:  # as a machine that is no instance of Amazon's, or has no role
+        monkeypatch.setenv("AWS_METADATA_ENDPOINT", endpoint)
+        sentence = told(monkeypatch, endpoint)
+    assert sentence.startswith("there are no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET")
+    assert endpoint in sentence

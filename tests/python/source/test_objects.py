@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -448,3 +449,14 @@ def test_a_store_that_asks_for_less_is_asked_for_half(
     answers = ranges.read(asked)
     assert sum(isinstance(a, Overloaded) for a in answers) == 1
     assert ranges._flight.requests == 16
+
+
+def test_a_store_that_does_not_answer_in_time_asks_for_less(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NOSTALL_OBJECT_RETRIES", "0")
+    monkeypatch.setenv("NOSTALL_OBJECT_TIMEOUT_S", "0.1")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(Overloaded, match=r"a\.tar cannot be read: .* timed out"):
+            nostall.TarShards("s3://bucket/a.tar")
