@@ -104,3 +104,21 @@ def test_the_jobset_names_its_first_pod() -> None:
     assert f"--master-addr={host}" in command
     assert f"--nnodes={spec['completions']}" in command
     assert spec["parallelism"] == spec["completions"] and spec["completionMode"] == "Indexed"
+
+
+def test_pods_of_the_pytorchjob_are_told_where_to_meet() -> None:
+    """The operator has an address of a master's pod alone, or of the first worker of an elastic job."""
+    spec = documents("pytorchjob.yaml")["PyTorchJob"]["spec"]
+    assert list(spec["pytorchReplicaSpecs"]) == ["Worker"]
+    elastic, replicas = spec["elasticPolicy"], spec["pytorchReplicaSpecs"]["Worker"]["replicas"]
+    assert elastic["rdzvBackend"] == "c10d"
+    assert elastic["minReplicas"] == elastic["maxReplicas"] == replicas
+
+
+def test_all_pods_start_again_when_one_fails() -> None:
+    runtime = within(documents("trainjob.yaml")["TrainingRuntime"], "spec template spec")
+    for jobs in (runtime, documents("jobset.yaml")["JobSet"]["spec"]):
+        assert jobs["failurePolicy"]["maxRestarts"] > 0
+        job = within(jobs, "replicatedJobs 0 template spec")
+        assert job["backoffLimit"] == 0
+        assert within(job, "template spec restartPolicy") == "Never"
