@@ -207,6 +207,9 @@ def _plan(value: Any, saved: Any, place: str, todo: list[Callable[[], object]]) 
     if is_array(value):
         _check_array(value, saved, place)
         return _plan_fill(value, saved, todo)
+    if _is_of_jax(value):
+        _check_array(value, saved, place)
+        return False
     if isinstance(value, MutableMapping) and any(map(_is_in_place, value.values())):
         _plan_mapping(value, saved, place, todo)
         return True
@@ -219,7 +222,7 @@ def _plan(value: Any, saved: Any, place: str, todo: list[Callable[[], object]]) 
             raise UsageError(f"{place} has {len(value)} entries, the checkpoint {of} there")
         for i, (old, new) in enumerate(zip(value, saved, strict=True)):
             if not _plan(old, new, f"{place}[{i}]", todo) and isinstance(value, list):
-                todo.append(partial(value.__setitem__, i, new))
+                todo.append(partial(_replace, value, i, new))
         return True
     return False
 
@@ -236,16 +239,33 @@ def _plan_mapping(
         )
     for key, value in target.items():
         if not _plan(value, saved[key], f"{place}[{key!r}]", todo):
-            todo.append(partial(target.__setitem__, key, saved[key]))
+            todo.append(partial(_replace, target, key, saved[key]))
+
+
+def _replace(values: Any, key: Any, saved: Any) -> None:
+    values[key] = _as_it_was(values[key], saved)
+
+
+def _as_it_was(value: Any, saved: Any) -> Any:
+    """What was saved; an array of JAX, which cannot be filled, on the devices of the one before."""
+    if _is_of_jax(value):
+        jax = sys.modules["jax"]
+        array = saved if isinstance(saved, np.ndarray) else saved.numpy()
+        if not value.committed:
+            return jax.numpy.asarray(array)
+        return jax.make_array_from_callback(array.shape, value.sharding, array.__getitem__)
+    return saved
 
 
 def _is_in_place(value: Any) -> bool:
-    """Whether something in there is filled in place."""
+    """Whether something in there is filled in place, or has its place on devices of JAX."""
     if isinstance(value, MutableMapping):
         return any(map(_is_in_place, value.values()))
     if isinstance(value, list):
         return any(map(_is_in_place, value))
-    return is_array(value) or callable(getattr(value, "load_state_dict", None))
+    if is_array(value) or _is_of_jax(value):
+        return True
+    return callable(getattr(value, "load_state_dict", None))
 
 
 def _is_tensor(value: Any) -> bool:
@@ -255,6 +275,11 @@ def _is_tensor(value: Any) -> bool:
 
 def is_array(value: Any) -> bool:
     return isinstance(value, np.ndarray) or _is_tensor(value)
+
+
+def _is_of_jax(value: Any) -> bool:
+    jax = sys.modules.get("jax")
+    return jax is not None and isinstance(value, jax.Array)
 
 
 def fits(value: Any, saved: Any) -> bool:

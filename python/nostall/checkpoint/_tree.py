@@ -108,10 +108,9 @@ class _Encoder:
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(value, torch.Tensor):
             return self._torch(torch, value, path)
-        if type(value).__module__.partition(".")[0] in ("jax", "jaxlib") and hasattr(
-            value, "__array__"
-        ):
-            return self._numpy(np.asarray(value), path)
+        jax = sys.modules.get("jax")
+        if jax is not None and isinstance(value, jax.Array):
+            return self._jax(jax, value, path)
         if callable(getattr(value, "state_dict", None)):
             return self.encode(value.state_dict(), path)
         raise UsageError(
@@ -150,6 +149,19 @@ class _Encoder:
         code = _NUMPY[dtype.name] if native else "U8"
         shape = array.shape if native else (array.nbytes,)
         return self._leaf(node, path, code, shape, array, array.ctypes.data, array.nbytes)
+
+    def _jax(self, jax: Any, value: Any, path: tuple[Any, ...]) -> Any:
+        if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+            raise UsageError(
+                f"{_place(path)} is a random key of JAX: save jax.random.key_data of it, and make the "
+                "key again by jax.random.wrap_key_data"
+            )
+        if not (value.is_fully_addressable or value.is_fully_replicated):
+            raise UsageError(
+                f"{_place(path)} is an array of JAX of which other processes hold parts: save it with "
+                "Orbax, and the loader's state_dict() beside it"
+            )
+        return self._numpy(np.asarray(value), path)
 
     def _torch(self, torch: Any, value: Any, path: tuple[Any, ...]) -> Any:
         if type(value).__name__ == "DTensor":

@@ -1,0 +1,67 @@
+"""State of JAX: restored to its devices, compared before anything changes, refused with its place."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def main(folder: Path) -> None:
+    """In a process of its own, with two devices of the host."""
+    import jax
+    import numpy as np
+    import pytest
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    import nostall
+    from nostall.errors import UsageError
+
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    assert jax.device_count() == 2
+    split = NamedSharding(mesh, PartitionSpec("data"))
+
+    def state_of(step: int) -> dict[str, object]:
+        weights = jax.device_put(np.full((4, 3), step, np.float32), split)
+        return {
+            "layers": {"weights": weights, "bias": jax.numpy.full(3, step, "bfloat16")},
+            "leaves": [jax.numpy.full(2, step)],
+            "step": step,
+        }
+
+    with nostall.Checkpointer(durable=folder) as ckpt:
+        ckpt.save(state_of(1), 1, level="durable")
+        state = state_of(0)
+        layers = state["layers"]
+        assert ckpt.restore(into=state)
+        assert state["layers"] is layers and isinstance(layers, dict)
+        assert layers["weights"].sharding == split and layers["weights"].committed
+        assert not layers["bias"].committed and layers["bias"].dtype == "bfloat16"
+        for one, expected in zip(jax.tree.leaves(state), jax.tree.leaves(state_of(1)), strict=True):
+            assert type(one) is type(expected)
+            assert np.array_equal(one, expected)
+        smaller = state_of(0)
+        smaller["leaves"] = [jax.numpy.zeros(3, int)]
+        with pytest.raises(UsageError, match=r"state\['leaves'\]\[0\] is of shape \(3,\) and type"):
+            ckpt.restore(into=smaller)
+        assert smaller["step"] == 0
+        with pytest.raises(
+            UsageError, match=r"state\['key'\] is a random key of JAX: save jax\.ran"
+        ):
+            ckpt.save({"key": jax.random.key(0)}, 2)
+
+
+def test_arrays_of_jax_are_restored_to_their_devices(tmp_path: Path) -> None:
+    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    done = subprocess.run(
+        [sys.executable, __file__, tmp_path],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **flags},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
