@@ -152,12 +152,13 @@ def test_the_chart_of_waits_has_all_of_them_and_advice_fits() -> None:
     assert "<td>10.0 %</td><td>5.0 %</td>" in page  # other ranks, checkpoints
     assert f"<td>{percent(run.waited)}</td></tr>" in page
     whole = page[page.index("<svg") : page.index("</svg>")]
-    bars = [(float(x), float(w)) for x, w in re.findall(r'x="(\S+)" y="0" width="(\S+)"', whole)]
+    bars = [(float(x), float(w)) for x, w in re.findall(r'x="(\S+)%" width="(\S+)%"', whole)]
     assert len(bars) == 4
-    assert bars[0] == (0, pytest.approx(1000 * (1 - run.waited)))
+    assert bars[0] == (0, pytest.approx(100 * (1 - run.waited)))
     assert all(a[0] + a[1] == pytest.approx(b[0], abs=0.02) for a, b in pairwise(bars))  # no gap
-    assert sum(bars[-1]) == pytest.approx(1000)
+    assert sum(bars[-1]) == pytest.approx(100)
     assert "other ranks: 10.0 %" in whole
+
     assert "checkpoints: 5.0 %" in whole
     (written,) = [a.change for a in advise(run, most=9) if "checkpoint" in a.change]
     assert "nostall.Checkpointer" in written
@@ -166,6 +167,14 @@ def test_the_chart_of_waits_has_all_of_them_and_advice_fits() -> None:
     changes = [a.change for a in advise(run, most=9)]
     assert any("window=True" in c for c in changes)
     assert not any("in the background" in c for c in changes)
+
+
+def test_what_was_not_recorded_is_not_called_zero() -> None:
+    page = run_page.page([Run("run", [made()], None, [])])
+    assert "waits for checkpoints" not in page  # there is no colour for it
+    row = re.search(r"<tr><td>0</td>.*?</tr>", page[page.index("waits by cause") :])
+    assert row is not None
+    assert row[0].count("<td>not recorded</td>") == 1  # one rank waits for no others
 
 
 def test_origins_that_never_were_are_not_in_the_legend() -> None:
@@ -256,7 +265,9 @@ def test_a_page_is_read_in_a_browser(
     assert "<script>alert(1)</script>" in wide.text  # as words
     phone = look(page, 390, 844)
     assert phone.overflow <= 0  # what is wide scrolls by itself
-    assert all(w >= 390 for w, _ in phone.figures)
+    (first, _), *others = phone.figures
+    assert first < 390  # the bar of all the time: half of it would say something else
+    assert all(w >= 390 for w, _ in others)
 
 
 def horovod() -> str:

@@ -1,7 +1,8 @@
 """Drawings of a report as inline SVG, which a browser scales, colours light or dark, and prints.
 
-A drawing is 1000 units wide. Its colours are the classes of the page's style (`_parts.STYLE`), so that
-they follow the reader's theme. What a mark shows is its title, for pointers and screen readers.
+A drawing is 1000 units wide, but for a bar, which is as wide as the page. Its colours are the classes
+of the page's style (`_parts.STYLE`), so that they follow the reader's theme. What a mark shows is its
+title, for pointers and screen readers.
 """
 
 from __future__ import annotations
@@ -57,20 +58,26 @@ def legend(parts: Sequence[tuple[str, str]]) -> str:
 
 
 def bar(parts: Sequence[Part], label: str, height: float = 34.0) -> str:
-    """One bar whose whole width is the sum of its parts."""
+    """One bar whose whole width is the sum of its parts: all of it is seen on a phone too."""
     whole = sum(p.amount for p in parts) or 1.0
     x, out = 0.0, []
     for p in parts:
-        width = WIDTH * p.amount / whole
-        share = f"{100 * p.amount / whole:.1f} %"
-        out.append(mark(x, 0, width, height, p.colour, f"{p.name}: {share}"))
-        if width > 60:
+        width = 100 * p.amount / whole
+        share = f"{width:.1f} %"
+        out.append(
+            f'<rect class="{p.colour}" x="{_n(x)}%" width="{_n(width)}%" height="{_n(height)}">'
+            f"<title>{html.escape(p.name)}: {share}</title></rect>"
+        )
+        if width > 15:  # of a phone's width as well
             out.append(
-                f'<text class="on {p.colour}" x="{_n(x + width / 2)}" y="{_n(height / 2 + 5)}" '
+                f'<text class="on {p.colour}" x="{_n(x + width / 2)}%" y="{_n(height / 2 + 5)}" '
                 f'text-anchor="middle">{share}</text>'
             )
         x += width
-    return drawing(label, height, "".join(out))
+    return (
+        f'<figure class="bar"><svg role="img" aria-label="{html.escape(label, quote=True)}" '
+        f'style="height: {_n(height)}px">{"".join(out)}</svg></figure>'
+    )
 
 
 def ticks(most: float, count: int = 6) -> list[float]:

@@ -46,6 +46,7 @@ summary { cursor: pointer; color: var(--soft); margin: .4em 0 } li { margin: .35
 .gain { white-space: nowrap; font-weight: 600 }
 .wide { overflow-x: auto; margin: .4em 0 }
 svg { display: block; width: 100%; height: auto; min-width: 40em }
+.bar { margin: .4em 0 } .bar svg { min-width: 0 }
 svg text { font: 12px system-ui, sans-serif; fill: var(--soft) }
 svg text.on { fill: #fff; font-weight: 600 } svg text.on.compute { fill: var(--ink) }
 .drawn svg { background: #fff; border-radius: 6px; width: auto; max-width: 100% }

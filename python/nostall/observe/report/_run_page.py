@@ -252,9 +252,11 @@ def _lanes(run: Run) -> str:
         ran = np.clip((d.seconds - begin) / (edges[1] - edges[0]), 0.0, 1.0)
         lanes.append((f"rank {d.rank}", _columns(begin, edges, waits, ran)))
     note = f"<p>{len(shown)} of {len(run.ranks)} ranks, those that waited longest for data.</p>"
-    names = [("compute", "compute and all else"), ("data", "waits for data"),
-             *([] if run.alone else [("peers", "waits for other ranks")]),
-             ("checkpoint", "waits for checkpoints")]  # fmt: skip
+    names = [("compute", "compute and all else"), ("data", "waits for data")]
+    if run.peers is not None:
+        names.append(("peers", "waits for other ranks"))
+    if run.checkpoints is not None:
+        names.append(("checkpoint", "waits for checkpoints"))
     return (
         (note if len(run.ranks) > len(shown) else "")
         + legend(names)
@@ -325,13 +327,17 @@ def _ranks(run: Run) -> str:
     """Waits by cause, and the time between batches without them: the slowest rank is a straggler."""
     shown = _shown(run.ranks)
     rows, lengths, own = [], [], {}
+    names = {
+        c: name
+        for c, name in WAITS.items()
+        if not (c == "peers" and run.alone and run.peers is None)
+    }
     for r in shown:
-        waits = {
-            **r.waits(), "peers": run.peer_seconds(r), "checkpoint": r.phase("checkpoint") or 0.0
-        }  # fmt: skip
-        shares = {c: w / r.seconds if r.seconds else 0.0 for c, w in waits.items()}
+        waits: dict[str, float | None] = {**r.waits(), "checkpoint": r.phase("checkpoint")}
+        waits["peers"] = None if run.peers is None else run.peer_seconds(r)
+        known = {c: w / r.seconds if r.seconds else 0.0 for c, w in waits.items() if w is not None}
         rows.append(
-            (str(r.rank), *(percent(shares[c]) for c in WAITS), percent(sum(shares.values())))
+            (str(r.rank), *(percent(known.get(c)) for c in names), percent(sum(known.values())))
         )
         steps, works = _steps(r)
         own[r.rank] = float(np.median(works)) if len(works) else 0.0
@@ -349,7 +355,7 @@ def _ranks(run: Run) -> str:
     steps_of = ("rank", "median step", "95 % are below", "longest", "median without waits")
     return (
         late
-        + folded(table(("rank", *WAITS.values(), "together"), rows), "waits by cause, as a table")
+        + folded(table(("rank", *names.values(), "together"), rows), "waits by cause, as a table")
         + folded(table(steps_of, lengths), "lengths of steps, as a table")
     )
 
