@@ -4,8 +4,7 @@
     python examples/train-flax.py /tmp/data
 
 The folder has images/. Runs on two devices of the host. On several processes,
-jax.distributed.initialize() comes first, and rank= and world_size= are jax.process_index() and
-jax.process_count().
+jax.distributed.initialize() comes first, and BATCH is that of each process.
 """
 
 import os
