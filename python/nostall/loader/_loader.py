@@ -599,11 +599,13 @@ class DataLoader:
     ) -> Any:
         """The next batch, after which the loader is at `position`."""
         began = time.perf_counter()
-        if ahead is not None:
-            one, value = ahead.take()
-        else:
-            one = next(here)
-            value = one.hand_out(one.batch, self._recipe.here)
+        # The core records waits for its own batches, which callables or a device work on afterwards.
+        with trace.span("get batch", "data"):
+            if ahead is not None:
+                one, value = ahead.take()
+            else:
+                one = next(here)
+                value = one.hand_out(one.batch, self._recipe.here)
         self._recorder.batch(one.batch, began, one.substituted)
         self._position = position
         self._resumed = False

@@ -245,6 +245,28 @@ def record(images: Path, home: Path, sleep: float = 0.0) -> None:
     trace.stop()
 
 
+def test_waits_for_a_callable_are_waits_for_data(image_folder: Path, tmp_path: Path) -> None:
+    def slow(_: object) -> np.ndarray:
+        time.sleep(0.01)
+        return np.zeros(1, np.float32)
+
+    trace.start(tmp_path, rank=0)
+    data = nostall.ImageFolder(image_folder, index=False)
+    with nostall.DataLoader(
+        data, 4, epochs=2, transforms=slow, threads=1, output="numpy", tiers=["ram:64MiB"]
+    ) as loader:
+        for epoch in loader.epochs():
+            for _ in epoch:
+                pass
+    trace.stop()
+    stalled = sum(e.stall_seconds for e in loader.stats().epochs)
+    run = runs.read(tmp_path)
+    assert stalled >= 0.01 * len(data)
+    assert run.data * run.seconds > 0.5 * stalled
+    assert run.causes()["decode"] > 0.5 * run.data
+    assert any('workers="processes"' in a.change for a in advise(run, most=9))
+
+
 def test_a_page_is_read_in_a_browser(
     image_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

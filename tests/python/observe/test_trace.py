@@ -209,3 +209,20 @@ def test_a_wait_is_blamed_on_what_was_done_meanwhile() -> None:
     assert causes["other"] == pytest.approx(1)
     assert sum(causes.values()) == pytest.approx(21)
     assert made.of("data", "read source").busy() == pytest.approx(20)
+
+
+def test_waits_are_those_of_the_consumer_where_a_batch_is_not_at_once_its() -> None:
+    made = digest.Digest(
+        "t", 0, 1, "h", 0.0,
+        {
+            ("data", "get batch"): spans((0, 10), (20, 21)),
+            # Of the thread that sends batches to a device: half of the first wait, and compute.
+            ("data", "wait for batch"): spans((0, 5), (12, 19)),
+            ("data", "read source"): spans((0, 5), (12, 19)),
+        },
+        0,
+    )  # fmt: skip
+    causes = made.causes(threads=2)
+    assert causes["source"] == pytest.approx(5)
+    assert causes["decode"] == pytest.approx(5 + 1)
+    assert sum(causes.values()) == pytest.approx(11)

@@ -183,6 +183,13 @@ def _of_loader(run: Run, ranks: Sequence[Loader], named: bool) -> list[Advice]:
             f"{threads} of {cores} cores of each rank decode",
             gain([replace(t, decode=t.decode * threads / cores) for t in rows]),
         )
+    if settings.get("called_steps"):
+        waited = sum(e.stall_seconds for x in ranks for e in x.stats.epochs) / len(ranks)
+        offer(
+            'more threads=, workers="processes", or steps of nostall.transforms (at most this gain)',
+            "batches were waited for while callables of Python made them",
+            min(waited, run.causes()["decode"] * run.seconds),
+        )
     # Decoding may run on the cores that compute; then the sum of both takes the time.
     unexplained = sum(max(0.0, t.actual - max(t.read, t.compute + t.decode)) for t in rows)
     if rows and unexplained > 0.1 * sum(t.actual for t in rows):

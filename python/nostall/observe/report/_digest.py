@@ -104,14 +104,23 @@ class Digest:
         """From the first event to the last one's end."""
         return max((float(s.end.max()) for s in self.spans.values()), default=0.0)
 
+    def waits(self) -> Spans:
+        """The waits of all loaders' consumers; those of the core where nobody else recorded any."""
+        waits = self.of("data", "get batch")
+        return waits if len(waits.begin) else self.of("data", "wait for batch")
+
     def causes(self, threads: int) -> dict[str, float]:
         """Seconds of all waits for batches by cause (see docs/guide/diagnose.md).
 
-        In each wait, the busy share of the `threads` that transform counts as "decode". The rest is
-        divided among what the fetch threads were doing, or is "other" if they did nothing.
+        In each wait, the busy share of the `threads` that transform counts as "decode", and so does the
+        time in which callables or a device worked on what the core had given. The rest is divided among
+        what the fetch threads were doing, or is "other" if they did nothing.
         """
-        waits = self.of("data", "wait for batch")
+        waits = self.waits()
         length = waits.end - waits.begin
+        given = self.of("data", "wait for batch").active(waits.begin, waits.end)
+        working = length * np.clip(1 - given, 0, 1)
+        length = length - working
         decode = np.clip(
             self.of("data", "decode").active(waits.begin, waits.end) / max(1, threads), 0, 1
         )
@@ -125,7 +134,7 @@ class Digest:
         rest = length * (1 - decode)
         share = np.divide(rest, total, out=np.zeros_like(rest), where=~quiet)
         out = {cause: float((share * a).sum()) for cause, a in active.items()}
-        out["decode"] = float((length * decode).sum())
+        out["decode"] = float((length * decode + working).sum())
         out["other"] = float(rest[quiet].sum())
         return out
 

@@ -244,7 +244,7 @@ def _lanes(run: Run) -> str:
     lanes = []
     for d in digests:
         waits = [
-            (Part("data", "data", 0.0), [d.of("data", "wait for batch")]),
+            (Part("data", "data", 0.0), [d.waits()]),
             (Part("peers", "other ranks", 0.0), list(d.category("peers").values())),
             (Part("checkpoint", "checkpoints", 0.0), list(d.category("checkpoint").values())),
         ]
