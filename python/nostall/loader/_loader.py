@@ -467,7 +467,7 @@ class DataLoader:
         while self._next_epoch() < self._last_epoch:
             epoch, before = self._next_epoch(), self._position
             yield Epoch(self, epoch)
-            if self._position == before:
+            if self._position in (before, (epoch, 0)):
                 # The body took nothing of this epoch: continue with the next one all the same.
                 self._position = self._after(epoch)
                 self._resumed = False

@@ -327,6 +327,26 @@ def test_epochs_end_though_their_body_takes_nothing(image_folder: Path) -> None:
         ]
 
 
+def test_an_iterator_that_is_not_used_is_no_epoch_taken(image_folder: Path) -> None:
+    folder = nostall.ImageFolder(image_folder, index=False)
+    with nostall.DataLoader(folder, 8, epochs=4, tiers=[]) as loader:
+        begun = []
+        for epoch, _ in zip(loader.epochs(), range(9), strict=False):
+            begun.append(epoch.index)
+            unused = iter(epoch)
+            if epoch.index == 0:
+                next(unused)  # and leaves the epoch there
+        assert begun == [0, 1, 2, 3]
+    with nostall.DataLoader(folder, 8, epochs=4, tiers=[]) as loader:
+        for epoch in loader.epochs():
+            unused = iter(epoch)
+            if epoch.index == 1:
+                break
+            next(unused)
+        assert loader.position == (1, 0)
+        assert [len(list(epoch)) for epoch in loader.epochs()] == [len(loader)] * 3
+
+
 def test_an_epoch_that_the_state_had_ended_is_not_repeated(image_folder: Path) -> None:
     folder = nostall.ImageFolder(image_folder, index=False)
     with nostall.DataLoader(folder, 8, epochs=3, tiers=[]) as loader:
