@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -113,7 +114,11 @@ class Sending(OfArrays):
     def _of_leaf(self, leaf: Any) -> Any:
         if type(leaf) is dict:  # JAX would sort its keys
             return {key: self.tree(value) for key, value in leaf.items()}
-        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(leaf, torch.Tensor):
+            is_plain = leaf.layout is torch.strided and not leaf.is_quantized
+            return self.array(_array_of(leaf)) if is_plain else leaf
+        if isinstance(leaf, np.ndarray) and _has_numbers(leaf.dtype):
             return self.array(leaf)
         return leaf
 
@@ -143,3 +148,17 @@ class Sending(OfArrays):
         """What uses an array waits for it by itself; JAX holds the host's memory until it is copied."""
         with self._lock:
             self._arrays.clear()
+
+
+def _has_numbers(dtype: np.dtype[Any]) -> bool:
+    # NumPy calls bfloat16 void, and spans of time numbers.
+    return dtype.kind in "biufc" or (dtype.kind == "V" and jnp.issubdtype(dtype, np.number))
+
+
+def _array_of(tensor: Any) -> NDArray[Any]:
+    """The values of a tensor; JAX names the types that NumPy alone does not have as torch does."""
+    plain = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
+    dtype = jnp.dtype(str(plain.dtype).removeprefix("torch."))
+    octets = plain.reshape(-1).view(sys.modules["torch"].uint8).numpy()
+    array: NDArray[Any] = octets.view(dtype).reshape(tuple(plain.shape))
+    return array

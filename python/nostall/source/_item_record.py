@@ -143,9 +143,10 @@ def _numbers(text: str) -> np.dtype[Any]:
 _TORCH_SIZES = {"float64": 8, "int64": 8, "uint64": 8, "float32": 4, "int32": 4, "uint32": 4}
 _TORCH_SIZES |= dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2)
 _TORCH_SIZES |= dict.fromkeys(("uint8", "int8", "bool"), 1)
-_TORCH_SIZES |= dict.fromkeys(
-    ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"), 1
-)
+_FLOAT8 = frozenset(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"))
+_TORCH_SIZES |= dict.fromkeys(_FLOAT8, 1)
+# NumPy has them only while a module of others has registered them.
+UNKNOWN_TO_NUMPY = _FLOAT8 | {"bfloat16"}
 
 
 def _torch_size(dtype: str) -> int:

@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nostall.errors import CorruptionError, UsageError
-from nostall.source._item_record import PALETTE, VISION, Leaf, RecordLayout, layout, values_of
+from nostall.source._item_record import (
+    PALETTE,
+    UNKNOWN_TO_NUMPY,
+    VISION,
+    Leaf,
+    RecordLayout,
+    layout,
+    values_of,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -174,7 +182,8 @@ def collate(
     """The items of a batch as one item of arrays, as torch's default_collate makes it.
 
     Tensors, arrays and numbers get a first dimension; texts and bytes become lists; containers stay.
-    `output` is "torch", or "numpy" for arrays in the places of the tensors.
+    `output` is "torch", or "numpy" for arrays in the places of the tensors, but of those of types that
+    NumPy does not have, as bfloat16.
 
     Raises:
         CorruptionError: the bytes are no records.
@@ -227,7 +236,7 @@ def _as_output(values: NDArray[Any], output: str) -> Any:
 
 def _tensors(leaf: Leaf, column: NDArray[np.uint8], output: str) -> Any:
     dtype, shape = leaf.arguments
-    if output == "numpy" and dtype in np.sctypeDict:
+    if output == "numpy" and dtype not in UNKNOWN_TO_NUMPY:
         return column.view(dtype).reshape(len(column), *shape)
     import torch
 
@@ -323,9 +332,10 @@ def _numpy_collate(items: Sequence[Any]) -> Any:
         return type(first)(*columns) if hasattr(first, "_fields") else columns
     if isinstance(first, str | bytes):
         return list(items)
-    if (
-        not isinstance(first, int | float | np.generic | np.ndarray)
-        and type(first).__module__ != "torch"
-    ):
+    if type(first).__module__ == "torch":
+        torch = sys.modules["torch"]
+        if str(first.dtype).removeprefix("torch.") in UNKNOWN_TO_NUMPY:
+            return torch.stack(items)
+    elif not isinstance(first, int | float | np.generic | np.ndarray):
         raise TypeError(f"{type(first).__name__} makes no array")
     return np.stack([np.asarray(item) for item in items])

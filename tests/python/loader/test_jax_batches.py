@@ -30,7 +30,14 @@ def check_items(job: dict[str, Any]) -> None:
     import nostall
 
     items = [
-        {"x": np.full(3, i, np.float32), "y": torch.tensor(i), "name": str(i)} for i in range(8)
+        {
+            "x": np.full(3, i, np.float32),
+            "y": torch.tensor(i),
+            "half": torch.full((2,), i + 0.5, dtype=torch.bfloat16),
+            "octet": torch.tensor(i, dtype=torch.float8_e5m2),
+            "name": str(i),
+        }
+        for i in range(8)
     ]
     for then in (None, lambda item: {**item, "x": item["x"] + 1}):
         made = nostall.Cached(items, then=then, start_method="spawn", makers=1)
@@ -38,8 +45,11 @@ def check_items(job: dict[str, Any]) -> None:
             made, 2, epochs=1, shuffle=False, output="jax", tiers=[], **job
         ) as loader:
             for batch in loader:
-                assert list(batch) == ["x", "y", "name"]
-                assert isinstance(batch["x"], jax.Array) and isinstance(batch["y"], jax.Array)
+                assert list(batch) == ["x", "y", "half", "octet", "name"]
+                assert all(isinstance(batch[name], jax.Array) for name in list(batch)[:-1])
+                assert batch["half"].dtype == "bfloat16" and batch["half"].shape == (2, 2)
+                assert np.array_equal(batch["half"][:, 0], batch["y"] + 0.5)
+                assert batch["octet"].dtype == "float8_e5m2" and batch["octet"].shape == (2,)
                 assert batch["name"] == [str(i) for i in batch["y"]]
                 expected = batch["y"][:, None] + (0 if then is None else 1)
                 assert np.array_equal(batch["x"], np.broadcast_to(expected, (2, 3)))

@@ -263,6 +263,16 @@ def test_a_batch_of_numpy_has_arrays_in_the_places_of_tensors() -> None:
         assert made[2].image.shape == (4, 3)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e5m2])
+def test_a_type_that_numpy_lacks_stays_a_tensor_whatever_was_imported(dtype: torch.dtype) -> None:
+    pytest.importorskip("ml_dtypes")  # after which NumPy knows their names
+    items = [{"a": torch.full((2,), i, dtype=dtype)} for i in range(2)]
+    records = [array(encode(item)) for item in items]
+    for batch in (collate(records, "numpy"), collate_items(items, "numpy")):
+        assert batch["a"].dtype is dtype
+        assert batch["a"].float().tolist() == [[0, 0], [1, 1]]
+
+
 def test_templates_that_differ_in_order_alone_make_the_same_batch() -> None:
     items = [{"a": 1, "b": 2}, {"b": 20, "a": 10}]
     assert alike(collate([array(encode(i)) for i in items], "torch"), default_collate(items))
