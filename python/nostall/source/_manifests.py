@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import functools
 import io
+import itertools
 import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -50,9 +52,10 @@ class Manifest(Files):
         root: where relative paths start; the folder of the table if None.
 
     Raises:
-        IoError: a file cannot be examined, with its path.
+        IoError: a file cannot be examined, with its path and the line of the table.
         CorruptionError: the table cannot be read, with its line.
-        UsageError: a column is not there, or the kind of a field is not known.
+        UsageError: a column is not there, the kind of a field is not known, or a path is of a folder
+            or a URL.
     """
 
     def __init__(
@@ -72,15 +75,19 @@ class Manifest(Files):
         for name in (*named.values(), *valued.values()):
             if name not in table:
                 raise UsageError(f"{path} has no column {name!r}; it has: {', '.join(table)}")
-        super().__init__(
-            {field: [_path(path, name, v) for v in table[name]] for field, name in named.items()},
-            {
-                field: _typed(path, name, table[name], (schema or {}).get(field))
-                for field, name in valued.items()
-            },
-            schema=schema,
-            root=root if root is not None else Path(path).absolute().parent,
-        )
+        paths = {field: _paths(path, name, table[name]) for field, name in named.items()}
+        values = {
+            field: _typed(path, name, table[name], (schema or {}).get(field))
+            for field, name in valued.items()
+        }
+        root = root if root is not None else Path(path).absolute().parent
+        try:
+            super().__init__(paths, values, schema=schema, root=root)
+        except (IoError, UsageError) as error:
+            row = _row_told(str(error), os.fspath(root), paths.values())
+            if row is None:
+                raise
+            raise type(error)(f"{_place(path, row)}: {error}") from error
         self._arguments = {
             "path": str(Path(path).absolute()),
             "files": named,
@@ -97,26 +104,25 @@ def _by_field(names: Mapping[str, str] | Sequence[str]) -> dict[str, str]:
 
 
 def _is_json(path: PathLike) -> bool:
-    return os.path.splitext(os.fspath(path))[1].lower() in (".jsonl", ".ndjson")
+    return os.path.splitext(path_of(path))[1].lower() in (".jsonl", ".ndjson")
 
 
 def _table(path: PathLike) -> dict[str, list[Any]]:
     """The columns of a table, by name."""
-    ending = os.path.splitext(path_of(path))[1].lower()
     if _is_json(path):
-        rows = list(_json_lines(path))
+        rows = [row for _, row in _json_lines(path)]
         names = list(dict.fromkeys(name for row in rows for name in row))
         table = {name: [row.get(name) for row in rows] for name in names}
-    elif ending in (".csv", ".tsv"):
-        table = _csv(path, "," if ending == ".csv" else "\t")
     else:
-        raise UsageError(f"{path} ends neither with .csv, .tsv, .jsonl nor .ndjson")
+        (_, names), *found = _csv_lines(path)
+        table = {name: [row[i] for _, row in found] for i, name in enumerate(names)}
     if not table or not next(iter(table.values())):
         raise UsageError(f"{path} has no rows")
     return table
 
 
-def _json_lines(path: PathLike) -> Iterator[dict[str, Any]]:
+def _json_lines(path: PathLike) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows, each with the number of its line."""
     for number, line in enumerate(_text(path).split("\n"), 1):
         if not line.strip():
             continue
@@ -126,41 +132,73 @@ def _json_lines(path: PathLike) -> Iterator[dict[str, Any]]:
             raise CorruptionError(f"{path}, line {number}: {error}") from None
         if not isinstance(row, dict):
             raise CorruptionError(f"{path}, line {number}: not an object, but {line[:40]!r}")
-        yield row
+        yield number, row
 
 
-def _csv(path: PathLike, delimiter: str) -> dict[str, list[Any]]:
+def _csv_lines(path: PathLike) -> Iterator[tuple[int, list[str]]]:
+    """The names of the columns, then the rows, each with the number of its last line."""
+    ending = os.path.splitext(path_of(path))[1].lower()
+    if ending not in (".csv", ".tsv"):
+        raise UsageError(f"{path} ends neither with .csv, .tsv, .jsonl nor .ndjson")
+    delimiter = "," if ending == ".csv" else "\t"
     reader = csv.reader(io.StringIO(_text(path), newline=""), delimiter=delimiter, strict=True)
     try:
         names = next(reader, [])
         if len(set(names)) < len(names):
             raise CorruptionError(f"{path} names a column twice: {', '.join(names)}")
-        rows = []
+        yield reader.line_num, names
         for row in reader:
             if row and len(row) != len(names):
                 raise CorruptionError(
                     f"{path}, line {reader.line_num}: {len(row)} cells for {len(names)} columns"
                 )
             if row:
-                rows.append(row)
+                yield reader.line_num, row
     except csv.Error as error:
         raise CorruptionError(f"{path}, line {reader.line_num}: {error}") from None
-    return {name: [row[i] for row in rows] for i, name in enumerate(names)}
 
 
-def _path(table: PathLike, column: str, value: Any) -> str | None:
-    if value is None or value == "":
-        return None
-    if not isinstance(value, str):
-        raise CorruptionError(f"{table}, column {column}: {value!r} is no path")
-    return _encodable(value, f"{table}, column {column}")
+def _place(path: PathLike, row: int) -> str:
+    """A row of a table, from 0, as messages name it."""
+    lines: Iterator[tuple[int, Any]] = _json_lines(path)
+    if not _is_json(path):
+        lines = itertools.islice(_csv_lines(path), 1, None)
+    line, _ = next(itertools.islice(lines, row, None))
+    return f"{path}, line {line}"
 
 
-def _encodable(path: str, where: str) -> str:
+def _cell(path: PathLike, row: int, column: str) -> str:
+    return f"{_place(path, row)}, column {column}"
+
+
+def _row_told(message: str, root: str, columns: Iterable[Sequence[str | None]]) -> int | None:
+    """The row whose path a message names; if several are in it, that of the longest."""
+    told = [
+        (len(path), row)
+        for column in columns
+        for row, path in enumerate(column)
+        if path and (path if "://" in path else os.path.join(root, path)) in message
+    ]
+    return max(told)[1] if told else None
+
+
+def _paths(table: PathLike, column: str, values: Sequence[Any]) -> list[str | None]:
+    paths: list[str | None] = []
+    for row, value in enumerate(values):
+        if value is None or value == "":
+            paths.append(None)
+        elif isinstance(value, str):
+            paths.append(_encodable(value, functools.partial(_cell, table, row, column)))
+        else:
+            raise CorruptionError(f"{_cell(table, row, column)}: {value!r} is no path")
+    return paths
+
+
+def _encodable(path: str, where: Callable[[], str]) -> str:
     try:
         path.encode()
     except UnicodeEncodeError as error:
-        raise CorruptionError(f"{where}: {path!r} is no path ({error})") from None
+        raise CorruptionError(f"{where()}: {path!r} is no path ({error})") from None
     return path
 
 
@@ -179,7 +217,7 @@ def _typed(path: PathLike, column: str, cells: list[Any], kind: Kind | None) -> 
         try:
             value = None if cell == "" else _parsed(cell, kind)
         except (ValueError, RecursionError) as error:
-            raise CorruptionError(f"{path}, row {row}, column {column}: {error}") from None
+            raise CorruptionError(f"{_cell(path, row, column)}: {error}") from None
         values.append(value)
     if isinstance(kind, Scalar) and all(type(value) is int for value in values):
         return _integers(values)
@@ -262,7 +300,7 @@ class COCO(Files):
             data = json.loads(text)
             listed = sorted(
                 (
-                    (_whole(i["id"]), _encodable(str(i["file_name"]), str(annotations)))
+                    (_whole(i["id"]), _encodable(str(i["file_name"]), lambda: str(annotations)))
                     for i in data["images"]
                 ),
                 key=lambda i: i[0],

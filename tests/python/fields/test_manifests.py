@@ -169,7 +169,7 @@ def test_json_lines_keep_their_types(root: Path, values: list[Any], dtype: str |
 @pytest.mark.parametrize(
     ("name", "cells", "kind", "message"),
     [
-        ("a.csv", ["7", "1_0"], f.Scalar(), "row 1, column x"),
+        ("a.csv", ["7", "1_0"], f.Scalar(), "line 3, column x"),
         ("a.csv", ["7", "1.5"], f.Scalar(), r"column x: sample 1: .* 1\.5 is no int64"),
         ("a.csv", ["7", str(2**64)], f.Scalar(), "column x: sample 1: .* is no int64"),
         ("a.csv", ["[7]", "[1.5]"], f.Array(dtype="int64"), "column x: sample 1: .* cannot hold"),
@@ -209,13 +209,20 @@ def test_empty_boxes_of_json_lines_have_their_shape(root: Path) -> None:
         ("a.csv", "", "no rows"),
         ("a.csv", "picture\na\n", "no column 'image'; it has: picture"),
         ("a.txt", "image\na\n", r"ends neither with \.csv"),
-        ("a.jsonl", '{"image": 3}\n', "3 is no path"),
+        ("a.jsonl", '\n{"image": 3}\n', "line 2, column image: 3 is no path"),
         ("a.jsonl", '{"image": "images/0.png"}\nnonsense\n', "line 2"),
         ("a.jsonl", "[1]\n", "line 1: not an object"),
-        ("a.jsonl", '{"image": "\\ud800.png"}\n', "column image: .* is no path"),
+        ("a.jsonl", '{"image": "\\ud800.png"}\n', "line 1, column image: .* is no path"),
         ("a.jsonl", '{"image": ' + "[" * 100_000 + "\n", "line 1"),
-        ("a.csv", "image\nimages/7.png\n", r"7\.png"),
-        ("a.csv", 'image,box\nimages/0.png,"[[1,2"\n', "row 0, column box"),
+        ("a.csv", "image\nimages/7.png\n", r"line 2: .*7\.png: No such file"),
+        ("a.csv", 'image,x\nimages/0.png,"a\nb"\n\nimages,c\n', "line 5: .*images is not a file"),
+        ("a.csv", "image\nimages/0.png\ns3://b/1.png\n", "line 3: s3://b/1.png is no file"),
+        (
+            "a.jsonl",
+            '{"image": "images/0.png"}\n\n{"image": "images/0.png2"}',
+            r"line 3: .*0\.png2:",
+        ),
+        ("a.csv", 'image,box\nimages/0.png,"[[1,2"\n', "line 2, column box"),
     ],
 )
 def test_bad_tables_are_named_with_the_place(
