@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from nostall import _native
-from nostall.errors import CorruptionError, TransformError, UsageError
+from nostall.errors import CorruptionError, IoError, TransformError, UsageError
 from nostall.loader._context import Context
 from nostall.loader._in_turn import Composed
-from nostall.loader._python_transforms import Items, Late, PythonStage, Substituted
+from nostall.loader._python_transforms import Failed, Items, Late, PythonStage, Substituted
 from nostall.loader._records import RawBatch
 from nostall.source._item_record import is_left_out
 from nostall.source._items import collate, collate_items, unlike
@@ -128,6 +128,28 @@ class ItemStage(PythonStage):
     def _read(self, source: Source, context: Context) -> Any:
         record = super()._read(source, context)
         return self._made(context.sample) if is_left_out(record) else record
+
+    def _refuse_fault(
+        self, source: Source, sample: int, raw: NDArray[np.uint8], failed: Failed
+    ) -> None:
+        self._refuse_killed(source, sample, failed.reason, failed.error)
+        super()._refuse_fault(source, sample, raw, failed)
+
+    def _alone(self, source: Source, context: Context) -> tuple[Any, Any]:
+        try:
+            return super()._alone(source, context)
+        except (IoError, CorruptionError) as error:
+            self._refuse_killed(source, context.sample, str(error), error)
+            raise
+
+    def _refuse_killed(
+        self, source: Source, sample: int, reason: str, error: Exception | None
+    ) -> None:
+        # What a kill would replace follows from the memory that was free, not from the data.
+        if self._source.were_killed(sample):
+            raise TransformError(
+                f"{source.describe(sample)} (sample {sample}) cannot be made: {reason}"
+            ) from error
 
     def _empty(self, one: Any) -> Any:
         if isinstance(one, dict):

@@ -1009,9 +1009,12 @@ class DataLoader:
         config.rank = self.world.rank
         config.source = self.dataset.native
         config.program = self._recipe.program
-        # The stage of callables finds replacements itself, because they must suit the callable.
+        # The stage of callables finds replacements itself, because they must suit the callable; that
+        # of items knows of the processes that were to make them.
         report = (
-            self._recipe.stage and self._recipe.program is None and self._on_error == "substitute"
+            self._recipe.stage
+            and self._recipe.program is None
+            and (self._on_error == "substitute" or self.dataset.item_maker is not None)
         )
         on_error = "report" if report else self._on_error
         config.on_error = _named(_native.OnError, on_error)

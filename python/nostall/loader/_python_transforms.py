@@ -87,7 +87,7 @@ def _decoded(raw: Any, decode: Decode) -> Any:
 
 
 @dataclass
-class _Failed:
+class Failed:
     """Takes the place of a sample that gave no result.
 
     `damaged` says that the sample is bad, not the callable. An exception may not be picklable, so
@@ -115,7 +115,7 @@ def _apply(
     contexts: Sequence[Context],
     remote: bool = False,
 ) -> list[Any]:
-    """The results of some samples, a `_Failed` in the place of each that failed.
+    """The results of some samples, a `Failed` in the place of each that failed.
 
     In a process of its own also draws from the process's generators are those of the sample.
     """
@@ -124,7 +124,7 @@ def _apply(
         try:
             sample = _decoded(raw, decode)
         except CorruptionError as error:
-            results.append(_Failed(str(error), True))
+            results.append(Failed(str(error), True))
             continue
         try:
             if remote:
@@ -132,11 +132,11 @@ def _apply(
                 _protect(sample)
             results.append(function(sample, context))
         except CorruptionError as error:
-            results.append(_Failed(str(error), True))
+            results.append(Failed(str(error), True))
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             trace = traceback.format_exc() if remote else ""
-            results.append(_Failed(reason, False, None if remote else error, trace))
+            results.append(Failed(reason, False, None if remote else error, trace))
     return results
 
 
@@ -369,13 +369,13 @@ class PythonStage:
         except BrokenExecutor as error:
             raise self._worker_died(source, [pending, *self._pending]) from error
         for place, reason in batch.failures:
-            results[place] = _Failed(reason, True)
+            results[place] = Failed(reason, True)
         samples = batch.samples
         tries = _Tries()
         substituted: Substituted = []
         places: dict[int, int] = {}
         for i, result in enumerate(results):
-            if not isinstance(result, _Failed):
+            if not isinstance(result, Failed):
                 continue
             bad = int(samples[i])
             self._refuse_fault(source, bad, raw[i], result)
@@ -427,7 +427,7 @@ class PythonStage:
         )
 
     def _refuse_fault(
-        self, source: Source, sample: int, raw: NDArray[np.uint8], failed: _Failed
+        self, source: Source, sample: int, raw: NDArray[np.uint8], failed: Failed
     ) -> None:
         """Raises TransformError unless it is the sample that is damaged."""
         name = source.describe(sample)
@@ -480,7 +480,7 @@ class PythonStage:
         """What the function gives for some sample."""
         context = Context(0, epoch, self.seed)
         sample, value = self._alone(source, context)
-        if isinstance(value, _Failed):
+        if isinstance(value, Failed):
             self._refuse_fault(source, 0, sample, value)
             message = "the shape of an empty batch is not known"
             _, value = self._stand_in(source, context, message, _Tries())
@@ -501,7 +501,7 @@ class PythonStage:
             except (IoError, CorruptionError):
                 tries.failed += 1
                 continue
-            if not isinstance(value, _Failed):
+            if not isinstance(value, Failed):
                 return candidate, value
             self._refuse_fault(source, candidate, sample, value)
             tries.failed += 1
@@ -536,7 +536,7 @@ class RecordStage(PythonStage):
         sample = self._of.samples(batch)[0]
         value = self._called(sample, context)
         # All fields: in a batch of others the sample is not among those of the program.
-        return sample, value if isinstance(value, _Failed) else {**self._of.whole(batch), **value}
+        return sample, value if isinstance(value, Failed) else {**self._of.whole(batch), **value}
 
     def _nothing(self, source: Source, batch: _native.Batch) -> Any:
         self._of.learn(self._any(source, batch.epoch))

@@ -224,6 +224,10 @@ class Cached(Source):
         except MakeError as error:
             return self._made(sample, error)
 
+    def were_killed(self, sample: int) -> bool:
+        """Whether processes were killed at an item, so that it was not made: it may be good."""
+        return self._makers.were_killed(sample)
+
 
 def _cores() -> int:
     """Cores of this rank."""

@@ -132,12 +132,15 @@ class _Maker:
         except (EOFError, OSError) as error:
             self._process.join(children.SECONDS_TO_END)
             code = self._process.exitcode
+            killed = code == -signal.SIGKILL
             why = (
-                "most often memory ran out and the system killed it (dmesg says so)"
-                if code == -signal.SIGKILL
+                "most often memory ran out and the system killed it (dmesg says so); give Cached fewer "
+                "makers=, or the job more memory"
+                if killed
                 else "most often a library in it crashed"
             )
-            raise _Died(f"the process that made it {children.ended_by(code)}: {why}") from error
+            told = f"the process that made it {children.ended_by(code)}: {why}"
+            raise (_Killed if killed else _Died)(told) from error
         record = _read(self._file, size)
         if made:
             return record
@@ -162,6 +165,10 @@ class _Died(MakeError):
     pass
 
 
+class _Killed(_Died):
+    """By another program, or the system: this says nothing of the item."""
+
+
 class Makers:
     """The makers of one data set; any thread may call. They start here."""
 
@@ -174,6 +181,7 @@ class Makers:
         self._free: queue.SimpleQueue[_Maker | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._all: list[_Maker] = []
+        self._killed: set[Any] = set()  # items that were not made as processes were killed
         self._closed = False
         self.count = count
         self._alone = multiprocessing.current_process().daemon
@@ -214,7 +222,15 @@ class Makers:
         except _Died:
             if self._closed:  # which kills what takes long
                 raise
+        try:
             return self._make_elsewhere(sample)
+        except _Killed:
+            self._killed.add(sample)
+            raise
+
+    def were_killed(self, sample: Any) -> bool:
+        """Whether processes were killed at an item, so that it was not made, if only for a time."""
+        return sample in self._killed
 
     def _make_elsewhere(self, sample: Any) -> bytes:
         maker = self._free.get()

@@ -86,6 +86,9 @@ class ItemMaker(Protocol):
     def make(self, sample: int) -> bytes:
         """The record of an item, made anew."""
 
+    def were_killed(self, sample: int) -> bool:
+        """Whether processes were killed at an item, so that it was not made: it may be good."""
+
 
 class Source:
     """A fixed list of samples, the same on every process.

@@ -141,6 +141,11 @@ class View(Source):
         part, there = self.native.origin(sample)
         return self._makers[part].make(there)
 
+    def were_killed(self, sample: int) -> bool:
+        """Whether processes were killed at an item of a `Cached` part, so that it was not made."""
+        part, there = self.native.origin(sample)
+        return self._makers[part].were_killed(there)
+
     def origin(self, sample: int) -> tuple[Source, int]:
         """The part that holds a sample, and its number there."""
         part, there = self.native.origin(range(len(self))[sample])

@@ -224,21 +224,22 @@ def test_an_item_that_raises_is_named(cached: Make) -> None:
 
 
 class FailingLate(Items):
-    """Only after it was looked at."""
+    """Only after it was looked at; without a signal of which the forked faulthandler would tell."""
 
-    def __init__(self, flag: Path, n: int) -> None:
+    def __init__(self, flag: Path, n: int, ends: signal.Signals = signal.SIGTRAP) -> None:
         super().__init__(None, n)
         self.flag = flag
+        self.ends = ends
 
     def __getitem__(self, i: int) -> Any:
         if not self.flag.exists() or i not in (7, 8):
             return i
         if i == 7:
             raise ValueError("seven")
-        return os.kill(os.getpid(), signal.SIGKILL)
+        return os.kill(os.getpid(), self.ends)
 
 
-def test_items_that_raise_or_kill_end_the_epoch_or_are_replaced(
+def test_items_that_raise_or_crash_end_the_epoch_or_are_replaced(
     cached: Make, tmp_path: Path
 ) -> None:
     data = FailingLate(tmp_path / "flag", 20)
@@ -262,8 +263,35 @@ def test_items_that_raise_or_kill_end_the_epoch_or_are_replaced(
                 ]
                 assert not {7, 8} & set(values)
             assert loader.stats().epochs[0].substituted == [7, 8]
-    with pytest.raises(IoError, match="ended by SIGKILL: most often memory ran out"):
+    with pytest.raises(IoError, match="ended by SIGTRAP: most often a library in it crashed"):
         source.read(8)
+
+
+@pytest.mark.parametrize("on_error", ["raise", "substitute"])
+def test_an_item_whose_makers_are_killed_is_not_taken_for_a_bad_one(
+    cached: Make, tmp_path: Path, on_error: Any
+) -> None:
+    data = FailingLate(tmp_path / "flag", 20, signal.SIGKILL)
+    source = cached(data, makers=1)
+    data.flag.touch()
+    told = (
+        r"item 8 of FailingLate \(sample 8\) cannot be made: .* ended by SIGKILL: most often memory "
+        r"ran out .*fewer makers="
+    )
+    # The item itself, and where item 7 finds nothing but item 8 to take its place.
+    for samples in ([9, 8], [7, 8]) if on_error == "substitute" else ([9, 8],):
+        part = nostall.Subset(source, samples)
+        with (
+            nostall.DataLoader(
+                part, 2, epochs=1, tiers=[], shuffle=False, on_error=on_error
+            ) as loader,
+            pytest.raises(TransformError, match=told.replace("sample 8", "sample 1")),
+        ):
+            list(loader)
+    # They have memory again.
+    data.flag.unlink()
+    with nostall.DataLoader(source, 5, tiers=[], shuffle=False, on_error=on_error) as loader:
+        assert torch.cat(list(loader)).tolist() == list(range(20))
 
 
 class KilledOnce(Items):
