@@ -284,8 +284,8 @@ void bind_loader_config(nb::module_& m) {
       .def_rw("labels_in_slab", &LoaderConfig::labels_in_slab)
       .def(
           "share",
-          [](LoaderConfig& c, const stage::NodeReader& tiers, std::vector<uint64_t> numbers) {
-            c.hold(tiers.share(std::move(numbers)));
+          [](LoaderConfig& c, const stage::NodeReader& tiers, const bindings::Ids& numbers) {
+            c.hold(tiers.share({numbers.data(), numbers.data() + numbers.size()}));
           },
           nb::arg("tiers"), nb::arg("numbers"),
           "Takes the tiers that others share; sample s is their sample numbers[s], or s without "

@@ -1036,7 +1036,9 @@ class DataLoader:
         self._expect(config)
         if self._shared is not None:
             numbers = self._shared.numbers_of(self.dataset)
-            config.share(self._shared.native, [] if numbers is None else numbers.tolist())
+            config.share(
+                self._shared.native, np.zeros(0, np.uint64) if numbers is None else numbers
+            )
         config.sharing = _named(_native.Sharing, chosen.sharing)
         config.copies = _named(_native.CopyRule, chosen.copies)
         config.locality = chosen.assignment == "locality"

@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -226,6 +227,24 @@ def test_closed_tiers_are_not_entered_again(source: nostall.CustomSource) -> Non
     assert len(list(batches)) == 9  # a loader that has them goes on
 
 
+def test_a_view_in_shared_tiers_takes_no_memory_for_objects() -> None:
+    numbers = np.arange(1, 200_000)
+    whole = nostall.Arrays({"x": np.arange(200_000, dtype=np.int32)})
+    view = nostall.Subset(whole, numbers)
+    with (
+        nostall.Tiers(whole, ["ram:2MiB"], job=own_job("view")) as tiers,
+        nostall.DataLoader(view, 4, tiers=tiers, epochs=1, shuffle=False, output="numpy") as loader,
+    ):
+        tracemalloc.start()
+        try:
+            batch = next(iter(loader))
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert batch["x"].tolist() == [1, 2, 3, 4]
+    assert peak < 16 * len(numbers)  # a list of them takes 40 bytes for each
+
+
 def _by_closing(source: nostall.Source) -> Callable[[], None]:
     return nostall.Tiers(source, ["ram:1MiB"], job=own_job("left slowly")).close
 
@@ -233,7 +252,7 @@ def _by_closing(source: nostall.Source) -> Callable[[], None]:
 def _by_the_end_of_a_configuration(source: nostall.Source) -> Callable[[], None]:
     last = [_native.LoaderConfig()]
     with nostall.Tiers(source, ["ram:1MiB"], job=own_job("left slowly too")) as tiers:
-        last[0].share(tiers.native, [])
+        last[0].share(tiers.native, np.zeros(0, np.uint64))
     return last.clear
 
 
