@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import connection, forkserver, parent_process, resource_tracker, util
@@ -44,6 +45,14 @@ def begin() -> None:
     os.register_at_fork(after_in_child=_heed)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
     threading.Thread(target=_end_with, args=(parent_process(),), daemon=True).start()
+
+
+def compute_alone() -> None:
+    """In a child that is one of as many as there are cores: its operations take one thread each."""
+    # Read by libraries that the child has not loaded yet.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 def _ignore(*_: object) -> None:

@@ -166,6 +166,7 @@ _side = _Side()
 
 def _begin(work: _Work, memory: Any) -> None:
     children.begin()  # idle, it waits for a pipe whose other end it has too
+    children.compute_alone()
     _side.work, _side.descriptor = work, int(memory)  # which was a _Memory where it came from
 
 

@@ -15,7 +15,6 @@ import os
 import queue
 import signal
 import struct
-import sys
 import threading
 import time
 import traceback
@@ -75,8 +74,7 @@ def _make(dataset: Any, pickles: Iterable[str], asked: Connection, memory: Any) 
     # Other makers may hold this process's pipe open, so that its end alone would not be enough.
     children.begin()
     file = memory if isinstance(memory, int) else memory.detach()
-    if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(1)
+    children.compute_alone()
     while True:
         try:
             sample = asked.recv()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import select
 import signal
@@ -95,6 +96,25 @@ def test_signals_to_the_job_end_no_maker(method: str) -> None:
         assert makers.pids() == pids
     finally:
         makers.close()
+
+
+def threads_of_torch(_: object, samples: Sequence[Any], contexts: Sequence[Any]) -> list[Any]:
+    loaded = "torch" in sys.modules
+    import torch
+
+    return [(loaded, torch.get_num_threads())]
+
+
+@pytest.mark.parametrize("name", ["nothing", "float32"])
+def test_a_worker_computes_in_one_thread(
+    name: str, monkeypatch: pytest.MonkeyPatch, started: Callable[..., Processes]
+) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    # A value of torch's makes the worker load it before it begins.
+    given = getattr(torch, name, None)
+    (answer,) = started(functools.partial(threads_of_torch, given)).submit([1], [2], 1)
+    assert answer.result() == [(given is not None, 1)]
 
 
 class Ended:
