@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NamedTuple
+
+import numpy as np
 
 
 class Ragged(NamedTuple):
@@ -33,3 +36,26 @@ class Padded(NamedTuple):
 
     values: Any
     lengths: Any
+
+    def mask(self) -> Any:
+        """Where values are those of a sample, and nothing was filled up: an array of bool.
+
+        Its shape is (n, longest) where the first dimension of a sample differs, else that of `values`.
+        It is a tensor or array where `lengths` is one, on the same device.
+        """
+        ends = self.lengths if self.lengths.ndim == 2 else self.lengths[:, None]
+        whole: Any = True
+        for side, longest in enumerate(self.values.shape[1 : 1 + ends.shape[1]]):
+            inside = ends[:, side, None] > _counted(longest, ends)
+            missing = (1,) * (ends.shape[1] - 1)
+            shape = (len(ends), *missing[:side], longest, *missing[side:])
+            whole = whole & inside.reshape(shape)
+        return whole
+
+
+def _counted(longest: int, like: Any) -> Any:
+    """0, 1, ... below `longest`, to compare with `like`: JAX takes arrays of NumPy."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(like, torch.Tensor):
+        return torch.arange(longest, device=like.device)
+    return np.arange(longest)

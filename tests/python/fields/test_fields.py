@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import pickle
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +87,47 @@ def test_tensors_share_the_memory_of_the_batch(folder: Path) -> None:
         ragged = batch["image"]
         first, last = ragged.values.data_ptr(), ragged.offsets.data_ptr()
         assert 0 < last - first < ragged.values.numel() + 64
+
+
+@pytest.mark.parametrize("output", ["numpy", "torch"])
+def test_a_mask_says_where_padded_values_are(output: Any) -> None:
+    pytest.importorskip(output)
+    lines = [np.arange(1, 1 + n) for n in (2, 0, 3)]
+    areas = [np.ones(sides, np.int64) for sides in ((1, 3), (2, 1), (2, 2))]
+    pairs = [np.ones((n, 2), np.float32) for n in (1, 2, 0)]
+    source = nostall.Files(
+        {},
+        {"line": lines, "area": areas, "pair": pairs},
+        schema={
+            "line": f.Array(dtype="int64", shape=(None,), padded=True),
+            "area": f.Array(dtype="int64", shape=(None, None), padded=True),
+            "pair": f.Array(shape=(None, 2), padded=True),
+        },
+    )
+    with nostall.DataLoader(source, 3, epochs=1, shuffle=False, output=output) as loader:
+        (batch,) = loader
+    for name in ("line", "area"):
+        mask = batch[name].mask()
+        assert type(mask) is type(batch[name].values)
+        assert mask.shape == batch[name].values.shape
+        assert mask.tolist() == (batch[name].values != 0).tolist()
+    assert batch["pair"].mask().tolist() == [[True, False], [True, True], [False, False]]
+
+
+def test_buckets_of_a_field_have_batches_of_its_length(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    lengths = rng.permutation(32)
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for i, length in enumerate(lengths.tolist()):
+            for ending, value in (("txt", b"a" * length), ("bin", rng.bytes(1000 - i))):
+                member = tarfile.TarInfo(f"{i:02d}.{ending}")
+                member.size = len(value)
+                archive.addfile(member, io.BytesIO(value))
+    source = nostall.TarShards(tmp_path / "a.tar", members={"image": "bin", "caption": "txt"})
+    assert source.select(["caption"]).sizes.tolist() == lengths.tolist()
+    order = nostall.Buckets(source.select(["caption"]).sizes, [7, 15, 23])  # 8 captions in each
+    for batch in batches(source, order=order):
+        assert len({len(caption) // 8 for caption in batch["caption"]}) == 1
 
 
 def test_collate_gets_the_batch(folder: Path) -> None:
