@@ -234,6 +234,11 @@ def tokenize(
         CorruptionError: a row is none, or its ids are not, with its file and place.
         IoError: a file cannot be read, or the cache cannot be written.
     """
+    if not isinstance(column, str):
+        raise UsageError(
+            f"column= is the name of one column, not {column!r}: write prompts and answers as one "
+            "column of messages (chat=), or of ids beside a mask (tracks=)"
+        )
     adapter = tokenizer_of(tokenizer)
     _check(adapter, chat, tracks, version)
     listed = dataset_files(files, None)
@@ -321,11 +326,13 @@ def _make_folder(folder: Path, description: dict[str, Any]) -> None:
     if not folder.exists():
         for other in sorted(folder.parent.glob(f"tokens-*/{_DESCRIPTION}")):
             with contextlib.suppress(OSError, ValueError):
+                (other.parent / _DONE).stat()  # else nothing is made a second time
                 old = json.loads(other.read_text())
                 differing = [key for key in description if old.get(key) != description[key]]
                 if len(differing) == 1 and differing[0] not in ("texts", "times"):
                     _log.warning(
-                        "%s has the same texts with another %s (%r, now %r): tokenising them again",
+                        "%s has the same texts with another value of %s (%r, now %r): tokenising them "
+                        "again",
                         other.parent,
                         differing[0],
                         old.get(differing[0]),

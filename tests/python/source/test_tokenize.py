@@ -397,9 +397,13 @@ def test_the_key_is_of_the_tokenizer_and_the_texts(
     assert folder(str(tmp_path / "tokenizer.json")) == first
     assert not caplog.records
     with caplog.at_level(logging.WARNING, "nostall"):
+        for wrong in ("none", "nothing"):
+            with pytest.raises(UsageError, match="has no column"):
+                folder(column=wrong)
+        assert len(caplog.records) == 2  # of the first folder alone: the others have no tokens
         other = folder(trained(280))
     assert first[0] != other[0] and first[1] != other[1]
-    assert f"{first[0]} has the same texts with another tokenizer" in caplog.text
+    assert f"{first[0]} has the same texts with another value of tokenizer" in caplog.text
     monkeypatch.setattr(tokenizers, "__version__", "99.0")
     later = folder()
     assert later[0] != first[0] and later[1] != first[1]
@@ -424,6 +428,7 @@ def test_what_cannot_be_tokenised_is_named(tmp_path: Path) -> None:
             nostall.tokenize(**arguments)
 
     refused(UsageError, r"a\.jsonl, byte 0 has no column 'none'; it has: text", column="none")
+    refused(UsageError, r"one column, not \['a', 'b'\]: .*chat=.*tracks=", column=["a", "b"])
     refused(UsageError, "end='<none>' is no token", end="<none>")
     refused(UsageError, "end=300 is no token", end=300)
     refused(UsageError, "has no version of its own", tokenizer=str.split)
