@@ -552,6 +552,12 @@ def sample_ids(order: Sequence[int] | NDArray[np.integer[Any]]) -> NDArray[np.ui
     Raises:
         UsageError: it is not a sequence of integers from 0 on.
     """
+    if any(kind.__module__ == "torch.utils.data.sampler" for kind in type(order).__mro__):
+        raise UsageError(
+            f"order= is a {type(order).__name__} of torch, which draws while a training runs: pass "
+            "nostall.Weighted(weights), another order of nostall, or list(sampler), the same samples "
+            "in every epoch"
+        )
     ids = np.asarray(order)
     if ids.ndim != 1 or (ids.size and (ids.dtype.kind not in "iu" or ids.min() < 0)):
         raise UsageError(

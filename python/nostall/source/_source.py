@@ -273,6 +273,12 @@ def way_to_sources(given: object) -> str:
         return "pass the data set that the loader reads, loader.dataset; loaders are made last"
     if ("torch.utils.data.dataloader", "DataLoader") in known:
         return "nostall.Cached(loader.dataset) takes the Dataset that a loader of torch reads"
+    if ("torch.utils.data.dataset", "Subset") in known and isinstance(
+        getattr(given, "dataset", None), Source
+    ):
+        return (
+            "nostall.Subset(part.dataset, part.indices) is the same part; nostall.Split makes such"
+        )
     if isinstance(given, (list, tuple)) and given and all(isinstance(g, Source) for g in given):
         return (
             f"it holds {counted(len(given), 'data set')}, as those of nostall.Split: give each a "

@@ -656,10 +656,21 @@ def test_what_holds_data_sets_names_the_way_to_them(image_folder: Path) -> None:
                 torch.utils.data.DataLoader([1]),
                 r"nostall.Cached\(loader.dataset\) takes the Dataset",
             ),
+            (
+                torch.utils.data.random_split(folder, [0.5, 0.5])[0],
+                r"nostall.Subset\(part.dataset, part.indices\) is the same part",
+            ),
         ]
         for given, way in ways:
             for take in takes:
                 with pytest.raises(UsageError, match=way):
                     take(given)
+    with pytest.raises(UsageError, match=r"takes a Dataset of your own"):
+        nostall.DataLoader(torch.utils.data.Subset([1, 2], [0]), 1)  # type: ignore[arg-type]
+    drawn = torch.utils.data.WeightedRandomSampler([1.0] * len(folder), 4)
+    with pytest.raises(
+        UsageError, match=r"a WeightedRandomSampler of torch.*nostall\.Weighted\(weights\)"
+    ):
+        nostall.DataLoader(folder, 4, order=drawn)  # type: ignore[arg-type]
     parts = nostall.Split(loader.dataset, 0.9)
     assert [len(nostall.DataLoader(part, 61, epochs=1, tiers=[])) for part in parts] == [1, 1]
