@@ -50,8 +50,9 @@ class Composite(Source):
             missing = part_of[:, place] == NO_PART
             if kind.fill is None and missing.any():
                 raise UsageError(
-                    f"sample {int(np.argmax(missing))} has no {name}, as {int(missing.sum())} samples "
-                    f"in all: give the schema's field a fill=, as in {type(kind).__name__}(fill=...)"
+                    f"sample {int(np.argmax(missing))} has no {name}, which holds for "
+                    f"{counted(int(missing.sum()), 'sample')} in all: give the schema's field a fill=, "
+                    f"as in {type(kind).__name__}(fill=...)"
                 )
         self._pairs = pairs
         if "label" in columns:

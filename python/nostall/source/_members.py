@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nostall import _native
+from nostall.base._words import counted
 from nostall.errors import CorruptionError, UsageError
 from nostall.fields import Array, Boxes, Keypoints, Kind, Scalar, Schema, Text
 from nostall.source._columns import Names, check_fields, chosen_columns, kind_of_bytes
@@ -134,8 +135,9 @@ def fields_of(store: PartsStore, given: Mapping[str, Kind] | None) -> Schema:
         missing = int(np.argmin(present[:, place]))
         if not present[missing, place] and (wanted is None or wanted.fill is None):
             raise UsageError(
-                f"{store.native.describe(missing)} has no value of {member.name!r}, as "
-                f"{int((~present[:, place]).sum())} in all: give the schema's field a fill="
+                f"{store.native.describe(missing)} has no value of {member.name!r}, which holds for "
+                f"{counted(int((~present[:, place]).sum()), 'record')} in all: give the schema's field "
+                "a fill="
             )
         if member.type == "none" and wanted is not None:
             schema[member.field] = wanted

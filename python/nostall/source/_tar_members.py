@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nostall import _native
+from nostall.base._words import counted
 from nostall.errors import UsageError
 from nostall.fields import Audio, Bytes, Image, Json, Kind, Scalar, Schema, Text
 from nostall.source._parts import NO_PART, array_of
@@ -170,7 +171,8 @@ def schema_of(
         if not has[missing] and (kind is None or kind.fill is None):
             raise UsageError(
                 f"{native.describe(missing)}: its key has no member .{' or .'.join(endings)} (field "
-                f"{name}), as {int((~has).sum())} keys in all: give the schema's field a fill="
+                f"{name}), which holds for {counted(int((~has).sum()), 'key')} in all: give the "
+                "schema's field a fill="
             )
         kinds[name] = kind or _kind_of(native, name, endings, place)
     return Schema(kinds)

@@ -363,12 +363,12 @@ def test_links_are_followed_unless_they_have_no_end(tmp_path: Path, slash: str) 
 def test_missing_files_are_refused_or_filled(root: Path, tmp_path: Path) -> None:
     one = tmp_path / "one.txt"
     one.write_text("one")
-    with pytest.raises(UsageError, match=r"sample 1 has no text, as 1 samples in all"):
+    with pytest.raises(UsageError, match=r"sample 1 has no text, which holds for 1 sample in all"):
         nostall.Files({"text": [one, None]})
     source = nostall.Files({"text": [one, None]}, schema={"text": f.Text(fill="none")})
     with nostall.DataLoader(source, 2, epochs=1, shuffle=False, tiers=[]) as loader:
         assert [batch["text"] for batch in loader] == [["one", "none"]]
-    with pytest.raises(UsageError, match=r"sample 0 has no mask, as 11 samples"):
+    with pytest.raises(UsageError, match=r"sample 0 has no mask, which holds for 11 samples"):
         nostall.Files(
             {"image": "images", "mask": "masks/part"}, schema={"mask": f.Mask()}, root=root
         )

@@ -190,7 +190,8 @@ def test_a_missing_member_is_refused_or_filled(tmp_path: Path) -> None:
     path = shard(tmp_path / "a.tar", members)
     wanted = {"text": "txt", "label": "cls"}
     with pytest.raises(
-        UsageError, match=r'a\.tar "2\.cls" .*no member \.txt \(field text\), as 1 keys .*fill='
+        UsageError,
+        match=r'a\.tar "2\.cls" .*no member \.txt \(field text\), which holds for 1 key .*fill=',
     ):
         nostall.TarShards(path, members=wanted)
     with pytest.raises(UsageError, match=r'"3\.txt" .*no member \.cls \(field cls\)'):
