@@ -18,7 +18,7 @@ from nostall.checkpoint._lineage import Ranges, Record, is_past, newest
 from nostall.checkpoint._place import UnreachableError
 from nostall.checkpoint._store import Entry, Store
 from nostall.checkpoint._tree import decode
-from nostall.errors import CorruptionError, Error, UsageError
+from nostall.errors import CorruptionError, Error, IoError, UsageError
 
 if TYPE_CHECKING:
     from nostall.checkpoint._landing import Landing
@@ -116,9 +116,14 @@ def in_order(choices: Iterable[Choice], top: tuple[int, Ranges] | None) -> list[
 
 
 def _settled(store: Store, entry: Entry) -> tuple[Entry, str]:
-    """The entry and its damage; read again if it was replaced meanwhile."""
+    """The entry and what is wrong with it; read again if it was replaced meanwhile."""
     while True:
-        damage = entry.damage if entry.manifest is None else store.missing(entry.manifest)
+        try:
+            damage = entry.damage if entry.manifest is None else store.missing(entry.manifest)
+        except UnreachableError:
+            raise
+        except IoError as error:
+            damage = str(error)
         now = store.read(entry.step, entry.name) if damage else entry
         if now is None:  # removed meanwhile
             return Entry(entry.step, entry.path, None), ""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import itertools
 import json
 import logging
@@ -303,15 +304,21 @@ class Store:
         """A part that is gone or of another size, found without reading; or nothing.
 
         Of a checkpoint that is spread over nodes, any part may be elsewhere.
+
+        Raises:
+            IoError: that is not known of a part.
         """
         for part in manifest.parts:
             path = self.directory(manifest.step) / part.name
             try:
-                size = path.stat().st_size
-            except OSError as error:
-                if manifest.spread and isinstance(error, FileNotFoundError):
+                with io_errors("look for", path):
+                    size = path.stat().st_size
+            except IoError as error:
+                if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+                    raise
+                if manifest.spread and error.errno == errno.ENOENT:
                     continue
-                return f"{path}: {error.strerror}"
+                return f"{path} does not exist"
             if size != part.size:
                 return f"{path} has {size} bytes, its manifest says {part.size}"
         return ""

@@ -98,6 +98,33 @@ def test_what_cannot_be_read_is_not_called_damaged(
             assert main(["checkpoints", "verify", home]) == CorruptionError.exit_code
 
 
+def test_a_part_that_cannot_be_looked_for_is_not_called_damaged(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as home:
+        os.chmod(home, 0o755)
+        with nostall.Checkpointer(durable=home, level="durable") as ckpt:
+            for step in (1, 2):
+                ckpt.save({"step": step}, step)
+        (path,) = Path(home).glob("step-000000000002/*.safetensors")
+        elsewhere = Path(home) / "elsewhere"
+        elsewhere.mkdir()
+        path.rename(elsewhere / path.name)
+        path.symlink_to(elsewhere / path.name)
+        with refused(elsewhere):
+            assert main(["checkpoints", "ls", home]) == IoError.exit_code
+            said = capsys.readouterr().out
+            assert f"UNREADABLE: cannot look for {path}: Permission denied" in said
+            # As a restore would, which goes back to the one before and says why.
+            assert main(["checkpoints", "restore-dry-run", home]) == 0
+            said = capsys.readouterr().out
+            assert f"passed over: cannot look for {path}: Permission denied" in said
+            assert "would restore step 1" in said
+        path.unlink()
+        assert main(["checkpoints", "ls", home]) == CorruptionError.exit_code
+        assert f"DAMAGED: {path} does not exist" in capsys.readouterr().out
+
+
 def test_rm_removes_and_says_what(tiers: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoints", "rm", "--step", "3", "--step", "1", *tiers]) == 0
     output = capsys.readouterr().out
