@@ -35,7 +35,7 @@ from nostall.checkpoint._place import (
     UnreachableError,
     Url,
 )
-from nostall.checkpoint._store import Entry, Store, entry_of, part_stays
+from nostall.checkpoint._store import MARK, Entry, Store, entry_of, part_stays
 from nostall.checkpoint._transfer import ObjectPart, Upload, read_blocks
 from nostall.errors import CorruptionError, Error, IoError, PeerError, UsageError
 
@@ -189,14 +189,18 @@ class ObjectStore(Store):
 
     def _list(self, *names: str) -> dict[str, int]:
         """Keys below that place, relative to it, and sizes."""
+        return {key: int(meta["size"]) for key, meta in self._objects(*names).items()}
+
+    def _objects(self, *names: str) -> dict[str, Any]:
+        """The same, with all that the list says of each."""
         below = self.key(*names)
 
-        def listing(obstore: Any, store: Any) -> dict[str, int]:
+        def listing(obstore: Any, store: Any) -> dict[str, Any]:
             pages = obstore.list(store, prefix=below or None)
-            return {str(m["path"]): int(m["size"]) for page in pages for m in page}
+            return {str(meta["path"]): meta for page in pages for meta in page}
 
-        found: dict[str, int] = self.ask("list", below, listing)
-        return {key[len(below) :].lstrip("/"): size for key, size in found.items()}
+        found: dict[str, Any] = self.ask("list", below, listing)
+        return {key[len(below) :].lstrip("/"): meta for key, meta in found.items()}
 
     def _delete(self, keys: Iterable[str]) -> None:
         """Removes objects, all of which are gone when it returns."""
@@ -553,7 +557,14 @@ class ObjectStore(Store):
         names = self._list(_RUNS)
         return [i for i, token in enumerate(tokens) if token in names]
 
-    def unmark(self, tokens: Sequence[str]) -> None:
+    def _marks(self) -> dict[str, float]:
+        return {
+            name: meta["last_modified"].timestamp()
+            for name, meta in self._objects(_RUNS).items()
+            if MARK.fullmatch(name)
+        }
+
+    def _remove_marks(self, tokens: Iterable[str]) -> None:
         self._delete(self.key(_RUNS, token) for token in tokens)
 
     # ------------------------------------------------------------------ changing

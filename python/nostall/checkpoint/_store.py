@@ -40,6 +40,8 @@ _OURS = re.compile(
     r"(?P<id>[0-9a-f]{8}-\d{6,})(?:\.\d+)?\.(?:safetensors|json)(?:\.[0-9a-f]{8})?(?:\.partial)?"
 )
 LARGEST_STEP = 10**12 - 1
+# The token in the name of a mark.
+MARK = re.compile(r"[0-9a-f]{8}")
 # What a rank waits longer for rank 0's decision than rank 0 for the ranks: seconds.
 GRACE_SECONDS = 5.0
 # A mark that is so much older than the newest one is of a job that was killed while it began.
@@ -385,20 +387,27 @@ class Store:
         return [i for i, token in enumerate(tokens) if (self._path / f".run-{token}").exists()]
 
     def unmark(self, tokens: Sequence[str]) -> None:
-        """Removes these marks, and in a directory those that killed jobs have left.
+        """Removes these marks, and those that killed jobs have left.
 
-        A job that begins at the same time still needs its own. The file system's clock says which are
-        old, as the machines' may differ.
+        A job that begins at the same time still needs its own. The storage's clock says which are old,
+        as the machines' may differ.
         """
+        made = self._marks()
+        old = max(made.values(), default=0.0) - _MARK_SECONDS
+        left = {token for token, seconds in made.items() if seconds < old}
+        self._remove_marks(sorted(left.union(tokens)))
+
+    def _marks(self) -> dict[str, float]:
+        """The tokens of all marks, and the times at which they were left: seconds."""
         made = {}
         for path in self._path.glob(".run-*"):
             with contextlib.suppress(FileNotFoundError):
-                made[path] = path.stat().st_mtime
-        old = max(made.values(), default=0.0) - _MARK_SECONDS
-        ours = {f".run-{token}" for token in tokens}
-        for path, seconds in made.items():
-            if path.name in ours or seconds < old:
-                path.unlink(missing_ok=True)
+                made[path.name.removeprefix(".run-")] = path.stat().st_mtime
+        return made
+
+    def _remove_marks(self, tokens: Iterable[str]) -> None:
+        for token in tokens:
+            (self._path / f".run-{token}").unlink(missing_ok=True)
 
     def clean(self) -> list[str]:
         """Removes files of ours that no manifest names; their paths.

@@ -401,6 +401,34 @@ def test_a_command_says_from_whom_it_takes_the_store(
         assert (capsys.readouterr().err == "") == known
 
 
+@pytest.mark.multi
+def test_marks_of_killed_jobs_are_removed(
+    bucket: Any, proxy: Proxy, url: str, tmp_path: Path
+) -> None:
+    """The proxy says of some objects that they are years old."""
+    old, aged = ["aaaaaaaa", "bbbbbbbb", "readme"], []
+
+    def age(request: Request, forward: Callable[[], Answer]) -> Answer:
+        answer = forward()
+        if request.method == "GET" and b"/.runs/" in answer.body:
+            for name in old:
+                found = rb"(/%s</Key>\s*<LastModified>)[^<]*" % name.encode()
+                answer.body, changed = re.subn(
+                    found, rb"\g<1>2020-01-01T00:00:00.000Z", answer.body
+                )
+                aged.append(changed)
+            answer.headers.pop("Content-Length", None)
+        return answer
+
+    for name in (*old, "cccccccc"):
+        bucket.put_object(Key=f"runs/one/.runs/{name}", Body=b"")
+    proxy.meddle = age
+    assert Ranks(tmp_path, url, 2).restored([]) == [None] * 2
+    assert sum(aged) >= 3
+    left = [Path(o.key).name for o in bucket.objects.all() if "/.runs/" in o.key]
+    assert left == ["cccccccc", "readme"]  # of a job that may be about to begin, and the user's
+
+
 def test_a_rank_goes_by_the_decision_of_rank_0_of_its_own_job(
     proxy: Proxy, url: str, tmp_path: Path
 ) -> None:
