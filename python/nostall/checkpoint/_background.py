@@ -20,7 +20,7 @@ from nostall.checkpoint._cleaner import Cleaner
 from nostall.checkpoint._drain import copy_all, read_back
 from nostall.checkpoint._format import Manifest, Part
 from nostall.checkpoint._nodes import Nodes
-from nostall.checkpoint._place import Copy, Pacing, UnreachableError
+from nostall.checkpoint._place import Copy, LostStoreError, Pacing, UnreachableError
 from nostall.checkpoint._saved import Drain, Job, Level, Saved, Settings
 from nostall.checkpoint._store import Store, part_name
 from nostall.errors import CorruptionError, Error, IoError, StoppedError
@@ -192,11 +192,13 @@ class BackgroundWriter:
                     self._copying[1].hurry()
             return self._lock.wait_for(done, timeout)
 
-    def undrained(self) -> list[str]:
-        """Why checkpoints stay on the fast tier; of those that are not tried again it tells once."""
+    def undrained(self) -> tuple[list[str], bool]:
+        """Why checkpoints stay on the fast tier, and whether one of them is tried again; of those that
+        are not it tells once."""
         with self._lock:
             given_up, self._given_up = self._given_up, []
-            return given_up + [drain.problem for drain in self._postponed]
+            again = [drain.problem for drain in self._postponed]
+            return given_up + again, bool(again)
 
     def _try_again(self) -> None:
         with self._lock:  # or retention could miss one
@@ -473,8 +475,9 @@ class BackgroundWriter:
             drain.saved._miss("durable")
         if self.rank != 0:
             return
-        if isinstance(error, CorruptionError):
-            if drain.saved is not None:  # what an earlier job left concerns no save of this one
+        if isinstance(error, CorruptionError | LostStoreError):
+            # Damage of what an earlier job left concerns no save of this one.
+            if drain.saved is not None or isinstance(error, LostStoreError):
                 with self._lock:
                     self._given_up.append(problem)
             return
@@ -502,6 +505,8 @@ class BackgroundWriter:
             return
         alone, there, whole = drain.alone or manifest.world_size == 1, None, False
         try:
+            if self.rank == 0:
+                durable.check_owned()  # nothing is copied in vain
             there = durable.find(manifest.step, manifest.id)
             whole = there is not None and durable.has_all(there)
             if whole and self.rank != 0 and not durable.is_directory:
@@ -511,6 +516,10 @@ class BackgroundWriter:
         except UnreachableError:
             if alone:
                 raise  # else other ranks wait for this one's word
+        except LostStoreError as error:
+            if not alone:
+                durable.abort(manifest, str(error))
+            raise
         if alone and not whole:
             self._drain_alone(drain)
         elif not whole:

@@ -611,12 +611,14 @@ class Checkpointer:
                 f"checkpoints are not durable after {limit:g} s; what is on the fast tier is drained "
                 "by the next start"
             )
-        if self.durable is not None and (problems := self._background.undrained()):
+        problems, again = self._background.undrained()
+        if self.durable is not None and problems:
             more = f", and {len(problems) - 3} before" if len(problems) > 3 else ""
+            by = "the next wait or by the next start" if again else "the next start"
             raise IoError(
                 f"{counted(len(problems), 'checkpoint')} cannot be drained: "
-                f"{'; '.join(problems[-3:])}{more}. What is undamaged is copied by the next wait or by "
-                f"the next start, once {self.durable.root} takes it"
+                f"{'; '.join(problems[-3:])}{more}. What is undamaged is copied by {by}, once "
+                f"{self.durable.root} takes it"
             )
 
     def close(self, timeout: float | None = None) -> None:

@@ -30,6 +30,7 @@ from nostall.checkpoint._lineage import LEGACY, STRIDE
 from nostall.checkpoint._place import (
     CheckedPart,
     Copy,
+    LostStoreError,
     Pacing,
     UnknownOutcomeError,
     UnreachableError,
@@ -413,7 +414,7 @@ class ObjectStore(Store):
     def check_owned(self) -> None:
         with self._changing:
             if self._owner < 0:
-                raise PeerError(
+                raise LostStoreError(
                     f"{self.root} is not this job's any more: the checkpointer is closed"
                 )
             if not self._owner:
@@ -426,7 +427,7 @@ class ObjectStore(Store):
         except FileNotFoundError:
             there = b""
         if there != mine:
-            raise PeerError(
+            raise LostStoreError(
                 f"{self._bucket}/{self._owner_key(number)}, by which this job owns {self.root}, is "
                 "gone: begin the job anew, and remove nothing there while a job runs"
             )
@@ -438,7 +439,7 @@ class ObjectStore(Store):
         with contextlib.suppress(ValueError, KeyError, TypeError):
             values = json.loads(there)
             other = f"process {values['pid']} on {values['host']}"
-        raise PeerError(
+        raise LostStoreError(
             f"{self.root} was taken over by {other}, which began later: give every job a store of its "
             "own"
         )

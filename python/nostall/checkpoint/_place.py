@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nostall import _native
-from nostall.errors import IoError, UsageError
+from nostall.errors import IoError, PeerError, UsageError
 
 _SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss")
 _URL = re.compile(r"([a-z][a-z0-9+.-]*):(/{1,2})(.*)", re.DOTALL)
@@ -68,6 +68,10 @@ class UnreachableError(IoError):
 
 class UnknownOutcomeError(UnreachableError):
     """Whether a write took place is not known, and it still may: what it names must stay."""
+
+
+class LostStoreError(PeerError):
+    """The store is not this job's any more, and will not be: it can change nothing there."""
 
 
 @dataclass(frozen=True)

@@ -429,6 +429,34 @@ def test_marks_of_killed_jobs_are_removed(
     assert left == ["cccccccc", "readme"]  # of a job that may be about to begin, and the user's
 
 
+def test_a_drain_that_another_job_prevents_is_told_once(
+    bucket: Any, proxy: Proxy, make: Any, url: str
+) -> None:
+    puts: list[str] = []
+
+    def count(request: Request, forward: Callable[[], Answer]) -> Answer:
+        if request.method in ("PUT", "POST"):
+            puts.append(request.path)
+        return forward()
+
+    with make(max_failures=100) as first:
+        with make("two"):
+            pass
+        proxy.meddle = count
+        saved = first.save(state_of(1), 1, level="fast")
+        told = r"^1 checkpoint cannot be drained: .*taken over by process .* the next start, once"
+        with pytest.raises(IoError, match=told) as error:
+            first.wait(60)
+        assert "the next wait" not in str(error.value)
+        first.wait(60)  # nothing is tried again
+        with pytest.raises(IoError, match="taken over by process"):
+            saved.wait("durable", 60)
+        assert first.fast.steps() == [1] and puts == []
+    with make():  # nor is it lost
+        pass
+    assert steps_on(url) == [1]
+
+
 def test_a_rank_goes_by_the_decision_of_rank_0_of_its_own_job(
     proxy: Proxy, url: str, tmp_path: Path
 ) -> None:
