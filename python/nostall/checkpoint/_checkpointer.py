@@ -623,7 +623,8 @@ class Checkpointer:
 
     def close(self, timeout: float | None = None) -> None:
         """Waits for saves under way, at most `timeout` seconds (the checkpointer's if None), and up to
-        10 s more for the blocks in flight and for the storage's answer about the newest save.
+        15 s more for the blocks in flight and for the storage's answers about the newest save and the
+        end of this job.
 
         A checkpoint that is not drained by then, or cannot be, stays on the fast tier, with a warning;
         the next checkpointer of the same directories drains it, or ``nostall checkpoints drain``. A

@@ -18,6 +18,7 @@ import re
 import secrets
 import socket
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from typing import Any
 
 from nostall import _native
 from nostall.base import _object_client as client
+from nostall.base import _process as process
 from nostall.checkpoint._format import Branch, Manifest, Part
 from nostall.checkpoint._lineage import LEGACY, STRIDE
 from nostall.checkpoint._place import (
@@ -46,7 +48,9 @@ _OURS = re.compile(
     r"(?P<kind>manifest-|rank-\d{5}\.|word-\d{5}\.|decision\.)(?P<id>[0-9a-f]{8}-\d{6,})"
     r"(?:\.(?P<token>[0-9a-f]{16}))?\.(?:json|safetensors)"
 )
-_OWNER = re.compile(r"(\d{12})\.json")  # all else there is the user's
+# All else there is the user's.
+_OWNER = re.compile(r"(\d{12})\.json")
+_CLOSED = re.compile(r"(\d{12})\.closed\.json")
 _OWNERS, _BRANCHES, _RUNS = ".owners", ".branches", ".runs"
 # In a manifest's place: the parts are being removed, and their job can complete them no more.
 _GIVEN_UP = b'{"given up": true}'
@@ -54,6 +58,8 @@ _GIVEN_UP = b'{"given up": true}'
 _TOGETHER = "0" * 16
 # Attempts of a request whose connection ends, which the client's own retries do not all cover.
 _ATTEMPTS = 3
+# What a job that ends waits for the store's answer to that: seconds.
+_LAST_WORD_SECONDS = 5.0
 # Looks of all ranks of a job together for rank 0's decision: the pauses of each rise until there are so
 # many a second, or to so many seconds.
 _LOOKS_PER_SECOND = 20
@@ -76,7 +82,13 @@ class ObjectStore(Store):
         self._bucket = f"{scheme}://{bucket}"
         self._client: Any = None
         self._changing = threading.RLock()
-        self._me = {"run": secrets.token_hex(8), "host": socket.gethostname(), "pid": os.getpid()}
+        self._me = {
+            "run": secrets.token_hex(8),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "process": process.mark(),
+            "began": int(time.time()),  # for people
+        }
         # The number of this job among the owners, and the first number of its saves; 0: it is none, -1:
         # it was one.
         self._owner = self._first = self._wanted = 0
@@ -323,8 +335,10 @@ class ObjectStore(Store):
         return ""
 
     def _size(self, step: int, name: str) -> int | None:
-        """Of an object that a list may not show yet."""
-        key = self.key(_step(step), name)
+        """Of an object in a step that a list may not show yet."""
+        return self._size_of(self.key(_step(step), name))
+
+    def _size_of(self, key: str) -> int | None:
         try:
             return int(self.ask("look for", key, lambda o, store: o.head(store, key)["size"]))
         except FileNotFoundError:
@@ -368,27 +382,43 @@ class ObjectStore(Store):
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return 0
 
+    def _closed_key(self, number: int) -> str:
+        return self.key(_OWNERS, f"{number:012d}.closed.json")
+
     def other_owner(self) -> str:
-        number, _ = self._last_owner()
-        if not number:
+        return self._owner_in_use(self._last_owner()[0])
+
+    def _owner_in_use(self, number: int) -> str:
+        """The owner of that number; "" if it has said that it ended, or is known to have."""
+        if not number or self._size_of(self._closed_key(number)) is not None:
             return ""
-        with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+        odd = ValueError, KeyError, TypeError, AttributeError, OverflowError
+        with contextlib.suppress(FileNotFoundError, *odd):
             values = json.loads(self._read(self._owner_key(number)))
-            if values["host"] == self._me["host"] and not _lives(int(values["pid"])):
+            if "process" in values and process.has_ended(int(values["pid"]), values["process"]):
                 return ""
-            return f"process {values['pid']} on {values['host']}"
+            words = f"process {values['pid']} on {values['host']}"
+            if "began" in values:
+                at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(values["began"]))
+                words += f", begun at {at}"
+            return words
         return "another job"
 
-    def own(self) -> None:
+    def own(self, *, take_over: bool = True) -> None:
         """Takes the store for this job, also from one that has it.
 
         Raises:
-            UsageError: it has no conditional writes.
+            UsageError: it has no conditional writes; or, without `take_over`, another job may use it.
             UnreachableError: it does not answer.
         """
         seen = self.seen()
         number, first = self._last_owner()
         while True:
+            if not take_over and (other := self._owner_in_use(number)):
+                raise UsageError(
+                    f"{self.root} belongs to {other}, which is not known to have ended: end that job, "
+                    "or give --take-over, and nothing that it saves from then on is copied there"
+                )
             first = (max(seen, first, 0) // STRIDE + 1) * STRIDE
             number += 1
             data = self._note_of(first)
@@ -409,7 +439,18 @@ class ObjectStore(Store):
         return json.dumps({**self._me, "first": first}).encode()
 
     def disown(self) -> None:
-        self._owner = -1 if self._owner else 0
+        number, self._owner = self._owner, -1 if self._owner else 0
+        if number <= 0:
+            return
+
+        def say() -> None:
+            with contextlib.suppress(Error, OSError):  # then it is not known that the job has ended
+                self._create(self._closed_key(number), b"{}")
+
+        with contextlib.suppress(RuntimeError):  # no thread can be started
+            saying = threading.Thread(target=say, name="nostall-checkpoint-last-word", daemon=True)
+            saying.start()
+            saying.join(_LAST_WORD_SECONDS)
 
     def check_owned(self) -> None:
         with self._changing:
@@ -489,6 +530,11 @@ class ObjectStore(Store):
                 attempts[step, _its_manifest(match)] += (
                     [self.key(_step(step), name)] if match["kind"] != "manifest-" else []
                 )
+        rubbish += [
+            self.key(_OWNERS, name)
+            for name in self._list(_OWNERS)
+            if (match := _CLOSED.fullmatch(name)) and int(match[1]) < self._owner
+        ]
         notes = sorted(name for name in self._list(_BRANCHES) if name.endswith(".json"))
         # Those that a save outranks: the newest may be taken back by the job that is putting it.
         rubbish += [
@@ -790,17 +836,6 @@ class ObjectStore(Store):
 
 def _step(step: int) -> str:
     return f"step-{step:012d}"
-
-
-def _lives(pid: int) -> bool:
-    """Whether this machine has such a process."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, OverflowError):
-        pass
-    return True
 
 
 def _part_name(part: Part, id: str, token: str) -> str:

@@ -336,8 +336,12 @@ class Store:
         """From whom `own` takes the store, who may still use it; of a locked directory from nobody."""
         return ""
 
-    def own(self) -> None:
+    def own(self, *, take_over: bool = True) -> None:
         """Makes the directory, and takes it for this job.
+
+        Args:
+            take_over: whether it may be taken from a job that may still run. That of a running one
+                cannot, as long as it is locked.
 
         Raises:
             UsageError: another living process has it.

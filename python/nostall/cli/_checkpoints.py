@@ -7,7 +7,7 @@ import contextlib
 import functools
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     drain.add_argument("durable", help="a directory, or a URL (s3://bucket/run1)")
     drain.add_argument("--rate", help='bytes per second, such as "200MB"; no limit if not given')
     drain.add_argument("--keep", type=int, default=5, help="how many of the newest")
+    for parser_ in (rm, branch, drain):
+        parser_.add_argument(
+            "--take-over",
+            action="store_true",
+            help="take an object store also from a job that may still run, whose later saves then stay "
+            "on its fast directory",
+        )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -82,11 +89,11 @@ def run(arguments: argparse.Namespace) -> int:
         for i, directory in enumerate(arguments.directories)
     ]
     if arguments.action == "rm":
-        return (
-            _remove_superseded(stores) if arguments.superseded else _remove(stores, arguments.step)
-        )
+        if arguments.superseded:
+            return _remove_superseded(stores, arguments.take_over)
+        return _remove(stores, arguments.step, arguments.take_over)
     if arguments.action == "branch":
-        return _branch(stores, arguments.step, arguments.id)
+        return _branch(stores, arguments.step, arguments.id, arguments.take_over)
     if arguments.action == "restore-dry-run":
         return _dry_run(stores, arguments.step, arguments.rank)
     return _list(stores, arguments.step, check=arguments.action == "verify")
@@ -180,22 +187,26 @@ def _check(store: Store, entry: Entry, manifest: Manifest) -> str:
     return ""
 
 
-def _own(store: Store) -> None:
-    """Takes a store, and says from whom."""
-    if other := store.other_owner():
-        print(
-            f"{store.root} is taken over from {other}: if that job still runs, nothing that it saves "
-            "from now on is copied there",
-            file=sys.stderr,
-        )
-    store.own()
+@contextlib.contextmanager
+def _owning(stores: Sequence[Store], take_over: bool) -> Iterator[None]:
+    """Inside a ``with`` all of them are this command's; it says from whom it takes one over."""
+    with contextlib.ExitStack() as owning:
+        for store in stores:
+            if take_over and (other := store.other_owner()):
+                print(
+                    f"{store.root} is taken over from {other}: if that job still runs, nothing that it "
+                    "saves from now on is copied there",
+                    file=sys.stderr,
+                )
+            store.own(take_over=take_over)
+            owning.callback(store.disown)
+        yield
 
 
-def _remove(stores: Sequence[Store], steps: Sequence[int]) -> int:
+def _remove(stores: Sequence[Store], steps: Sequence[int], take_over: bool) -> int:
     missing = set(steps)
-    for store in stores:
-        _own(store)
-        try:
+    with _owning(stores, take_over):
+        for store in stores:
             for step in steps:
                 if step in store.steps():
                     store.remove_step(step)
@@ -203,19 +214,14 @@ def _remove(stores: Sequence[Store], steps: Sequence[int]) -> int:
                     print(f"removed step {step} from {store.root}")
                 else:
                     print(f"no step {step} in {store.root}")
-        finally:
-            store.disown()
     if missing:
         steps_ = ", ".join(map(str, sorted(missing)))
         raise UsageError(f"there is no step {steps_} in {_places(stores)}")
     return 0
 
 
-def _remove_superseded(stores: Sequence[Store]) -> int:
-    with contextlib.ExitStack() as owning:
-        for store in stores:
-            _own(store)
-            owning.callback(store.disown)
+def _remove_superseded(stores: Sequence[Store], take_over: bool) -> int:
+    with _owning(stores, take_over):
         top, removed = view(stores, None).top, False
         for store in stores:
             for manifest in store.manifests():
@@ -228,11 +234,8 @@ def _remove_superseded(stores: Sequence[Store]) -> int:
     return 0
 
 
-def _branch(stores: Sequence[Store], step: int | None, id: str | None) -> int:
-    with contextlib.ExitStack() as owning:
-        for store in stores:
-            _own(store)
-            owning.callback(store.disown)
+def _branch(stores: Sequence[Store], step: int | None, id: str | None, take_over: bool) -> int:
+    with _owning(stores, take_over):
         found = view(stores, step)
         chosen = next((c for c in found.choices if id in (None, c.id)), None)
         if chosen is None:
@@ -324,9 +327,7 @@ def _drain(arguments: argparse.Namespace) -> int:
         durable.copy(source, manifest.step, name, part, pacing).run()
         read_back(durable, manifest.step, part, name, _native.Priority.normal)
 
-    fast.own()
-    try:
-        _own(durable)
+    with _owning([fast, durable], arguments.take_over):
         waiting = undrained(fast, durable, Keep(arguments.keep))
         for manifest in waiting:
             copy_all(durable, manifest, functools.partial(copy, manifest))
@@ -339,9 +340,6 @@ def _drain(arguments: argparse.Namespace) -> int:
                     f"step {entry.step}: other nodes have parts of it; the job's next start drains it"
                 )
         print(f"{counted(len(waiting), 'checkpoint')} drained")
-    finally:
-        durable.disown()
-        fast.disown()
     return 0
 
 

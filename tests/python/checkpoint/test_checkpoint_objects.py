@@ -10,7 +10,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +25,7 @@ from test_checkpointer import World
 
 import nostall
 from nostall import Keep, _native
-from nostall.checkpoint import _checkpointer, _store, _transfer
+from nostall.checkpoint import _checkpointer, _objects, _store, _transfer
 from nostall.checkpoint._begin import lineage_of
 from nostall.checkpoint._cleaner import Cleaner
 from nostall.checkpoint._drain import copy_all
@@ -380,25 +379,124 @@ def test_a_job_that_begins_later_takes_the_store(make: Any, url: str) -> None:
     assert steps_on(url) == [1, 2]
 
 
-def test_a_command_says_from_whom_it_takes_the_store(
-    make: Any, bucket: Any, url: str, capsys: pytest.CaptureFixture[str]
+COMMANDS = (["rm", "--step", "1"], ["rm", "--superseded"], ["branch", "--step", "2"], ["drain"])
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_a_command_takes_the_store_from_no_job_that_may_run(
+    make: Any, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]
 ) -> None:
-    with make(level="durable") as ckpt:
-        ckpt.save(state_of(1), 1)
-        ckpt.save(state_of(2), 2)
-        for words in (["rm", "--step", "1"], ["rm", "--superseded"], ["branch", "--step", "2"]):
-            assert main(["checkpoints", *words, url]) == 0
-            told = f"{url} is taken over from process {os.getpid()} on {socket.gethostname()}: if"
-            assert capsys.readouterr().err.startswith(told)
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    for host, known in ((socket.gethostname(), True), ("elsewhere", False)):
-        last = max(o.key for o in bucket.objects.all() if "/.owners/" in o.key)
-        number = int(Path(last).stem) + 1
-        note = json.dumps({"run": "x", "host": host, "pid": ended.pid, "first": 1 << 40})
-        bucket.put_object(Key=f"runs/one/.owners/{number:012d}.json", Body=note.encode())
-        assert main(["checkpoints", "rm", "--superseded", url]) == 0
-        assert (capsys.readouterr().err == "") == known
+    other = tmp_path / "other"
+    with make(level="durable", max_failures=100) as ckpt:
+        for step in (1, 2):
+            ckpt.save(state_of(step), step)
+        with nostall.Checkpointer(other) as elsewhere:
+            elsewhere.save(state_of(9), 9, level="fast")
+        command = ["checkpoints", *words, *([str(other)] if words == ["drain"] else []), url]
+        me = f"process {os.getpid()} on {socket.gethostname()}, begun at 20"
+        assert main(command) == UsageError.exit_code
+        told = capsys.readouterr()
+        assert f"{url} belongs to {me}" in told.err and "give --take-over" in told.err
+        assert told.out == "" and steps_on(url) == [1, 2]
+        ckpt.save(state_of(3), 3)  # the store is still its own
+        assert main([*command, "--take-over"]) == 0
+        assert f"{url} is taken over from {me}" in capsys.readouterr().err
+        with pytest.raises(IoError, match="taken over by process"):
+            ckpt.save(state_of(4), 4)
+    assert main(command) in (0, UsageError.exit_code)  # step 1 may be gone
+    assert "belongs to" not in capsys.readouterr().err  # the command before has closed
+
+
+def test_all_stores_are_taken_before_a_command_removes(
+    make: Any, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = tmp_path / "other"
+    with make(), nostall.Checkpointer(there) as ckpt:
+        ckpt.save(state_of(1), 1, level="fast")
+        ckpt.close()
+        assert main(["checkpoints", "rm", "--step", "1", str(there), url]) == UsageError.exit_code
+    assert "belongs to process" in capsys.readouterr().err
+    assert [m.step for m in open_store(there, "fast").manifests()] == [1]
+
+
+def test_a_command_knows_an_owner_that_has_ended(
+    bucket: Any, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["checkpoints", "rm", "--superseded", url]
+    (job,) = Ranks(tmp_path, url).start([1], hold=True)
+    try:
+        assert [sorted(json.loads(job.stdout.readline())) for _ in range(2)] == [
+            ["restored"],
+            ["step"],
+        ]
+        (key,) = [o.key for o in bucket.objects.all() if "/.owners/" in o.key]
+        note = json.loads(bucket.Object(key).get()["Body"].read())
+        assert main(command) == UsageError.exit_code
+        assert f"belongs to process {job.pid} on " in capsys.readouterr().err
+    finally:
+        job.send_signal(signal.SIGKILL)
+        job.communicate()
+    assert note["pid"] == job.pid and store_at(url).other_owner() == ""
+    # Notes of other owners, as their processes would leave them.
+    for number, (change, ended) in enumerate(
+        [
+            ({"pid": os.getpid()}, True),  # the number was given again
+            ({"process": {"numbers": "another boot", "start": "1"}}, False),
+            ({"process": {}}, False),
+            ({"process": None}, False),
+            ({"pid": 10**30, "process": {"numbers": "elsewhere"}, "began": 1e300}, False),
+        ],
+        2,
+    ):
+        body = json.dumps({**note, **change}).encode()
+        bucket.put_object(Key=f"runs/one/.owners/{number:012d}.json", Body=body)
+        assert (store_at(url).other_owner() == "") == ended, change
+    body = json.dumps({name: note[name] for name in ("run", "host", "pid", "first")}).encode()
+    bucket.put_object(Key="runs/one/.owners/000000000007.json", Body=body)
+    assert main(command) == UsageError.exit_code  # it has no mark: nothing is known
+    told = capsys.readouterr().err
+    assert f"belongs to process {note['pid']} on {note['host']}, which is not known" in told
+
+
+def test_a_job_that_ends_says_so_and_one_that_begins_asks_nobody(
+    bucket: Any, make: Any, url: str
+) -> None:
+    def notes() -> list[str]:
+        return [Path(o.key).name for o in bucket.objects.all() if "/.owners/" in o.key]
+
+    with make():
+        assert open_store(url, "durable").other_owner().startswith("process ")
+        with make("two"):
+            pass
+        assert open_store(url, "durable").other_owner() == ""
+    assert notes() == [
+        "000000000001.closed.json",
+        "000000000001.json",
+        "000000000002.closed.json",
+        "000000000002.json",
+    ]
+    with make():  # one such word is enough
+        assert [n for n in notes() if "closed" in n] == []
+    assert len([n for n in notes() if "closed" in n]) == 1
+
+
+def test_a_job_ends_although_the_store_does_not_answer(
+    proxy: Proxy, make: Any, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_objects, "_LAST_WORD_SECONDS", 0.1)
+    go = threading.Event()
+
+    def hang(request: Request, forward: Callable[[], Answer]) -> Answer:
+        if request.method == "PUT" and ".closed" in request.path:
+            go.wait(60)
+        return forward()
+
+    proxy.meddle = hang
+    try:
+        make().close()
+        assert open_store(url, "durable").other_owner() != ""
+    finally:
+        go.set()
 
 
 @pytest.mark.multi
