@@ -44,7 +44,7 @@ LARGEST_STEP = 10**12 - 1
 MARK = re.compile(r"[0-9a-f]{8}")
 # What a rank waits longer for rank 0's decision than rank 0 for the ranks: seconds.
 GRACE_SECONDS = 5.0
-# A mark that is so much older than the newest one is of a job that was killed while it began.
+# A mark that is so much older than those of a job that begins is of one that was killed meanwhile.
 _MARK_SECONDS = 24 * 3600.0
 # A rank that writes no part looks for newer checkpoints at this interval.
 LOOK_SECONDS = 1.0
@@ -397,7 +397,7 @@ class Store:
         as the machines' may differ.
         """
         made = self._marks()
-        old = max(made.values(), default=0.0) - _MARK_SECONDS
+        old = min((made[t] for t in tokens if t in made), default=0.0) - _MARK_SECONDS
         left = {token for token, seconds in made.items() if seconds < old}
         self._remove_marks(sorted(left.union(tokens)))
 

@@ -784,10 +784,11 @@ def test_replicated_state_is_written_once_and_read_by_any_world(tmp_path: Path) 
 def test_of_two_jobs_that_start_together_one_is_told_of_the_other(tmp_path: Path) -> None:
     make = ranked(tmp_path, 2)
     marked, begun = threading.Event(), threading.Event()
-    old = tmp_path / "fast" / ".run-00000000"
+    old, ahead = (tmp_path / "fast" / f".run-{digit * 8}" for digit in "0f")
     old.parent.mkdir()
-    old.touch()
-    os.utime(old, (0, 0))
+    for mark, seconds in ((old, 0), (ahead, 1 << 40)):  # as a clock that jumped has left it
+        mark.touch()
+        os.utime(mark, (seconds, seconds))
 
     def late(rank: int, gather: Any) -> None:
         def gather_and_wait(mine: bytes) -> list[bytes]:
@@ -813,7 +814,7 @@ def test_of_two_jobs_that_start_together_one_is_told_of_the_other(tmp_path: Path
     told.start()
     assert World(2).run(first) == [None, None]
     assert ended == [None, None]
-    assert list(tmp_path.rglob(".run-*")) == []
+    assert list(tmp_path.rglob(".run-*")) == [ahead]
 
 
 def test_no_rank_saves_before_all_know_what_a_save_continues(
