@@ -513,7 +513,7 @@ class BackgroundWriter:
                 there, whole = None, False  # rank 0 alone knows whether another job has it since
             if whole:
                 durable.check_owned()  # or another job may have removed it since
-        except UnreachableError:
+        except IoError:
             if alone:
                 raise  # else other ranks wait for this one's word
         except LostStoreError as error:

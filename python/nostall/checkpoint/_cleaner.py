@@ -10,7 +10,7 @@ from nostall.checkpoint._lineage import Record, newest
 from nostall.checkpoint._retention import decide
 from nostall.checkpoint._saved import Settings
 from nostall.checkpoint._store import Store
-from nostall.errors import Error, PeerError
+from nostall.errors import Error, IoError, PeerError
 
 _log = logging.getLogger("nostall")
 
@@ -67,6 +67,9 @@ class Cleaner:
             durable.check_owned()
         except PeerError:  # which may remove any of it
             kept, safe = {}, set()
+        except IoError:
+            self._safe = set()
+            raise
         self._durable, self._safe = kept, safe
         return there
 

@@ -144,6 +144,15 @@ def _write_durably(path: Path, data: bytes) -> None:
     sync_directory(path.parent)
 
 
+def _identity(path: Path) -> tuple[int, int]:
+    """Device and inode; of what is not there no device has such."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return -1, -1
+    return found.st_dev, found.st_ino
+
+
 def _unlink(paths: Iterable[Path]) -> None:
     """Removes files, all that can be.
 
@@ -177,6 +186,10 @@ class Store:
         self.root: Place = self._path
         self.kind = kind
         self._lock: _native.DirectoryLock | None = None
+        # What .sequence has since this process took the directory, and the directory's device and
+        # inode: they tell it from others. Inodes of some file systems change.
+        self._noted = b""
+        self._identity = (0, 0)
         # Manifests change one at a time: one thread publishes, another one removes.
         self._changing = threading.RLock()
         self._in_use: set[int] = set()  # steps whose directory is about to get parts
@@ -274,7 +287,7 @@ class Store:
         """The highest number of a save, of a branch's begin, or noted by a job; 0 if there is none."""
         numbers = [0, *(m.sequence for m in self.manifests())]
         with contextlib.suppress(OSError, ValueError):
-            numbers.append(int((self._path / _SEQUENCE).read_bytes()))
+            numbers.append(int(self._number()))
         with contextlib.suppress(CorruptionError):
             branch = self.branch()
             numbers.append(branch.sequence if branch is not None else 0)
@@ -365,6 +378,8 @@ class Store:
             with io_errors("lock", self.root / ".lock"):
                 raise OSError(lock.error_number, os.strerror(lock.error_number))
         self._lock = lock
+        with io_errors("look for", self.root):
+            self._noted, self._identity = self._number(), _identity(self._path)
         try:
             self.branch()
         except CorruptionError as error:
@@ -373,6 +388,13 @@ class Store:
             with io_errors("put aside", damaged):
                 rename(self._path / _BRANCH, damaged)
 
+    def _number(self) -> bytes:
+        """What .sequence has; b"" if there is none."""
+        try:
+            return (self._path / _SEQUENCE).read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return b""
+
     def disown(self) -> None:
         """Lets other jobs have it."""
         if self._lock is not None:
@@ -380,7 +402,30 @@ class Store:
             self._lock = None
 
     def check_owned(self) -> None:
-        """Raises PeerError if another job has taken it since `own`; none can of a locked directory."""
+        """Looks whether this job still has what it took.
+
+        What is not mounted any more, or was mounted again elsewhere, leaves a directory of the same
+        path, in which nothing that is saved would be found again.
+
+        Raises:
+            PeerError: another job has the store since, for good.
+            IoError: there is another directory now, or none.
+        """
+        if self._lock is None:
+            return
+        path = self._path / _SEQUENCE
+        with self._changing, io_errors("look for", path):
+            there = self._number()
+            same = not there and self._identity == _identity(self._path)
+            if same and self._noted:  # somebody has tidied up
+                with contextlib.suppress(OSError):  # the disk may be full
+                    _write_durably(path, self._noted)
+        if not same and (not there or there != self._noted):
+            found = f"is of another job ({there[:20]!r})" if there else "is gone"
+            raise IoError(
+                f"{self.root} is not the directory that this job has taken: its {_SEQUENCE} {found}. "
+                "Mount its file system again, or begin the job anew"
+            )
 
     def mark(self, token: str) -> None:
         """Leaves a mark for ranks that share the store."""
@@ -444,6 +489,7 @@ class Store:
 
     def prepare(self, step: int) -> Path:
         """The directory for a step's parts, durably there."""
+        self.check_owned()
         directory = self.directory(step)
         with io_errors("make the directory", directory):
             with self._changing:
@@ -523,6 +569,7 @@ class Store:
         directory = self.directory(manifest.step)
         with self._changing, io_errors("complete the checkpoint in", directory):
             self._in_use.discard(manifest.step)
+            self.check_owned()
             before = self.entry(manifest.step)
             sync_directory(directory)
             there = before.manifest if before is not None else None
@@ -542,16 +589,21 @@ class Store:
 
     def note_branch(self, branch: Branch) -> None:
         """Makes the begin of a branch durable."""
+        self.check_owned()
         with io_errors("note the branch in", self.root):
             _write_durably(self._path / _BRANCH, branch.to_bytes())
 
     def note_sequence(self, number: int) -> None:
         """Notes durably that a job numbers its saves from there."""
         with io_errors("note the numbers of this job's saves in", self.root):
-            _write_durably(self._path / _SEQUENCE, b"%d" % number)
+            try:
+                _write_durably(self._path / _SEQUENCE, b"%d" % number)
+            finally:  # what failed may be there all the same
+                self._noted = self._number()
 
     def remove(self, step: int, id: str) -> None:
         """One save: the manifest first, so that a checkpoint is never half there."""
+        self.check_owned()
         directory = self.directory(step)
         with self._changing, io_errors("remove the checkpoint in", directory):
             entries = [e for e in self.saves(step) if e.manifest and e.manifest.id == id]

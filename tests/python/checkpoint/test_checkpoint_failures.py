@@ -50,6 +50,16 @@ class Broken:
         monkeypatch.setattr(Store, "prepare", prepare_or_fail)
 
 
+class Raising:
+    """A call that fails."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __call__(self, *_: Any) -> None:
+        raise self.error
+
+
 # ---------------------------------------------------------------------- told
 
 
@@ -332,6 +342,70 @@ def test_a_wait_tells_once_of_what_can_never_be_drained(
             ckpt.wait(60)
         ckpt.wait(60)
     assert steps_in(tmp_path / "durable") == []
+
+
+def test_a_directory_whose_number_could_not_be_noted_is_known_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    place, full = tmp_path / "durable", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with monkeypatch.context() as patched:
+        patched.setattr(nostall.checkpoint._store, "_write_durably", Raising(full))
+        ckpt = nostall.Checkpointer(durable=place, max_failures=9)
+    assert "cannot note the numbers of this job's saves" in caplog.text
+    ckpt.save(state_of(1), 1, level="durable")
+    place.rename(tmp_path / "away")
+    place.mkdir()
+    with pytest.raises(IoError, match="is not the directory that this job has taken"):
+        ckpt.save(state_of(2), 2, level="durable")
+    place.rmdir()
+    (tmp_path / "away").rename(place)
+    ckpt.save(state_of(3), 3, level="durable")
+    ckpt.close()
+    assert steps_in(place) == [1, 3]
+
+
+@pytest.mark.parametrize("kind", ["fast", "durable"])
+def test_nothing_is_saved_below_a_mount_point_without_its_file_system(
+    tmp_path: Path, kind: str
+) -> None:
+    """What is mounted is moved away, and back."""
+    fast, durable, away = tmp_path / "fast", tmp_path / "durable", tmp_path / "away"
+    gone = tmp_path / kind
+    with nostall.Checkpointer(fast, durable, keep_fast=5) as ckpt:
+        ckpt.save(state_of(1), 1, level="durable")
+        ckpt.wait(60)
+        gone.rename(away)
+        gone.mkdir()
+        told = (
+            rf"{gone} is not the directory that this job has taken: its \.sequence is gone\. Mount"
+        )
+        if kind == "durable":
+            with pytest.raises(IoError, match=told):
+                ckpt.save(state_of(2), 2, level="durable")
+            with pytest.raises(IoError, match=told):
+                ckpt.wait(60)
+        else:
+            saved = ckpt.save(state_of(2), 2, level="durable")  # past the fast directory
+            assert saved is not None and any(gone.name in text for text in saved.problems)
+        assert list(gone.iterdir()) == []
+        (gone / ".sequence").write_bytes(b"7")  # of a job that began there
+        with pytest.raises(IoError, match="is of another job"):
+            getattr(ckpt, kind).remove(1, "aaaaaaaa-000000")
+        (gone / ".sequence").unlink()
+        gone.rmdir()
+        away.rename(gone)
+        ckpt.save(state_of(3), 3, level="durable")
+        ckpt.wait(60)
+    assert steps_in(durable) == [1, 2, 3]
+
+
+def test_a_directory_that_somebody_tidies_up_stays_the_jobs(tmp_path: Path) -> None:
+    with nostall.Checkpointer(durable=tmp_path, level="durable") as ckpt:
+        note = (tmp_path / ".sequence").read_bytes()
+        (tmp_path / ".sequence").unlink()
+        ckpt.save(state_of(1), 1)
+    assert (tmp_path / ".sequence").read_bytes() == note
+    assert steps_in(tmp_path) == [1]
 
 
 def damage(part: Path, how: str) -> None:
