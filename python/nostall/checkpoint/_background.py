@@ -69,8 +69,10 @@ class BackgroundWriter:
         self._job: Job | None = None  # that is being written
         self._busy = 0  # jobs taken and not persisted
         self._snapshots: list[_native.Snapshot] = []
+        self._newest = -1  # the number of the last job
         self._urgent = -1  # some thread waits for jobs up to this number
         self._urgent_drains: set[str] = set()
+        self._waiting = 0  # threads that wait for all drains
         self._writing: tuple[int, _native.SnapshotWrite] | None = None
         self._copying: tuple[str, Copy] | None = None
         self._stopping = False
@@ -96,7 +98,7 @@ class BackgroundWriter:
         with self._lock:
             if self._snapshots:
                 return self._snapshots.pop()
-        self._hurry_writer(1 << 62)
+        self._hurry_writer(self._newest)
         with self._lock:
             if not self._lock.wait_for(lambda: bool(self._snapshots), self.settings.patience):
                 return None
@@ -113,6 +115,7 @@ class BackgroundWriter:
         the caller waits for a level. If no thread can be started, the caller writes it."""
         job.saved._background = self
         with self._lock:
+            self._newest = max(self._newest, job.number)
             if awaited != "memory":
                 self._urgent = max(self._urgent, job.number)
             if awaited == "durable":
@@ -184,13 +187,20 @@ class BackgroundWriter:
 
         if drained:
             self._try_again()
-        self._hurry_writer(1 << 62)
+        self._hurry_writer(self._newest)
         with self._lock:
-            if drained:
-                self._urgent_drains.update(drain.manifest.id for drain in self._drains)
-                if self._copying is not None:
-                    self._copying[1].hurry()
-            return self._lock.wait_for(done, timeout)
+            if drained and self._copying is not None:
+                self._copying[1].hurry()
+            self._waiting += drained
+            self._lock.notify_all()
+            try:
+                return self._lock.wait_for(done, timeout)
+            finally:
+                self._waiting -= drained
+
+    def _is_urgent(self, manifest: Manifest) -> bool:
+        """Whether a thread waits until it is drained."""
+        return bool(self._waiting) or manifest.id in self._urgent_drains
 
     def undrained(self) -> tuple[list[str], bool]:
         """Why checkpoints stay on the fast tier, and whether one of them is tried again; of those that
@@ -626,7 +636,7 @@ class BackgroundWriter:
 
         def wait(bytes: int) -> None:
             def hurried() -> bool:
-                return self._stopping or drain.manifest.id in self._urgent_drains
+                return self._stopping or self._is_urgent(drain.manifest)
 
             with self._lock:
                 if self.settings.rate:
@@ -640,7 +650,7 @@ class BackgroundWriter:
     def _copy_here(self, drain: Drain, part: Part, name: str) -> None:
         assert self.fast is not None and self.durable is not None
         source = self.fast.directory(drain.manifest.step) / part.name
-        urgent = drain.manifest.id in self._urgent_drains
+        urgent = self._is_urgent(drain.manifest)
         priority = _PRIORITY["normal" if urgent else self.settings.priority]
         pacing = Pacing(
             rate=0 if urgent else self.settings.rate,
@@ -652,7 +662,7 @@ class BackgroundWriter:
         copy = self.durable.copy(source, drain.manifest.step, name, part, pacing)
         with self._lock:
             self._copying = (drain.manifest.id, copy)
-            if drain.manifest.id in self._urgent_drains:
+            if self._is_urgent(drain.manifest):
                 copy.hurry()
             if self._stopping:
                 copy.stop()

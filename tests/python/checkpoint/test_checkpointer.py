@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -779,6 +780,32 @@ def test_replicated_state_is_written_once_and_read_by_any_world(tmp_path: Path) 
     with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable") as ckpt:
         found = ckpt.restore()
         assert found is not None and found.state["step"] == 5
+
+
+@pytest.mark.parametrize("level", ["memory", "fast"])
+def test_a_wait_hurries_the_drain_that_comes_and_the_one_under_way(
+    tmp_path: Path, level: Any
+) -> None:
+    with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable", rate=1) as ckpt:
+        saved = ckpt.save({"w": np.zeros(2_000_000)}, 1, level=level)  # of four blocks
+        ckpt.wait(60)
+        assert saved is not None and saved.level == "durable"
+
+
+def test_a_wait_hurries_no_later_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates: queue.Queue[int] = queue.Queue()
+    write = _native.SnapshotWrite
+
+    def note(*arguments: Any, **options: Any) -> Any:
+        rates.put(options["rate"])
+        return write(*arguments, **options)
+
+    monkeypatch.setattr(_native, "SnapshotWrite", note)
+    with nostall.Checkpointer(durable=tmp_path, rate=7) as ckpt:
+        ckpt.save({"w": np.zeros(9)}, 1, level="durable")
+        ckpt.wait(60)
+        ckpt.save({"w": np.zeros(9)}, 2)
+        assert [rates.get(timeout=60) for _ in range(2)] == [0, 7]
 
 
 def test_of_two_jobs_that_start_together_one_is_told_of_the_other(tmp_path: Path) -> None:
