@@ -476,8 +476,10 @@ class BackgroundWriter:
     def _postpone(self, drain: Drain, error: Exception) -> None:
         """Tries a drain once more, when the storage has taken another one or somebody waits."""
         assert self.fast is not None and self.durable is not None
+        gone = self._is_gone(drain.manifest)
+        stays = "is whole no more" if gone else "stays"
         problem = (
-            f"the checkpoint of step {drain.manifest.step} stays in {self.fast.root}: it cannot be "
+            f"the checkpoint of step {drain.manifest.step} {stays} in {self.fast.root}: it cannot be "
             f"copied to {self.durable.root}: {_words(error)}"
         )
         self._say(drain.saved, problem)
@@ -485,7 +487,7 @@ class BackgroundWriter:
             drain.saved._miss("durable")
         if self.rank != 0:
             return
-        if isinstance(error, CorruptionError | LostStoreError):
+        if gone or isinstance(error, CorruptionError | LostStoreError):
             # Damage of what an earlier job left concerns no save of this one.
             if drain.saved is not None or isinstance(error, LostStoreError):
                 with self._lock:
@@ -501,6 +503,17 @@ class BackgroundWriter:
                     drain, alone=True, held=held, attempt=drain.attempt + 1, problem=problem
                 )
             )
+
+    def _is_gone(self, manifest: Manifest) -> bool:
+        """Whether the fast tier has it no more: somebody has removed it, or it had to make room."""
+        if self.nodes is not None:  # another one may have its parts
+            return False
+        assert self.fast is not None
+        try:
+            self.fast.check_owned()
+            return self.fast.lacks(manifest) or bool(self.fast.missing(manifest))
+        except (Error, OSError):
+            return False
 
     def _drain(self, drain: Drain) -> None:
         fast, durable, manifest = self.fast, self.durable, drain.manifest

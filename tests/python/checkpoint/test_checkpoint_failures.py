@@ -344,6 +344,26 @@ def test_a_wait_tells_once_of_what_can_never_be_drained(
     assert steps_in(tmp_path / "durable") == []
 
 
+@pytest.mark.parametrize("what", ["step", "part"])
+def test_a_wait_tells_once_of_what_somebody_has_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    broken = Broken(monkeypatch, "durable")
+    with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable") as ckpt:
+        ckpt.save(state_of(1), 1, level="fast")
+        with pytest.raises(IoError, match=r"stays in .*the disk is gone"):
+            ckpt.wait(60)
+        (part,) = (tmp_path / "fast").glob("*1/*.safetensors")
+        shutil.rmtree(part.parent) if what == "step" else part.unlink()
+        broken.broken = False
+        with pytest.raises(IoError, match=r"step 1 is whole no more in .*by the next start"):
+            ckpt.wait(60)
+        ckpt.wait(60)
+        ckpt.save(state_of(2), 2, level="durable")
+        ckpt.wait(60)
+    assert steps_in(tmp_path / "durable") == [2]
+
+
 def test_a_directory_whose_number_could_not_be_noted_is_known_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
