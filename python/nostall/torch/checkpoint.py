@@ -229,17 +229,21 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
         places = {r.index: (r.storage_data["part"], r.storage_data["key"]) for r in written}
         assert self._lineage is not None
         sequence, abandoned = self._lineage.save(self._step)
-        self._store.publish(
-            Manifest(
-                step=self._step,
-                id=notes[0]["id"],
-                world_size=notes[0]["parts"],
-                parts=tuple(parts),
-                extra={"dcp": _metadata_to_json(metadata, places)},
-                sequence=sequence,
-                abandoned=abandoned,
-            )
+        manifest = Manifest(
+            step=self._step,
+            id=notes[0]["id"],
+            world_size=notes[0]["parts"],
+            parts=tuple(parts),
+            extra={"dcp": _metadata_to_json(metadata, places)},
+            sequence=sequence,
+            abandoned=abandoned,
         )
+        if missing := self._store.missing(manifest):
+            raise IoError(
+                f"step {self._step} is not saved: {missing}. All ranks must write into one "
+                f"{self._store.root}: is it shared by all nodes, and mounted on each?"
+            )
+        self._store.publish(manifest)
         self._begun = None
         Cleaner(None, self._store, Settings(self._keep)).retain(set())
 

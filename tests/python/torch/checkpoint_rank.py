@@ -46,6 +46,24 @@ def load_from_directories_that_differ() -> None:
         raise AssertionError("not refused: a save of another directory")
 
 
+def save_to_directories_that_differ() -> None:
+    """As on nodes of which one has not mounted the file system."""
+    root = home / f"own{rank}"
+    root.mkdir()
+    writer = StorageWriter(root)
+    try:
+        dcp.save({"w": sharded}, checkpoint_id="7", storage_writer=writer)
+    except dcp.api.CheckpointException as error:
+        words = (
+            rf"step 7 is not saved: {home}/own0/.*/rank-00001\S* does not exist\. All ranks must"
+        )
+        assert re.search(words, str(error)), error
+    else:
+        raise AssertionError("a save is complete without the other rank's part")
+    writer.close()
+    assert [path.name[:10] for path in root.glob("step-*/*")] == ["rank-00001"] * rank
+
+
 def fail_to_save(writer: StorageWriter) -> None:
     """Rank 1 cannot write its part of step 6."""
     large = distribute_tensor(torch.zeros(100_000), mesh, [Shard(0)])
@@ -76,6 +94,7 @@ if mode == "save":
     fail_to_save(writer)
     dcp.save({"w": sharded, "n": 5}, checkpoint_id="7", storage_writer=writer)
     load_from_directories_that_differ()
+    save_to_directories_that_differ()
 else:
     target = distribute_tensor(torch.zeros(10, 4), mesh, [Shard(1)])
     state = {"w": target, "n": 0}
