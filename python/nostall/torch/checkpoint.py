@@ -11,6 +11,7 @@ keeps metadata as JSON, so that no pickle from a file is executed.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import logging
@@ -186,7 +187,11 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
                 self._snapshot, str(path), threads=2, priority=priority
             ).run()
         except BaseException:
-            self._fast.discard(self._step, name)
+            if self._fast is self._store:  # in whose directory another rank may be about to write
+                with contextlib.suppress(OSError):
+                    path.unlink()
+            else:
+                self._fast.discard(self._step, name)
             raise
         part = Part(where["part"], name, written.size, tuple(written.crcs))
         if self._fast is not self._store:

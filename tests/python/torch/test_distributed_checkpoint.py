@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from nostall import _native
 from nostall.checkpoint._format import Branch
 from nostall.checkpoint._store import Store
-from nostall.errors import CorruptionError, UsageError
+from nostall.errors import CorruptionError, IoError, UsageError
 from nostall.torch.checkpoint import StorageReader, StorageWriter, load
 
 ROWS = 10
@@ -110,6 +111,22 @@ def test_a_save_that_cannot_be_completed_leaves_nothing(
     writer.close()
     assert not obstacle.parent.exists()
     assert load(blank(), tmp_path) == (3 if then == "the next save" else 1)
+
+
+def test_a_rank_that_cannot_write_leaves_the_directory_to_the_others(
+    group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise IoError("the disk is gone")
+
+    writer = StorageWriter(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(_native, "SnapshotWrite", fail)
+        with pytest.raises(dcp.api.CheckpointException, match="the disk is gone"):
+            dcp.save(state_of(2), checkpoint_id="2", storage_writer=writer)
+    assert list((tmp_path / "step-000000000002").iterdir()) == []
+    writer.close()
+    assert not (tmp_path / "step-000000000002").exists()
 
 
 def test_damage_is_found_and_passed_over(
