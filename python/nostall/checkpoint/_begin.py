@@ -268,6 +268,10 @@ def _lineage_on_all(
     with _noting(note):
         lineage = lineage_of(stores, owned, held, seen)
     gather(note)
+    for store in stores:
+        if store not in owned:
+            with contextlib.suppress(Error, OSError):  # then it cannot tell another directory
+                store.recognize()
     return lineage
 
 

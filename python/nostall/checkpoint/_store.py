@@ -186,9 +186,9 @@ class Store:
         self.root: Place = self._path
         self.kind = kind
         self._lock: _native.DirectoryLock | None = None
-        # What .sequence has since this process took the directory, and the directory's device and
-        # inode: they tell it from others. Inodes of some file systems change.
-        self._noted = b""
+        # What .sequence has since this job has the directory, and the directory's device and inode:
+        # they tell it from others. Inodes of some file systems change.
+        self._noted: bytes | None = None
         self._identity = (0, 0)
         # Manifests change one at a time: one thread publishes, another one removes.
         self._changing = threading.RLock()
@@ -378,8 +378,7 @@ class Store:
             with io_errors("lock", self.root / ".lock"):
                 raise OSError(lock.error_number, os.strerror(lock.error_number))
         self._lock = lock
-        with io_errors("look for", self.root):
-            self._noted, self._identity = self._number(), _identity(self._path)
+        self.recognize()
         try:
             self.branch()
         except CorruptionError as error:
@@ -395,8 +394,15 @@ class Store:
         except (FileNotFoundError, NotADirectoryError):
             return b""
 
+    def recognize(self) -> None:
+        """From here on `check_owned` tells this directory from others, also on a rank that leaves the
+        owning to another one of its job."""
+        with io_errors("look for", self.root):
+            self._noted, self._identity = self._number(), _identity(self._path)
+
     def disown(self) -> None:
         """Lets other jobs have it."""
+        self._noted = None
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -411,16 +417,18 @@ class Store:
             PeerError: another job has the store since, for good.
             IoError: there is another directory now, or none.
         """
-        if self._lock is None:
+        if self._noted is None:
             return
         path = self._path / _SEQUENCE
-        with self._changing, io_errors("look for", path):
+        with io_errors("look for", path):
             there = self._number()
             same = not there and self._identity == _identity(self._path)
-            if same and self._noted:  # somebody has tidied up
-                with contextlib.suppress(OSError):  # the disk may be full
+            if same and self._noted and self._lock is not None:  # somebody has tidied up
+                with contextlib.suppress(OSError):  # the disk is full, or another thread does it
                     _write_durably(path, self._noted)
-        if not same and (not there or there != self._noted):
+        # A rank that does not own it may see an earlier number: NFS caches names.
+        known = there and (there == self._noted or self._lock is None)
+        if not same and not known:
             found = f"is of another job ({there[:20]!r})" if there else "is gone"
             raise IoError(
                 f"{self.root} is not the directory that this job has taken: its {_SEQUENCE} {found}. "
@@ -776,6 +784,7 @@ class Store:
         directory = self.directory(manifest.step)
         try:
             with io_errors("leave word in", directory):
+                self.check_owned()
                 directory.mkdir(exist_ok=True)
                 _write_durably(self._note(manifest, rank), word)
         except IoError as error:

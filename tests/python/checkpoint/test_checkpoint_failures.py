@@ -384,6 +384,35 @@ def test_a_directory_whose_number_could_not_be_noted_is_known_too(
     assert steps_in(place) == [1, 3]
 
 
+@pytest.mark.multi
+def test_a_rank_writes_nothing_below_a_mount_point_of_its_own(tmp_path: Path) -> None:
+    """Rank 1 has a link of its own to the durable directory, which then leads elsewhere."""
+    view, elsewhere = tmp_path / "view", tmp_path / "elsewhere"
+    (tmp_path / "durable").mkdir()
+    elsewhere.mkdir()
+    view.symlink_to(tmp_path / "durable")
+
+    def work(rank: int, gather: Any) -> None:
+        durable = view if rank else tmp_path / "durable"
+        with nostall.Checkpointer(
+            tmp_path / "fast", durable, rank=rank, world_size=2, gather=gather, job="test"
+        ) as ckpt:
+            ckpt.save(state_of(rank), 1, level="durable")
+            if rank == 0:
+                return
+            view.unlink()
+            view.symlink_to(elsewhere)
+            store, words = ckpt.durable, f"{view} is not the directory that this job has taken"
+            assert store is not None
+            with pytest.raises(IoError, match=words):
+                store.make_step(2)
+            manifest, part = Manifest(2, "aaaaaaaa-000001", 2, ()), Part(1, "part", 1, ())
+            assert words in store.commit(manifest, 1, part, timeout=600)
+
+    assert World(2).run(work) == [None, None]
+    assert list(elsewhere.iterdir()) == []
+
+
 @pytest.mark.parametrize("kind", ["fast", "durable"])
 def test_nothing_is_saved_below_a_mount_point_without_its_file_system(
     tmp_path: Path, kind: str
