@@ -80,6 +80,8 @@ def view(stores: Sequence[Store], step: int | None) -> View:
     records: list[Record | None] = []
     for store in stores:
         try:
+            if store.is_directory:
+                store.check_owned()  # or nothing may seem to be there
             records.append(store.branch())
         except UnreachableError:
             raise

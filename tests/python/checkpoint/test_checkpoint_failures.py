@@ -413,6 +413,23 @@ def test_a_rank_writes_nothing_below_a_mount_point_of_its_own(tmp_path: Path) ->
     assert list(elsewhere.iterdir()) == []
 
 
+def test_a_restore_from_below_a_mount_point_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fast, durable, words = tmp_path / "fast", tmp_path / "durable", "is not the directory that this"
+    with nostall.Checkpointer(fast, durable) as ckpt:
+        ckpt.save(state_of(1), 1, level="durable")
+        for place in (fast, durable):
+            place.rename(tmp_path / f"{place.name} away")
+            place.mkdir()
+            if place is fast:
+                found = ckpt.restore()
+                assert found is not None and found.tier == "durable"
+                assert f"passing over a checkpoint: {fast} {words}" in caplog.text
+        with pytest.raises(CorruptionError, match=rf"{fast} {words}.*{durable} {words}"):
+            ckpt.restore()
+
+
 @pytest.mark.parametrize("kind", ["fast", "durable"])
 def test_nothing_is_saved_below_a_mount_point_without_its_file_system(
     tmp_path: Path, kind: str
