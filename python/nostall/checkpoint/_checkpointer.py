@@ -600,7 +600,7 @@ class Checkpointer:
 
         Raises:
             IoError: checkpoints of the fast directory cannot be copied to the durable one, with the
-                reasons. Rank 0 raises it for all ranks.
+                reasons. Rank 0 raises it for all ranks, and once of what can never be copied.
             PeerError: they are not after `timeout` seconds (the checkpointer's if None).
         """
         self._check_process()
