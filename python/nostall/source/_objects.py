@@ -27,7 +27,7 @@ _SCHEMES = ("s3://", "s3a://", "gs://", "az://", "abfs://", "http://", "https://
 _ATTEMPTS = 3
 
 # What the client says where a store asks for fewer requests, or gives no answer in time.
-_OVERLOADED = re.compile(r"status code: (429|503)|SlowDown|timed? ?out", re.IGNORECASE)
+_OVERLOADED = re.compile(r"status code: (429|503)|SlowDown|timed out", re.IGNORECASE)
 
 
 def is_url(path: str) -> bool:
