@@ -450,9 +450,12 @@ class ObjectStore(Store):
             with contextlib.suppress(Error, OSError):  # then it is not known that the job has ended
                 self._create(self._closed_key(number), b"{}")
 
-        with contextlib.suppress(RuntimeError):  # no thread can be started
-            saying = threading.Thread(target=say, name="nostall-checkpoint-last-word", daemon=True)
+        saying = threading.Thread(target=say, name="nostall-checkpoint-last-word", daemon=True)
+        try:
             saying.start()
+        except RuntimeError:  # no thread can be started, as at the end of a program of Python 3.12
+            say()
+        else:
             saying.join(_LAST_WORD_SECONDS)
 
     def check_owned(self) -> None:
