@@ -813,7 +813,8 @@ class Store:
     def _decide(self, manifest: Manifest, *, complete: bool, certain: bool, reason: str) -> None:
         """Notifies the other ranks. Of a complete checkpoint its manifest does."""
         if manifest.world_size > 1 and certain and not complete:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(Error, OSError):
+                self.check_owned()
                 self.directory(manifest.step).mkdir(exist_ok=True)
                 _write_durably(self._abort(manifest), json.dumps(reason).encode())
 
