@@ -486,7 +486,8 @@ class Checkpointer:
             CorruptionError: there are checkpoints, and all are damaged; tensors of a device may have
                 been filled from one of them in part.
             UsageError: the checkpoint is of another number of ranks, or does not fit `into`.
-            IoError: an object store does not answer: its checkpoints are not passed over.
+            IoError: an object store does not answer: its checkpoints are not passed over. Or a
+                directory is not this job's any more, and the newest checkpoint is nowhere else.
         """
         self._check_process()
         self.before_update()  # for restoring changes the state as well
@@ -500,6 +501,7 @@ class Checkpointer:
             self._allgather,
             self._background.damaged,
             Landing(into, self._device_streams) if into is not None else None,
+            self._lineage.newest,
         )
         with self._background.all_stays():
             if self.world_size > 1:

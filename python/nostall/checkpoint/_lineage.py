@@ -137,6 +137,11 @@ class Lineage:
         self._highest = seen
         self.first = self._next = (max(seen, 0) // STRIDE + 1) * STRIDE
 
+    @property
+    def newest(self) -> int:
+        """The number of the newest save that the next one continues; -1: there is none."""
+        return self._line[-1][0] if self._line else -1
+
     def _past(self, last: int) -> list[tuple[int, int]]:
         """The saves that number `last`, a save or a branch's begin, continues, by rising step."""
         line: list[tuple[int, int]] = []

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -67,6 +67,8 @@ class View:
     problems: list[str]
     # The newest record, which defines the current branch: its number, and what it gave up.
     top: tuple[int, Ranges] | None
+    # Directories that are not the job's any more: why.
+    away: list[str] = field(default_factory=list)
 
 
 def view(stores: Sequence[Store], step: int | None) -> View:
@@ -77,11 +79,15 @@ def view(stores: Sequence[Store], step: int | None) -> View:
     """
     choices: list[Choice] = []
     problems: list[str] = []
+    away: list[str] = []
     records: list[Record | None] = []
     for store in stores:
-        try:
-            if store.is_directory:
+        if store.is_directory:
+            try:
                 store.check_owned()  # or nothing may seem to be there
+            except Error as error:
+                away.append(str(error))
+        try:
             records.append(store.branch())
         except UnreachableError:
             raise
@@ -99,7 +105,8 @@ def view(stores: Sequence[Store], step: int | None) -> View:
                 manifest = entry.manifest
                 choices.append(Choice(entry.step, store.kind, manifest.id, manifest.order))
     top = newest(records)
-    found = View([], problems, (top.sequence, top.abandoned) if top is not None else None)
+    last = (top.sequence, top.abandoned) if top is not None else None
+    found = View([], [*away, *problems], last, away)
     found.choices = in_order(choices, found.top)
     return found
 

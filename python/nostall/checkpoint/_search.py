@@ -40,11 +40,13 @@ class Search:
         allgather: AllGather,
         damaged: set[str],
         landing: Landing | None = None,
+        newest: int = -1,
     ) -> None:
         self._stores, self._nodes = stores, nodes
         self._rank, self._world_size, self._threads = rank, world_size, threads
         self._allgather, self._damaged = allgather, damaged
         self._landing = landing
+        self._newest = newest  # number of the newest save of this process's line
         self._held: dict[str, Held] = {}
         self._top: tuple[int, Ranges] | None = None
 
@@ -54,7 +56,8 @@ class Search:
         Raises:
             CorruptionError: there are checkpoints, and all are damaged.
             UsageError: there is none of that step, or it is of another number of ranks.
-            UnreachableError: a store does not answer any rank; all ranks raise it.
+            UnreachableError: a store does not answer any rank, or is not the job's any more and may
+                have a newer checkpoint than the others; all ranks raise it.
         """
         choices, problems = self._choices(step)
         for problem in problems:
@@ -88,6 +91,11 @@ class Search:
         found, away = View([], [], None), ""
         try:
             found = view([s for s in self._stores if s is not own], step)
+            if step is None and found.away:
+                if max((c.sequence for c in found.choices), default=-1) < self._newest:
+                    raise UnreachableError(
+                        f"{'; '.join(found.away)}: the newest checkpoint of this job is nowhere else"
+                    )
         except UnreachableError as error:
             if self._world_size == 1:
                 raise

@@ -426,8 +426,27 @@ def test_a_restore_from_below_a_mount_point_says_so(
                 found = ckpt.restore()
                 assert found is not None and found.tier == "durable"
                 assert f"passing over a checkpoint: {fast} {words}" in caplog.text
-        with pytest.raises(CorruptionError, match=rf"{fast} {words}.*{durable} {words}"):
+        with pytest.raises(IoError, match=rf"{fast} {words}.*{durable} {words}"):
             ckpt.restore()
+
+
+def test_a_restore_goes_back_past_no_save_that_is_below_a_mount_point(tmp_path: Path) -> None:
+    fast, durable = tmp_path / "fast", tmp_path / "durable"
+    with nostall.Checkpointer(fast, durable) as ckpt:
+        for step in (1, 2):
+            ckpt.save(state_of(step), step, level="durable")
+        (second,) = (path for path in fast.iterdir() if path.name.endswith("2"))
+        shutil.rmtree(second)
+        durable.rename(tmp_path / "away")
+        durable.mkdir()
+        with pytest.raises(
+            IoError, match=rf"{durable} is not .*: the newest checkpoint of this job"
+        ):
+            ckpt.restore()
+        durable.rmdir()
+        (tmp_path / "away").rename(durable)
+        found = ckpt.restore()
+        assert found is not None and found.step == 2
 
 
 @pytest.mark.parametrize("kind", ["fast", "durable"])
