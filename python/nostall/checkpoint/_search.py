@@ -91,11 +91,11 @@ class Search:
         found, away = View([], [], None), ""
         try:
             found = view([s for s in self._stores if s is not own], step)
-            if step is None and found.away:
-                if max((c.sequence for c in found.choices), default=-1) < self._newest:
-                    raise UnreachableError(
-                        f"{'; '.join(found.away)}: the newest checkpoint of this job is nowhere else"
-                    )
+            newest = max((c.sequence for c in found.choices), default=-1)
+            if step is None and found.away and newest < self._newest:
+                raise UnreachableError(
+                    f"{'; '.join(found.away)}: the newest checkpoint of this job is nowhere else"
+                )
         except UnreachableError as error:
             if self._world_size == 1:
                 raise
