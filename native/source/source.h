@@ -99,8 +99,8 @@ class Source {
     static_cast<void>(out);
   }
 
-  // Of samples that take their time one by one, as those that a user's code makes: how many the
-  // readers work on side by side. More in one Reader::read wait for each other. 0: of no others.
+  // How many samples the readers make side by side, where a user's code makes each in its own time:
+  // more of them in one Reader::read wait for each other. 0 where samples are read, not made.
   virtual uint32_t made_at_once() const { return 0; }
 
   // What all processes of a node have alike, for one copy of it; null where it is not worth it.

@@ -91,8 +91,8 @@ class Search:
         found, away = View([], [], None), ""
         try:
             found = view([s for s in self._stores if s is not own], step)
-            newest = max((c.sequence for c in found.choices), default=-1)
-            if step is None and found.away and newest < self._newest:
+            last_found = max((c.sequence for c in found.choices), default=-1)
+            if step is None and found.away and last_found < self._newest:
                 raise UnreachableError(
                     f"{'; '.join(found.away)}: the newest checkpoint of this job is nowhere else"
                 )
