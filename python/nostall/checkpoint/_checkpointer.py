@@ -8,7 +8,6 @@ import itertools
 import logging
 import os
 import sys
-import threading
 import time
 import weakref
 from collections import deque
@@ -16,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Unpack
 
 from nostall import _native
+from nostall.base._garbage import apart, when_garbage
 from nostall.base._options import checked
 from nostall.base._sizes import parse_size
 from nostall.base._words import counted
@@ -160,7 +160,7 @@ class Checkpointer:
         self._hooks: list[Any] = []  # by which they call this
         self._drain_what_was_left(settings.keep, begun.held)
         self._signals: list[Signals] = []
-        self._closer = weakref.finalize(
+        self._closer = when_garbage(
             self, _shut, os.getpid(), self._background, self.fast, self.durable, self._signals
         )
         atexit.register(self._closer)
@@ -690,12 +690,8 @@ def _shut(
     """Writes every snapshot to some storage; leaves drains to the next start."""
     if os.getpid() != pid:
         return  # a forked child: the threads are its parent's
-    if background.is_this_thread():  # which has collected a checkpointer that was dropped
-        threading.Thread(
-            target=_shut,
-            args=(pid, background, fast, durable, signals, timeout),
-            name="nostall-checkpoint-close",
-        ).start()
+    if background.is_this_thread():  # it dropped the checkpointer
+        apart(_shut, pid, background, fast, durable, signals, timeout)
         return
     try:
         background.wait(

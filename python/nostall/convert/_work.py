@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -29,6 +29,8 @@ _STATE = "nostall-convert.json"
 _SUMS = "nostall-convert.crc32"
 _SUM_BYTES = 4
 _IN_FLIGHT = 4  # samples a thread
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ class Work:
         self._state = {**options, "source": f"{source.fingerprint:016x}", "samples": len(source)}
         self._sums = -1
         self._lock = -1
+        self._pool = ThreadPoolExecutor(threads)  # its threads start when samples are read
 
     def __enter__(self) -> Work:
         if self.dest.exists():
@@ -105,6 +108,7 @@ class Work:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
         if kind is not None:
             self._remove_if_unused()
         self._close()
@@ -181,7 +185,17 @@ class Work:
             os.pwrite(self._sums, zlib.crc32(data).to_bytes(_SUM_BYTES, "little"), 4 * sample)
             return sample, data
 
-        yield from _ahead(read, wanted, self._threads)
+        return self._ahead(read, wanted)
+
+    def _ahead(self, work: Callable[[int], _T], items: Sequence[int]) -> Iterator[_T]:
+        """work(item) in order, by threads that are a few items ahead."""
+        pending: deque[Future[_T]] = deque()
+        for item in items:
+            pending.append(self._pool.submit(work, item))
+            if len(pending) >= _IN_FLIGHT * self._threads:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
 
     def sums_written(self) -> None:
         """Returns once the checksums so far are on the disk."""
@@ -213,7 +227,7 @@ class Work:
                 )
             return sample
 
-        for done, _ in enumerate(_ahead(check, range(n), self._threads), 1):
+        for done, _ in enumerate(self._ahead(check, range(n)), 1):
             if progress:
                 progress("verifying", done)
 
@@ -251,22 +265,6 @@ def _check_fields(source: Source) -> None:
             'labels, a column named label; .select(["image", "label"]) leaves others of files and '
             "columns out, and record stores open as images and labels without members="
         )
-
-
-def _ahead(work: Callable[[int], Any], items: Sequence[int], threads: int) -> Iterator[Any]:
-    """work(item) in order, by `threads` threads that are a few items ahead."""
-    pending: deque[Future[Any]] = deque()
-    with ThreadPoolExecutor(threads) as pool:
-        try:
-            for item in items:
-                pending.append(pool.submit(work, item))
-                if len(pending) >= _IN_FLIGHT * threads:
-                    yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
-        finally:
-            for future in pending:
-                future.cancel()
 
 
 def write_new(path: Path, data: bytes) -> None:

@@ -25,6 +25,7 @@ import nostall
 import nostall.checkpoint._checkpointer
 import nostall.checkpoint._store
 from nostall import Keep, _native
+from nostall.base import _garbage
 from nostall.checkpoint import _begin
 from nostall.checkpoint._format import Manifest, Part
 from nostall.checkpoint._retention import decide
@@ -211,9 +212,7 @@ def test_a_checkpointer_that_its_own_thread_collects_saves_what_it_has(
         assert collected.wait(60)
     finally:
         gc.enable()
-    for thread in threading.enumerate():
-        if thread.name == "nostall-checkpoint-close":
-            thread.join(60)
+    _garbage.await_all()
     assert steps_in(tmp_path) == [1]
     with nostall.Checkpointer(durable=tmp_path):  # for it has let the directory go
         pass
