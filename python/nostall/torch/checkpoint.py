@@ -20,6 +20,7 @@ import re
 import secrets
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ from nostall.checkpoint._place import Pacing, UnreachableError
 from nostall.checkpoint._restore import describe, on_branch, view
 from nostall.checkpoint._retention import Keep
 from nostall.checkpoint._saved import Settings
-from nostall.checkpoint._store import Store, part_name
+from nostall.checkpoint._store import Store, io_errors, part_name
 from nostall.checkpoint._tree import decode, encode
 from nostall.errors import CorruptionError, Error, IoError, UsageError
 
@@ -94,7 +95,7 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
         self._store = open_store(root, "durable")
         if fast is not None and self._store.is_directory:
             raise UsageError(f"fast={fast} is for a URL: parts are written to {root} itself")
-        self._fast = self._store if fast is None else Store(fast, "fast")
+        self._fast = None if fast is None else Path(fast)
         self._keep = keep if isinstance(keep, Keep) else Keep(keep)
         self._snapshot = _native.Snapshot(threads)
         self._streams: dict[Any, Any] = {}  # of copies, by device
@@ -178,24 +179,24 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
         self._snapshot.begin(files.header(tree, leaves), pieces)
         self._snapshot.finish()
         name = part_name(where["part"], where["id"])
-        if self._fast is not self._store:
-            self._fast.make()
-        path = self._fast.prepare(self._step) / name
+        if self._fast is None:
+            path = self._store.prepare(self._step) / name
+        else:  # not in a directory of the step, which another rank might remove
+            with io_errors("make the directory", self._fast):
+                self._fast.mkdir(parents=True, exist_ok=True)
+            path = self._fast / name
         priority = _native.Priority.normal
         try:
             written = _native.SnapshotWrite(
                 self._snapshot, str(path), threads=2, priority=priority
             ).run()
         except BaseException:
-            if self._fast is self._store:  # in whose directory another rank may be about to write
-                with contextlib.suppress(OSError):
-                    path.unlink()
-            else:
-                self._fast.discard(self._step, name)
+            with contextlib.suppress(OSError):
+                path.unlink()
             raise
         part = Part(where["part"], name, written.size, tuple(written.crcs))
-        if self._fast is not self._store:
-            part = self._upload(part, where["id"])
+        if self._fast is not None:
+            part = self._upload(path, part, where["id"])
         note = {"id": where["id"], "parts": where["parts"], "part": part.to_dict()}
         done.set_result(
             [
@@ -213,15 +214,16 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
         )
         return done
 
-    def _upload(self, part: Part, id: str) -> Part:
+    def _upload(self, path: Path, part: Part, id: str) -> Part:
         """Takes a part from the fast directory to the store."""
         step, store = self._step, self._store
         name = store.part_name(part, id)
         try:
-            store.copy(self._fast.directory(step) / part.name, step, name, part, Pacing()).run()
+            store.copy(path, step, name, part, Pacing()).run()
             read_back(store, step, part, name, _native.Priority.normal)
         finally:
-            self._fast.discard(step, part.name)
+            with contextlib.suppress(OSError):
+                path.unlink()
         return dataclasses.replace(part, name=name)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
