@@ -21,6 +21,8 @@ from nostall.checkpoint._tree import decode
 from nostall.errors import CorruptionError, Error, IoError, UsageError
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from nostall.checkpoint._landing import Landing
 
 
@@ -264,7 +266,7 @@ def _as_it_was(value: Any, saved: Any) -> Any:
     """What was saved; an array of JAX, which cannot be filled, on the devices of the one before."""
     if _is_of_jax(value):
         jax = sys.modules["jax"]
-        array = saved if isinstance(saved, np.ndarray) else saved.numpy()
+        array = _in_numpy(saved, value.dtype)
         if not value.committed:
             return jax.numpy.asarray(array)
         return jax.make_array_from_callback(array.shape, value.sharding, array.__getitem__)
@@ -324,16 +326,29 @@ def _check_array(value: Any, saved: Any, place: str) -> None:
 
 def _plan_fill(value: Any, saved: Any, todo: list[Callable[[], object]]) -> bool:
     if _is_tensor(value):
-        torch = sys.modules["torch"]
-        source = saved if _is_tensor(saved) else torch.from_numpy(saved)
+        source = saved if _is_tensor(saved) else _in_torch(saved, value.dtype)
         if source.device != value.device or source.data_ptr() != value.data_ptr():
             todo.append(lambda: value.detach().copy_(source))
         return True
     if not value.flags.writeable:
         return False
-    source = saved if isinstance(saved, np.ndarray) else saved.numpy()
+    source = _in_numpy(saved, value.dtype)
     todo.append(lambda: np.copyto(value, source))
     return True
+
+
+# By bytes, as neither knows all types of the other's, bfloat16 for example.
+def _in_numpy(saved: Any, dtype: Any) -> NDArray[Any]:
+    if isinstance(saved, np.ndarray):
+        return saved
+    flat = saved.reshape(-1).view(sys.modules["torch"].uint8).numpy()
+    array: NDArray[Any] = flat.view(dtype).reshape(saved.shape)
+    return array
+
+
+def _in_torch(saved: NDArray[Any], dtype: Any) -> Any:
+    flat = sys.modules["torch"].from_numpy(saved.reshape(-1).view(np.uint8))
+    return flat.view(dtype).reshape(saved.shape)
 
 
 class _Reporter:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 
 def main(folder: Path) -> None:
@@ -30,7 +31,7 @@ def main(folder: Path) -> None:
             "step": step,
         }
 
-    with nostall.Checkpointer(durable=folder) as ckpt:
+    with nostall.Checkpointer(durable=folder / "jax") as ckpt:
         ckpt.save(state_of(1), 1, level="durable")
         state = state_of(0)
         layers = state["layers"]
@@ -50,6 +51,37 @@ def main(folder: Path) -> None:
             UsageError, match=r"state\['key'\] is a random key of JAX: save jax\.ran"
         ):
             ckpt.save({"key": jax.random.key(0)}, 2)
+
+    exchange(folder)
+
+
+def exchange(folder: Path) -> None:
+    """Arrays of torch, JAX and NumPy take each other's place, also of a type that torch alone knows."""
+    import jax
+    import ml_dtypes
+    import numpy as np
+    import torch
+
+    import nostall
+
+    def of_each(array: Any, dtype: str) -> dict[str, Any]:
+        tensor = torch.full(array.shape, bool(np.any(array)), dtype=getattr(torch, dtype))
+        return {"torch": tensor, "jax": jax.numpy.asarray(array), "numpy": np.array(array)}
+
+    for dtype in ("bfloat16", "float32", "complex64", "bool", "int8"):
+        for shape in ((), (3,), (2, 0), (2, 3)):
+            ones = np.ones(shape, getattr(ml_dtypes, dtype, dtype))
+            state, at = of_each(ones, dtype), folder / dtype / str(shape)
+            for i, turn in enumerate((("jax", "numpy", "torch"), ("numpy", "torch", "jax"))):
+                with nostall.Checkpointer(durable=at / str(i)) as ckpt:
+                    other = {kind: state[of] for kind, of in zip(state, turn, strict=True)}
+                    ckpt.save(other, 1, level="durable")
+                    into = of_each(np.zeros_like(ones), dtype)
+                    assert ckpt.restore(into=into)
+                for kind, wanted in of_each(ones, dtype).items():
+                    one = into[kind]
+                    assert (type(one), one.dtype) == (type(wanted), wanted.dtype)
+                    assert tuple(one.shape) == shape and bool((one == wanted).all())
 
 
 def test_arrays_of_jax_are_restored_to_their_devices(tmp_path: Path) -> None:
