@@ -296,6 +296,7 @@ def classes_beside(paths: Sequence[str], labels: NDArray[np.int64]) -> list[str]
 
 
 _BRACES = re.compile(r"\{[^{}]*(\.\.|,)[^{}]*\}")
+_SPLIT = re.compile(r"(?:^|[-_.])(train|training|valid|val|validation|dev|test|eval)(?:[-_.\d]|$)")
 
 
 def shard_paths(
@@ -304,7 +305,8 @@ def shard_paths(
     """The files of a list, one file, a pattern, or a folder's files with those endings; also URLs.
 
     Raises:
-        UsageError: there are none, or the name has braces of a shell.
+        UsageError: there are none, a folder has those of training and of testing, or the name has
+            braces of a shell.
     """
     if isinstance(paths, Iterable) and not isinstance(paths, (str, bytes)):
         return [path_of(p, "each file") for p in paths]
@@ -321,7 +323,24 @@ def shard_paths(
         found = [path]
     if not found:
         raise UsageError(f"{path} names no file that ends with {' or '.join(suffixes)}")
+    if not any(c in path for c in "*?["):
+        _refuse_several_splits(path.rstrip("/"), found)
     return found
+
+
+def _refuse_several_splits(folder: str, found: Sequence[str]) -> None:
+    """A training on all files of such a folder would see what it is tested on."""
+    splits: dict[str, str] = {}
+    for path in found:
+        below = path[len(folder) :].lstrip("/")
+        for part in re.finditer(r"[^/]+", below):
+            if m := _SPLIT.search(part[0]):
+                splits.setdefault(m[1], below[: part.start() + m.end(1)])
+    if len(splits) > 1:
+        raise UsageError(
+            f"{folder} has files of several splits, {', '.join(sorted(splits))}: name those of one by "
+            f"a pattern or a list, as {folder}/{splits[max(splits)]}*"
+        )
 
 
 def open_storage(

@@ -117,6 +117,13 @@ def test_files_of_the_hub_are_read_as_those_of_a_folder(hub: type[Hub]) -> None:
     assert not any(path.startswith("/cdn") and "txt" in path for _, path in hub.asked)
 
 
+def test_all_files_of_a_repository_are_of_one_split(hub: type[Hub]) -> None:
+    assert len(nostall.Parquet("hf://datasets/me/set/data", columns=["x"])) == 20
+    (hub.root / "data" / "train-1.parquet").rename(hub.root / "data" / "test-0.parquet")
+    with pytest.raises(UsageError, match=r"me/set/data has files of several splits, test, train"):
+        nostall.Parquet("hf://datasets/me/set/data", columns=["x"])
+
+
 def test_what_is_not_there_or_not_ours_is_said(
     hub: type[Hub], monkeypatch: pytest.MonkeyPatch
 ) -> None:
