@@ -12,6 +12,7 @@ import numpy as np
 from nostall.errors import IoError, UsageError
 from nostall.fields import Audio, Bytes, Image, Json, Kind, Scalar, Text
 from nostall.source._composite import NO_PART, Composite, make_column
+from nostall.source._parts import refuse_likely_mask
 from nostall.source._source import IMAGE_EXTENSIONS, open_files
 
 PathLike = str | os.PathLike[str]
@@ -47,7 +48,8 @@ class Files(Composite):
     Raises:
         IoError: a file or folder cannot be examined, with its path.
         UsageError: fields differ in length, a value is missing without a ``fill`` in the schema, the
-            kind of a field is not known, or a link leads to a folder that it lies in.
+            kind of a field is not known (that of .png files in a field such as ``mask`` is not), or a
+            link leads to a folder that it lies in.
     """
 
     def __init__(
@@ -163,6 +165,7 @@ _LIKELY = {
 def _by_ending(name: str, paths: Sequence[str | None]) -> Kind:
     first = next((path for path in paths if path is not None), "")
     ending = os.path.splitext(first)[1].lower()
+    refuse_likely_mask(name, ending[1:])
     if ending in _BY_ENDING:
         return _BY_ENDING[ending]
     raise UsageError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ NO_PART = 2**32 - 1
 # Samples, from the first to the last, whose .npy parts give type and shape of all.
 _LOOKED_AT = 16
 _MOST_HEAD = 4096
+
+_OF_MASKS = re.compile(r"mask|segm|trimap|annotation|^(seg|labels?|target)\b", re.IGNORECASE)
 
 Places = tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint32], NDArray[np.uint32]]
 
@@ -47,6 +50,19 @@ def cover(
         )
     inside = np.where(present, begin - offset[:, None], np.uint64(NO_PART)).astype(np.uint32)
     return offset, length, inside, np.where(present, size, np.uint64(0)).astype(np.uint32)
+
+
+def refuse_likely_mask(name: str, ending: str) -> None:
+    """A mask that is taken for a picture is resampled as one, which mixes its labels.
+
+    Raises:
+        UsageError: the field has a name of masks, and files that may be masks.
+    """
+    if ending == "png" and _OF_MASKS.search(name):
+        raise UsageError(
+            f"field {name} has .png files, of labels or of pictures: give schema={{{name!r}: "
+            "nostall.fields.Mask()}, which keeps labels as they are, or nostall.fields.Image()"
+        )
 
 
 def short_head(head: NDArray[Any]) -> NDArray[np.uint16] | None:

@@ -12,7 +12,7 @@ from nostall import _native
 from nostall.base._words import counted
 from nostall.errors import UsageError
 from nostall.fields import Audio, Bytes, Image, Json, Kind, Scalar, Schema, Text
-from nostall.source._parts import NO_PART, array_of
+from nostall.source._parts import NO_PART, array_of, refuse_likely_mask
 from nostall.source._source import IMAGE_EXTENSIONS
 
 _MOST_FIELDS = 1024
@@ -180,6 +180,8 @@ def schema_of(
 
 def _kind_of(native: _native.RecordSource, name: str, endings: tuple[str, ...], place: int) -> Kind:
     last = {ending.rpartition(".")[2] for ending in endings}
+    for ending in last:
+        refuse_likely_mask(name, ending)
     if last == {"npy"}:
         return array_of(native, name, place)
     kinds = {_KINDS.get(ending, Bytes()) for ending in last}

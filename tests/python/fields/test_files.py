@@ -385,6 +385,10 @@ def test_missing_files_are_refused_or_filled(root: Path, tmp_path: Path) -> None
         (({"a": ["x.npy"]},), r"give schema=\{'a': nostall.fields.Array"),
         (({"a": ["x.MP3"]},), r"give schema=\{'a': nostall.fields.SoundFile\(\)\}"),
         (({"a": ["x.xyz"]},), r"give schema=\{'a': nostall.fields.Bytes\(\)\}"),
+        (
+            ({"mask": ["x.PNG"]},),
+            r"labels or of pictures: give schema=\{'mask': nostall.fields.Mask",
+        ),
         (({"a": ["x.txt"]}, {"a": [1]}), "among the files and among the columns"),
         (({"a": ["x.txt"], "b": "/tmp"},), "either lists of paths or folders"),
         (({"a": "/no/such/folder"},), "is not a folder"),

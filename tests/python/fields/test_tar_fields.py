@@ -158,10 +158,14 @@ def test_named_members_and_what_is_read_of_them(shards: list[Path]) -> None:
 
 
 def test_a_list_names_fields_by_their_endings(shards: list[Path]) -> None:
-    listed = nostall.TarShards(shards, members=["JPG", ".seg.png", "cls"], index=False)
-    named = nostall.TarShards(
-        shards, members={"JPG": "jpg", "seg.png": "seg.png", "cls": "cls"}, index=False
-    )
+    schema = {"seg.png": f.Mask()}
+    told = r"field seg\.png has \.png files, of labels or of pictures"
+    names = ["JPG", ".seg.png", "cls"]
+    with pytest.raises(UsageError, match=told):
+        nostall.TarShards(shards, members=names, index=False)
+    listed = nostall.TarShards(shards, members=names, schema=schema, index=False)
+    endings = {"JPG": "jpg", "seg.png": "seg.png", "cls": "cls"}
+    named = nostall.TarShards(shards, members=endings, schema=schema, index=False)
     assert listed.schema == named.schema
     assert list(listed.schema) == ["JPG", "seg.png", "cls"]
     assert listed.read(3) == named.read(3)
@@ -169,8 +173,9 @@ def test_a_list_names_fields_by_their_endings(shards: list[Path]) -> None:
 
 def test_places_are_kept_with_the_fields_that_were_found(tmp_path: Path) -> None:
     path = shard(tmp_path / "a.tar", key_of(0) + key_of(1))
-    first = nostall.TarShards(path, members="all")
-    again = nostall.TarShards(path, members="all", schema={"xyz": f.Bytes()})
+    schema = {"seg.png": f.Mask()}
+    first = nostall.TarShards(path, members="all", schema=schema)
+    again = nostall.TarShards(path, members="all", schema={"xyz": f.Bytes(), **schema})
     assert again.index_reused and not first.index_reused
     assert (again.schema, again.fingerprint) == (first.schema, first.fingerprint)
     assert again.select(["xyz"]).read(1) == key_of(1)[-1][1]
