@@ -56,5 +56,6 @@ def run_limit(
 def child_environment(**changes: str) -> dict[str, str]:
     """This process's environment and `changes`; children import the packages that run here."""
     folders = [str(_PACKAGE.parent), str(Path(nostall.__file__).resolve().parents[1])]
-    path = os.pathsep.join([*dict.fromkeys(folders), *filter(None, [os.environ.get("PYTHONPATH")])])
+    # Behind what the user has chosen: all that is installed lies beside these packages.
+    path = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), *dict.fromkeys(folders)])
     return {**os.environ, "PYTHONPATH": path, **changes}
