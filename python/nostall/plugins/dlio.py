@@ -300,12 +300,12 @@ class DataLoader(BaseDataLoader):
         )
 
     def _staging(self, given: Any) -> int:
-        """Bytes of samples ahead: what DLIO would prefetch, two batches at least."""
+        """Bytes of samples ahead: what DLIO's own loader would prefetch, two batches at least."""
         batch = int(self.batch_size)
         # Three standard deviations of a batch's bytes, not of each sample's.
         spread = 3 * given.record_length_stdev * math.sqrt(batch)
         size = max(int(batch * given.record_length + spread), batch << 16)
-        return max(2, int(given.prefetch_size)) * size
+        return max(2, int(given.prefetch_size) or 2 * int(given.read_threads)) * size
 
     def next(self) -> Iterator[Any]:
         """The batches of the next epoch, of shape (batch, side, side)."""
