@@ -9,9 +9,8 @@ from datetime import timedelta
 from typing import Any
 
 from nostall.errors import PeerError, UsageError
-from nostall.job._world import World, find_world, joined_group
+from nostall.job._world import SECONDS_TO_MEET, World, find_world, joined_group
 
-_TIMEOUT = 120.0
 _NAMED = 8  # of the ranks that are missing
 _REMEDY = "pass local_rank=, local_world_size= and job=, the same job for all ranks of a node"
 
@@ -26,7 +25,7 @@ def find_place(
     local_world_size: int | None = None,
     job: str | None = None,
     one_each: bool = False,
-    timeout: float = _TIMEOUT,
+    timeout: float = SECONDS_TO_MEET,
 ) -> World:
     """`find_world`, with the place on the node found too.
 

@@ -31,10 +31,9 @@ from nostall.base import _owned as owned
 from nostall.errors import IoError, PeerError, UsageError
 from nostall.job import _greeting as greeting
 from nostall.job import _secret as secret
-from nostall.job._world import AllGather, under_srun
+from nostall.job._world import SECONDS_TO_MEET, AllGather, under_srun
 
 _log = logging.getLogger("nostall")
-_TIMEOUT = 120.0
 _MEMBER_SECONDS = 10.0  # for a rank's message once it has proved the secret
 _RETRY_SECONDS = 0.05
 _MPI_SECONDS = 0.002  # between two looks whether all ranks have come
@@ -63,7 +62,7 @@ def find_rendezvous(
     name: str,
     *,
     environment: Mapping[str, str] | None = None,
-    timeout: float = _TIMEOUT,
+    timeout: float = SECONDS_TO_MEET,
 ) -> AllGather | None:
     """The allgather of this job, or None if nothing connects its ranks.
 

@@ -16,6 +16,8 @@ from nostall.errors import UsageError
 
 _log = logging.getLogger("nostall")
 
+SECONDS_TO_MEET = 120.0  # that ranks wait for the others when they begin
+
 AllGather = Callable[[bytes], list[bytes]]
 
 
