@@ -101,6 +101,7 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
         self._streams: dict[Any, Any] = {}  # of copies, by device
         self._step = -1
         self._owned = False
+        self._recognized = False  # on a rank that leaves the owning to the coordinator
         self._begun: tuple[int, str] | None = None  # step and id of a save that is not complete
         self._lineage: Lineage | None = None
 
@@ -125,7 +126,7 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
         """Removes the parts of a save that failed, and lets other jobs write into the directory."""
         self._remove_incomplete()
         self._store.disown()
-        self._owned = False
+        self._owned = self._recognized = False
 
     def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
         """As it is."""
@@ -159,6 +160,10 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
         if not plan.items:
             done.set_result([])
             return done
+        if not (self._owned or self._recognized):
+            with contextlib.suppress(Error, OSError):  # then it cannot tell another directory
+                self._store.recognize()
+                self._recognized = True
         where = plan.storage_data
         state: dict[str, dict[str, Any]] = {"tensors": {}, "objects": {}}
         for i, item in enumerate(plan.items):

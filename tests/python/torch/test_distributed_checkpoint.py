@@ -129,6 +129,34 @@ def test_a_rank_that_cannot_write_leaves_the_directory_to_the_others(
     assert not (tmp_path / "step-000000000002").exists()
 
 
+def test_a_rank_writes_no_part_into_another_directory(tmp_path: Path) -> None:
+    """Rank 1, which does not own it, has a link of its own, which then leads elsewhere."""
+    view, elsewhere = tmp_path / "view", tmp_path / "elsewhere"
+    (tmp_path / "durable").mkdir()
+    elsewhere.mkdir()
+    view.symlink_to(tmp_path / "durable")
+    planner = dcp.DefaultSavePlanner()
+    planner.set_up_planner({"w": whole()}, is_coordinator=False)
+    plan = planner.create_local_plan()
+    writers = StorageWriter(tmp_path / "durable"), StorageWriter(view)
+
+    def write(step: int) -> None:
+        for rank, writer in enumerate(writers):
+            writer.reset(str(step))
+            writer.set_up_storage_writer(rank == 0)
+        given = writers[0].prepare_global_plan([plan, plan])
+        writers[1].write_data(given[1], planner).wait()
+
+    write(1)
+    view.unlink()
+    view.symlink_to(elsewhere)
+    with pytest.raises(IoError, match=f"{view} is not the directory that this job has taken"):
+        write(2)
+    assert list(elsewhere.iterdir()) == []
+    for writer in writers:
+        writer.close()
+
+
 def test_damage_is_found_and_passed_over(
     group: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
