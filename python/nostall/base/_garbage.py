@@ -16,22 +16,28 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
-_T = TypeVar("_T")
-
-_collecting = 0  # the thread in which the collector runs
 _closing: deque[_thread.LockType] = deque()  # of threads that close, until they have
 
 
-def when_garbage(
-    owner: _T, close: Callable[..., object], *args: object
-) -> weakref.finalize[..., _T]:
-    """Calls ``close(*args)`` once: as soon as `owner` is gone, or at the end of the program.
+class Closer(weakref.finalize):  # type: ignore[type-arg] # at run time it has none
+    """Calls ``close(*args)`` once: as soon as `owner` is gone, at the end of the program, or when it is
+    called itself.
 
-    Neither may refer to `owner`. What is returned closes at once when it is called.
+    Args:
+        owner: an object to which `close` and `args` do not refer.
+        close: the function.
+        args: its arguments.
     """
-    return weakref.finalize(owner, _close, close, *args)
+
+    __slots__ = ()
+
+    def __call__(self, gone: Any = None) -> Any:
+        if gone is not None and _is_collecting():
+            apart(super().__call__, gone)
+            return None
+        return super().__call__(gone)
 
 
 def apart(close: Callable[..., object], *args: object) -> None:
@@ -54,16 +60,18 @@ def _run(call: list[Callable[[], object]], done: _thread.LockType) -> None:
         done.release()
 
 
-def _close(close: Callable[..., object], *args: object) -> None:
-    if _collecting == _thread.get_ident():
-        apart(close, *args)
-    else:
-        close(*args)
+class _Probe:
+    itself: _Probe
 
 
-def _note(phase: str, _: dict[str, Any]) -> None:
-    global _collecting
-    _collecting = _thread.get_ident() if phase == "start" else 0
+def _is_collecting() -> bool:
+    """Whether the collector runs: within a collection another one takes nothing."""
+    probe = _Probe()
+    probe.itself = probe
+    there = weakref.ref(probe)
+    del probe
+    gc.collect(0)
+    return there() is not None
 
 
 def await_all() -> None:
@@ -73,6 +81,5 @@ def await_all() -> None:
             pass
 
 
-gc.callbacks.append(_note)
 atexit.register(await_all)
 os.register_at_fork(after_in_child=_closing.clear)

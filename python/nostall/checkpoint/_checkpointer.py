@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Unpack
 
 from nostall import _native
-from nostall.base._garbage import apart, when_garbage
+from nostall.base._garbage import Closer, apart
 from nostall.base._options import checked
 from nostall.base._sizes import parse_size
 from nostall.base._words import counted
@@ -160,7 +160,7 @@ class Checkpointer:
         self._hooks: list[Any] = []  # by which they call this
         self._drain_what_was_left(settings.keep, begun.held)
         self._signals: list[Signals] = []
-        self._closer = when_garbage(
+        self._closer = Closer(
             self, _shut, os.getpid(), self._background, self.fast, self.durable, self._signals
         )
         atexit.register(self._closer)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nostall import _native
-from nostall.base._garbage import when_garbage
+from nostall.base._garbage import Closer
 from nostall.errors import CorruptionError, TransformError
 from nostall.fields import Custom, Kind
 from nostall.loader._python_transforms import check_pickles
@@ -67,7 +67,7 @@ class Codecs:
                 self._makers = Makers(
                     _Kinds(self._kinds), count=self._count, pickles=(), start_method="spawn"
                 )
-                when_garbage(self, self._makers.close)
+                Closer(self, self._makers.close)
             return self._makers
 
     def _decoded(

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nostall import _native
-from nostall.base._garbage import when_garbage
+from nostall.base._garbage import Closer
 from nostall.base._options import checked, value
 from nostall.base._sizes import (
     defaults,
@@ -979,7 +979,7 @@ class DataLoader:
             )
             self._finalizer.detach()
             learned = self.dataset if self.world.rank == 0 else None
-            self._finalizer = when_garbage(self, _end, self._loader, learned)
+            self._finalizer = Closer(self, _end, self._loader, learned)
             metrics.add(self)
             if trace.wanted():
                 trace.begin(

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nostall.base import _children as children
-from nostall.base._garbage import when_garbage
+from nostall.base._garbage import Closer
 
 _ALIGNED = 64
 _LEAST = 1 << 16  # bytes of a slot
@@ -343,7 +343,7 @@ class Processes:
             initargs=(work, self._memory),
         )
         # A pool that is still there when the interpreter takes its modules apart complains.
-        when_garbage(self, _let_go, self._pool, os.getpid())
+        Closer(self, _let_go, self._pool, os.getpid())
 
     def learn(self, room: int) -> None:
         self._room = max(self._room, _rounded(room))

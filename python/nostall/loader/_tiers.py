@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from nostall import _native
-from nostall.base._garbage import when_garbage
+from nostall.base._garbage import Closer
 from nostall.base._options import checked, value
 from nostall.base._sizes import TierSpec, native_tiers, parse_tiers, warn_of_tiers, within
 from nostall.base._tier import Tier
@@ -122,7 +122,7 @@ class Tiers:
                     _readers[key] = reader
             # A fork's copy of the list keeps what is the parent's.
             self._held, self._pid = [reader], os.getpid()
-            when_garbage(self, self._held.clear)
+            Closer(self, self._held.clear)
         return self._held[0]
 
     def numbers_of(self, source: Source) -> NDArray[np.uint64] | None:

@@ -29,7 +29,7 @@ from nostall import _native
 from nostall._version import __version__
 from nostall.base import _device_clock
 from nostall.base import _options as options
-from nostall.base._garbage import when_garbage
+from nostall.base._garbage import Closer
 from nostall.errors import Error, IoError, UsageError
 from nostall.job._world import find_world
 from nostall.observe import metrics
@@ -186,7 +186,7 @@ def begin(loader: Observed, stats: Callable[[], Stats]) -> None:
         entry = _Entry(weakref.ref(loader), describe(loader), stats, live)
         _run.entries.append(entry)
         loader.on_batch(live)
-        when_garbage(loader, _write, _run, entry)
+        Closer(loader, _write, _run, entry)
 
 
 def keep(loader: Observed) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from nostall.base._garbage import when_garbage
+from nostall.base._garbage import Closer
 from nostall.base._sizes import parse_size
 from nostall.base._words import counted
 from nostall.errors import CorruptionError, TransformError, UsageError
@@ -123,7 +123,7 @@ class Cached(Source):
         if count < 1:
             raise UsageError(f"makers={makers}: at least one process must make the items")
         self._makers = Makers(dataset, count=count, pickles=pickles, start_method=start_method)
-        self._finalizer = when_garbage(self, self._makers.close)
+        self._finalizer = Closer(self, self._makers.close)
         try:
             self._open(len(dataset), max_bytes)
         except BaseException:
