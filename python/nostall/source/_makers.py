@@ -215,7 +215,6 @@ class Makers:
                     return encode(self._dataset[sample], self._pickles)
                 except Exception as error:
                     raise MakeError(_said(error)) from error
-        self._killed.discard(sample)  # a later epoch has its own luck
         try:
             return self._make_elsewhere(sample)
         except _Died:
