@@ -10,15 +10,24 @@ from __future__ import annotations
 
 import _thread
 import atexit
+import contextlib
 import gc
+import logging
 import os
 import weakref
-from collections import deque
 from collections.abc import Callable
 from functools import partial
+from multiprocessing import util
 from typing import Any
 
-_closing: deque[_thread.LockType] = deque()  # of threads that close, until they have
+_Call = list[Callable[[], object]]  # none once somebody makes it
+
+_SECONDS = 10.0
+
+_log = logging.getLogger("nostall")
+_closing: dict[_thread.LockType, _Call] = {}  # held until what is called has ended
+_awaited_in = 0  # the process at whose end these are awaited
+_ended = False
 
 
 class Closer(weakref.finalize):  # type: ignore[type-arg] # at run time it has none
@@ -34,30 +43,49 @@ class Closer(weakref.finalize):  # type: ignore[type-arg] # at run time it has n
     __slots__ = ()
 
     def __call__(self, gone: Any = None) -> Any:
-        if gone is not None and _is_collecting():
-            apart(super().__call__, gone)
-            return None
-        return super().__call__(gone)
+        if gone is None:
+            return super().__call__()
+        return close_safely(super().__call__, gone)
+
+
+def close_safely(close: Callable[..., object], *args: object) -> None:
+    """Calls ``close(*args)`` here, or in a thread of its own while the collector runs."""
+    if _is_collecting():
+        apart(close, *args)
+    else:
+        close(*args)
 
 
 def apart(close: Callable[..., object], *args: object) -> None:
-    """Calls ``close(*args)`` in a thread of its own, for which the end of the program waits."""
+    """Calls ``close(*args)`` in a thread of its own, for which the end of the process waits."""
+    global _awaited_in
+    call: _Call = [partial(close, *args)]
+    if _ended:
+        call.pop()()
+        return
+    if _awaited_in != os.getpid():  # processes of multiprocessing end without atexit
+        _awaited_in = os.getpid()
+        util.Finalize(None, await_all, (None,), exitpriority=100)
     done = _thread.allocate_lock()
     done.acquire()
-    _closing.append(done)
-    call: list[Callable[[], object]] = [partial(close, *args)]
-    try:
-        _thread.start_new_thread(_run, (call, done))  # threading's own locks may be held here
-    except RuntimeError:  # a limit of processes
-        _run(call, done)
+    _closing[done] = call
+    # At a limit of processes, and at the end of the program, whoever awaits it closes it.
+    with contextlib.suppress(RuntimeError):
+        _thread.start_new_thread(_run, (done, call))  # threading's own locks may be held here
 
 
-def _run(call: list[Callable[[], object]], done: _thread.LockType) -> None:
+def _run(done: _thread.LockType, call: _Call) -> None:
     try:
-        call[0]()
-    finally:
-        call.clear()  # before the interpreter may go: to be dropped can take time, too
-        done.release()
+        close = call.pop()
+    except IndexError:  # another thread is at it
+        return
+    try:
+        close()
+    except Exception:
+        _log.exception("what the garbage collector found cannot be closed")
+    del close  # which can take time, too
+    _closing.pop(done, None)
+    done.release()
 
 
 class _Probe:
@@ -65,7 +93,7 @@ class _Probe:
 
 
 def _is_collecting() -> bool:
-    """Whether the collector runs: within a collection another one takes nothing."""
+    """Whether the collector runs, in any thread: within a collection another one takes nothing."""
     probe = _Probe()
     probe.itself = probe
     there = weakref.ref(probe)
@@ -74,12 +102,20 @@ def _is_collecting() -> bool:
     return there() is not None
 
 
-def await_all() -> None:
-    """Returns once all is closed that has been found."""
-    while _closing:
-        with _closing.popleft():
-            pass
+def await_all(seconds: float | None = _SECONDS) -> None:
+    """Returns once all is closed that the collector has found, or after so many seconds for each."""
+    for done, call in list(_closing.items()):
+        if seconds is None:
+            _run(done, call)
+        if done.acquire(timeout=-1 if seconds is None else seconds):
+            done.release()
 
 
-atexit.register(await_all)
+def _end() -> None:
+    global _ended
+    await_all(None)
+    _ended = True
+
+
+atexit.register(_end)
 os.register_at_fork(after_in_child=_closing.clear)

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from nostall import _native
+from nostall.base._garbage import await_all
 from nostall.checkpoint._format import Branch, Manifest, Part
 from nostall.checkpoint._lineage import is_past
 from nostall.checkpoint._place import CheckedPart, Copy, Pacing, Place, UnreachableError
@@ -363,6 +364,11 @@ class Store:
         with io_errors("lock", self.root / ".lock"):
             lock = _native.DirectoryLock(str(self.root / ".lock"))
         got = lock.acquire()
+        if (
+            got == _native.Locked.elsewhere
+        ):  # by a checkpointer of this process that is being closed?
+            await_all()
+            got = lock.acquire()
         if got == _native.Locked.elsewhere:
             raise UsageError(
                 f"{self.root} is used by another running job's checkpointer: give every job a "

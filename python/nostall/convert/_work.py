@@ -108,10 +108,12 @@ class Work:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
-        if kind is not None:
-            self._remove_if_unused()
-        self._close()
+        try:
+            self._pool.shutdown(cancel_futures=True)
+            if kind is not None:
+                self._remove_if_unused()
+        finally:
+            self._close()
 
     def _remove_if_unused(self) -> None:
         """Of a conversion that was refused before its first sample nothing is left."""

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nostall import _native
-from nostall.base._garbage import Closer
+from nostall.base._garbage import Closer, await_all, close_safely
 from nostall.base._options import checked, value
 from nostall.base._sizes import (
     defaults,
@@ -562,6 +562,7 @@ class DataLoader:
             self._device_bytes = self._ahead.limit
         if self._loader is None:  # set_epoch may have gone back since the state was loaded
             self._begin = min(self._begin, (epoch, start))
+        await_all()  # a loader that was dropped may have these tiers
         loader = self._stage()
         batches = self._plan.batches_in(epoch)
         if start < batches:
@@ -584,7 +585,7 @@ class DataLoader:
                 self._recipe.place.pause()
         finally:
             if ahead is not None:
-                ahead.close()
+                close_safely(ahead.close)
             here.close()
             self._recorder.end_epoch(running)
         if self._position == (epoch, batches):
@@ -792,8 +793,9 @@ class DataLoader:
     def __enter__(self) -> DataLoader:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # A generator is left so, too, when the collector finds it.
+        close_safely(self.close) if kind is GeneratorExit else self.close()
 
     # ------------------------------------------------------------------ the native side
 

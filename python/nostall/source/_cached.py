@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from nostall.base._garbage import Closer
+from nostall.base._garbage import Closer, close_safely
 from nostall.base._sizes import parse_size
 from nostall.base._words import counted
 from nostall.errors import CorruptionError, TransformError, UsageError
@@ -198,8 +198,9 @@ class Cached(Source):
     def __enter__(self) -> Cached:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # A generator is left so, too, when the collector finds it.
+        close_safely(self.close) if kind is GeneratorExit else self.close()
 
     def __repr__(self) -> str:
         return f"<Cached {self._name}: {counted(len(self), 'item')}, {self.room} bytes for each>"

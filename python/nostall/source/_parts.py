@@ -22,7 +22,10 @@ NO_PART = 2**32 - 1
 _LOOKED_AT = 16
 _MOST_HEAD = 4096
 
-_OF_MASKS = re.compile(r"mask|segm|trimap|annotation|^(seg|labels?|target)\b", re.IGNORECASE)
+_OF_MASKS = re.compile(
+    r"(?:^|[-_.])(?i:seg|labels?|gt)(?=$|[-_.\dA-Z])"
+    r"|(?i:(?<!un)mask(?!ed)|segm|trimap|annotation|panoptic)"
+)
 
 Places = tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint32], NDArray[np.uint32]]
 

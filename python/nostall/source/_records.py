@@ -296,7 +296,10 @@ def classes_beside(paths: Sequence[str], labels: NDArray[np.int64]) -> list[str]
 
 
 _BRACES = re.compile(r"\{[^{}]*(\.\.|,)[^{}]*\}")
-_SPLIT = re.compile(r"(?:^|[-_.])(train|training|valid|val|validation|dev|test|eval)(?:[-_.\d]|$)")
+_SPLIT = re.compile(
+    r"(?:^|[-_.])(?:(train(?:ing)?)|(val(?:id(?:ation)?)?|dev|test(?:ing)?|eval))(?=[-_.\d]|$)",
+    re.IGNORECASE,
+)
 
 
 def shard_paths(
@@ -315,31 +318,34 @@ def shard_paths(
         raise UsageError(f"{path}: braces are not expanded: write a pattern with *, or a list")
     if is_url(path):
         found = [url for url, _ in list_objects(path, suffixes, store)]
+        if not any(c in path for c in "*?["):
+            _refuse_several_splits(path, [url[len(path) :] for url in found])
     elif Path(path).is_dir():
         found = sorted(str(p) for p in Path(path).iterdir() if p.name.endswith(suffixes))
+        _refuse_several_splits(path, [os.path.basename(p) for p in found])
     elif any(c in path for c in "*?[") and not Path(path).exists():
         found = sorted(glob.glob(path))
     else:
         found = [path]
     if not found:
         raise UsageError(f"{path} names no file that ends with {' or '.join(suffixes)}")
-    if not any(c in path for c in "*?["):
-        _refuse_several_splits(path.rstrip("/"), found)
     return found
 
 
-def _refuse_several_splits(folder: str, found: Sequence[str]) -> None:
-    """A training on all files of such a folder would see what it is tested on."""
-    splits: dict[str, str] = {}
-    for path in found:
-        below = path[len(folder) :].lstrip("/")
-        for part in re.finditer(r"[^/]+", below):
-            if m := _SPLIT.search(part[0]):
-                splits.setdefault(m[1], below[: part.start() + m.end(1)])
-    if len(splits) > 1:
+def _refuse_several_splits(folder: str, names: Sequence[str]) -> None:
+    """A training on all files of a folder would see what it is tested on, if that lies there too."""
+    trained, others = "", set()
+    for name in names:
+        for part in re.finditer(r"[^/]+", name):
+            matches = list(_SPLIT.finditer(part[0]))
+            if matches and matches[-1][1]:
+                trained = trained or name[: part.start() + matches[-1].end(1)].lstrip("/")
+            elif matches:
+                others.add(matches[-1][2].lower())
+    if trained and others:
         raise UsageError(
-            f"{folder} has files of several splits, {', '.join(sorted(splits))}: name those of one by "
-            f"a pattern or a list, as {folder}/{splits[max(splits)]}*"
+            f"{folder} has files of several splits, train and {', '.join(sorted(others))}: name those "
+            f"of one by a pattern or a list, as {os.path.join(folder, trained)}*"
         )
 
 

@@ -95,7 +95,7 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
         self._store = open_store(root, "durable")
         if fast is not None and self._store.is_directory:
             raise UsageError(f"fast={fast} is for a URL: parts are written to {root} itself")
-        self._fast = None if fast is None else Path(fast)
+        self._fast = None if fast is None else Path(os.path.abspath(fast))
         self._keep = keep if isinstance(keep, Keep) else Keep(keep)
         self._snapshot = _native.Snapshot(threads)
         self._streams: dict[Any, Any] = {}  # of copies, by device

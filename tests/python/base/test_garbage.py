@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import prefork
 import pytest
 
-# The collector runs with a lock that the closing needs: of threads that start, or of all that run.
+import nostall
+from nostall.base import _garbage
+
+# The collector runs with a lock that the closing needs: of threads that start, or of all that run; or
+# in the worker ("worker") that the closing waits for.
 PROGRAM = """
 import gc, sys, threading, time
 
@@ -17,7 +26,8 @@ import numpy as np
 import nostall
 from nostall import convert
 
-kind, name, folder = sys.argv[1:]
+kind, where, folder = sys.argv[1:]
+dropped, collected = threading.Event(), threading.Event()
 
 
 class Items:
@@ -29,6 +39,9 @@ class Items:
 
 
 def slow(batch):
+    if where == "worker" and dropped.is_set() and not collected.is_set():
+        gc.collect()
+        collected.set()
     time.sleep(0.02)
     return batch
 
@@ -37,18 +50,32 @@ def refuse(phase, done):
     raise ValueError(phase)
 
 
+def loader(**options):
+    return nostall.DataLoader(nostall.Arrays({"x": np.arange(4000)}), 4, tiers=[], **options)
+
+
 def begun(loader):
     batches = iter(loader)
     next(batches)
     return loader, batches
 
 
+def of_its_own():
+    with loader(transforms=slow) as made:
+        yield from made
+
+
 def make():
     if kind == "loader":
-        return begun(nostall.DataLoader(nostall.Arrays({"x": np.arange(400)}), 4))
+        return begun(loader())
     if kind == "callables":
-        data = nostall.Arrays({"x": np.arange(400)})
-        return begun(nostall.DataLoader(data, 4, transforms=slow, tiers=[]))
+        return begun(loader(transforms=slow))
+    if kind == "device":
+        return begun(loader(transforms=slow, output="jax"))
+    if kind == "generator":
+        batches = of_its_own()
+        next(batches)
+        return batches
     if kind == "cached":
         return begun(nostall.DataLoader(nostall.Cached(Items(), makers=2, then=slow), 4))
     if kind == "checkpointer":
@@ -69,22 +96,87 @@ class Cycle:
 
 gc.disable()
 Cycle()
-with getattr(threading, name):
-    gc.collect()
+if where == "worker":
+    dropped.set()
+    assert collected.wait(50)
+else:
+    with getattr(threading, where):
+        gc.collect()
 print("collected", flush=True)
 """
 LOCKS = [
     name for name in ("_active_limbo_lock", "_shutdown_locks_lock") if hasattr(threading, name)
 ]
+KINDS = ["loader", "callables", "device", "generator", "cached", "checkpointer", "conversion"]
+CASES = [(kind, lock) for kind in KINDS for lock in LOCKS]
 
 
-@pytest.mark.parametrize("lock", LOCKS)
-@pytest.mark.parametrize("kind", ["loader", "callables", "cached", "checkpointer", "conversion"])
+@pytest.mark.parametrize(("kind", "where"), [*CASES, ("device", "worker"), ("generator", "worker")])
 def test_the_collector_waits_for_no_thread(
-    image_folder: Path, tmp_path: Path, kind: str, lock: str
+    image_folder: Path, tmp_path: Path, kind: str, where: str
 ) -> None:
-    program = ["-c", PROGRAM, kind, lock, str(image_folder)]
+    program = ["-c", PROGRAM, kind, where, str(image_folder)]
     done = prefork.run(program, cwd=tmp_path, timeout=60)
     assert (done.returncode, done.stdout) == (0, "collected\n"), done.stderr
     if kind == "checkpointer":  # and the end of the program waits for what is closed
-        assert list(tmp_path.glob("fast/step-*/*manifest*"))
+        assert list(tmp_path.glob("fast/step-*/manifest.json"))
+
+
+def drop(folder: Path) -> None:
+    """Leaves a checkpointer with a save of some time to the collector."""
+    ckpt = nostall.Checkpointer(durable=folder)
+    ckpt.save({"w": np.zeros(1 << 26, np.uint8)}, 1)
+    cycle: list[Any] = [ckpt]
+    cycle.append(cycle)
+    del ckpt, cycle
+    gc.collect()
+
+
+def test_the_directory_of_a_checkpointer_that_is_being_closed_is_waited_for(tmp_path: Path) -> None:
+    drop(tmp_path)
+    with nostall.Checkpointer(durable=tmp_path) as ckpt:
+        found = ckpt.restore()
+    assert found is not None and found.step == 1
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_a_process_of_multiprocessing_saves_what_it_has_dropped(
+    tmp_path: Path, method: str
+) -> None:
+    process = multiprocessing.get_context(method).Process(target=drop, args=(tmp_path,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    assert [path.name for path in tmp_path.glob("step-*/manifest.json")] == ["manifest.json"]
+
+
+def test_what_no_thread_can_close_is_closed_when_it_is_awaited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    closed: list[int] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(_garbage._thread, "start_new_thread", refuse)  # type: ignore[attr-defined]
+        _garbage.apart(closed.append, 1)
+    assert closed == []
+    _garbage.await_all(None)
+    _garbage.await_all(None)
+    assert closed == [1]
+
+
+def test_awaiting_ends_after_its_time(caplog: pytest.LogCaptureFixture) -> None:
+    gone = threading.Event()
+
+    def fail() -> None:
+        gone.wait(60)
+        raise ValueError("closing failed")
+
+    _garbage.apart(fail)
+    began = time.monotonic()
+    _garbage.await_all(0.05)
+    assert time.monotonic() - began < 30
+    gone.set()
+    _garbage.await_all(None)
+    assert "cannot be closed" in caplog.text and "closing failed" in caplog.text

@@ -198,7 +198,7 @@ def test_commands_take_urls(make: Any, url: str, tmp_path: Path, capsys: Any) ->
 
 
 def test_distributed_checkpoints_of_torch(
-    bucket: Any, proxy: Proxy, url: str, tmp_path: Path
+    bucket: Any, proxy: Proxy, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch = pytest.importorskip("torch")
     dcp = pytest.importorskip("torch.distributed.checkpoint")
@@ -210,6 +210,23 @@ def test_distributed_checkpoints_of_torch(
     for step in (1, 2, 3):
         state = {"w": torch.full((1000,), float(step)), "step": step}
         dcp.save(state, checkpoint_id=str(step), storage_writer=writer, no_dist=True)
+    planner = dcp.DefaultSavePlanner()
+    planner.set_up_planner(state, is_coordinator=True)
+    plan = planner.create_local_plan()
+    other = StorageWriter(url, fast=tmp_path / "parts")
+    write = _native.SnapshotWrite
+
+    def upload_first(*arguments: Any, **options: Any) -> Any:
+        """Another rank of this node writes and uploads its part in the meantime."""
+        monkeypatch.setattr(_native, "SnapshotWrite", write)
+        other.write_data(given[1], planner).wait()
+        return write(*arguments, **options)
+
+    for one in (writer, other):
+        one.reset("4")
+    given = writer.prepare_global_plan([plan, plan])
+    monkeypatch.setattr(_native, "SnapshotWrite", upload_first)
+    writer.write_data(given[0], planner).wait()
     writer.close()
     assert steps_on(url) == [2, 3] and kinds(bucket) == ["manifest", "rank"] * 2
     assert list((tmp_path / "parts").rglob("*.safetensors")) == []

@@ -399,6 +399,25 @@ def test_what_makes_no_data_set_is_refused(arguments: tuple[Any, ...], words: st
         nostall.Files(*arguments)
 
 
+@pytest.mark.parametrize(
+    ("name", "refused"),
+    [
+        *((name, True) for name in ("masks", "gtMask", "seg_map", "label", "labelIds", "gt.seg")),
+        *((name, False) for name in ("unmasked", "masked_image", "target", "segue", "labeller")),
+    ],
+)
+def test_fields_that_are_named_as_masks_need_their_kind(
+    tmp_path: Path, name: str, refused: bool
+) -> None:
+    Image.new("L", (4, 4)).save(tmp_path / "a.png")
+    if refused:
+        with pytest.raises(UsageError, match=f"field {name} has .png files, of labels or of pict"):
+            nostall.Files({name: ["a.png"]}, root=tmp_path)
+        nostall.Files({name: ["a.png"]}, root=tmp_path, schema={name: f.Image()})
+    else:
+        assert nostall.Files({name: ["a.png"]}, root=tmp_path).schema[name] == f.Image()
+
+
 def test_rows_that_do_not_follow_their_boxes_are_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

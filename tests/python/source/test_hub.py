@@ -120,7 +120,9 @@ def test_files_of_the_hub_are_read_as_those_of_a_folder(hub: type[Hub]) -> None:
 def test_all_files_of_a_repository_are_of_one_split(hub: type[Hub]) -> None:
     assert len(nostall.Parquet("hf://datasets/me/set/data", columns=["x"])) == 20
     (hub.root / "data" / "train-1.parquet").rename(hub.root / "data" / "test-0.parquet")
-    with pytest.raises(UsageError, match=r"me/set/data has files of several splits, test, train"):
+    with pytest.raises(
+        UsageError, match=r"me/set/data has files of several splits, train and test"
+    ):
         nostall.Parquet("hf://datasets/me/set/data", columns=["x"])
 
 

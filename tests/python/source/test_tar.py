@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import logging
 import os
-import re
 import subprocess
 import tarfile
 from pathlib import Path
@@ -284,17 +283,21 @@ def test_braces_of_a_pattern_are_refused_with_what_to_write(tmp_path: Path, patt
         nostall.TarShards(pattern if "://" in pattern else tmp_path / pattern)
 
 
-def test_a_folder_of_several_splits_is_refused_with_what_to_write(tmp_path: Path) -> None:
-    for name in ("train-0.tar", "train-1.tar", "training.tar", "testbed.tar"):
+def test_a_folder_of_several_splits_is_refused_with_what_to_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Of these none is what another one is tested on.
+    for name in ("train-0.tar", "training-1.tar", "test-train-2.tar", "testbed.tar"):
         webdataset(tmp_path / name, noise(2))
-    (tmp_path / "training.tar").rename(tmp_path / "trained.tar")
     assert len(nostall.TarShards(tmp_path)) == 8
-    for name in ("val-0.tar", "set_val_0.tar"):
+    monkeypatch.chdir(tmp_path.parent)
+    for name in ("val-0.tar", "set_Test_0.tar"):
         webdataset(tmp_path / name, noise(2))
-        told = "has files of several splits, train, val: .* as .*/" + re.escape(name[:-6]) + r"\*"
-        with pytest.raises(UsageError, match=told):
-            nostall.TarShards(tmp_path)
-        assert len(nostall.TarShards(f"{tmp_path}/train-*")) == 4
+        for folder in (tmp_path, f"./{tmp_path.name}", f"{tmp_path.name}//", f"{tmp_path}/."):
+            told = "has files of several splits, train and (val|test): .* as .*train\\*"
+            with pytest.raises(UsageError, match=told):
+                nostall.TarShards(folder)
+        assert len(nostall.TarShards(f"{tmp_path}/train-*")) == 2
         assert len(nostall.TarShards(sorted(tmp_path.glob("*.tar")))) == 10
         (tmp_path / name).unlink()
 
