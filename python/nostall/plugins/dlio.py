@@ -21,9 +21,11 @@ from __future__ import annotations
 import io
 import math
 import os
+import struct
 import threading
 import time
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -57,6 +59,8 @@ _HEADERS = threading.Lock()
 _SCRATCH = threading.local()
 # Bytes of a member of an archive that are copied at a time.
 _PIECE = 1 << 18
+# Of a member of an archive, before its name and what is extra, whose lengths are last.
+_LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 
 
 class _File(io.RawIOBase):
@@ -83,7 +87,26 @@ class _File(io.RawIOBase):
 
 
 def _npz(data: Any) -> Any:
-    with zipfile.ZipFile(_File(data)) as archive, archive.open("x.npy") as file:
+    with zipfile.ZipFile(_File(data)) as archive:
+        info = archive.getinfo("x.npy")
+        if info.compress_type == zipfile.ZIP_STORED:
+            return _npy(_stored(data, info))
+        return _unpacked(archive)
+
+
+def _stored(data: Any, info: zipfile.ZipInfo) -> Any:
+    """The bytes of a member where they lie: nothing is copied, and the GIL is not held."""
+    head = memoryview(data)[info.header_offset :][: _LOCAL_HEADER.size]
+    *_, name, extra = _LOCAL_HEADER.unpack(head)
+    begin = info.header_offset + _LOCAL_HEADER.size + name + extra
+    member = memoryview(data)[begin : begin + info.file_size]
+    if len(member) != info.file_size or zlib.crc32(member) != info.CRC:
+        raise zipfile.BadZipFile(f"Bad CRC-32 for file {info.filename!r}")
+    return member
+
+
+def _unpacked(archive: zipfile.ZipFile) -> Any:
+    with archive.open("x.npy") as file:
         shape, order, dtype = _header(file)
         values = _scratch(math.prod(shape) * dtype.itemsize)
         into, at = values.data, 0
@@ -305,7 +328,9 @@ class DataLoader(BaseDataLoader):
         # Three standard deviations of a batch's bytes, not of each sample's.
         spread = 3 * given.record_length_stdev * math.sqrt(batch)
         size = max(int(batch * given.record_length + spread), batch << 16)
-        return max(2, int(given.prefetch_size) or 2 * int(given.read_threads)) * size
+        workers = max(1, int(given.read_threads))
+        each = math.ceil(int(given.prefetch_size) / workers) or 2  # as torch's loader is told
+        return max(2, workers * each) * size
 
     def next(self) -> Iterator[Any]:
         """The batches of the next epoch, of shape (batch, side, side)."""

@@ -6,6 +6,8 @@ import gc
 import io
 import sys
 import tracemalloc
+import zipfile
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -248,6 +250,18 @@ def test_npz_is_unpacked_into_memory_that_stays(dlio: ModuleType) -> None:
             assert found.dtype == array.dtype and found.shape == array.shape
             np.testing.assert_array_equal(found, array)
             assert most < 2_000_000  # of 4 MB
+
+
+def test_a_damaged_npz_is_told(dlio: ModuleType) -> None:
+    for save in (np.savez, np.savez_compressed):
+        file = io.BytesIO()
+        save(file, x=np.arange(1000))
+        data = bytearray(file.getvalue())
+        data[len(data) // 2] ^= 1
+        with pytest.raises((zipfile.BadZipFile, zlib.error)):
+            dlio._npz(bytes(data))
+        with pytest.raises(zipfile.BadZipFile):
+            dlio._npz(file.getvalue()[:-30])
 
 
 def test_a_loader_reads_the_columns_of_dlios_storage_options(
