@@ -24,6 +24,7 @@ constexpr uint64_t kMaxAhead = 16384;
 constexpr int64_t kPeerCheckNs = 500'000'000;
 constexpr uint64_t kLabelAlignment = alignof(int64_t);
 constexpr size_t kMaxChunk = 4096;  // samples that one fetch thread holds at once
+constexpr uint64_t kLargeRead = uint64_t{8} << 20;  // keeps a storage busy for as long as it answers
 // What a fetch thread takes at once of samples that are quickly unpacked: what the source reads in
 // this time, so that neither locks nor wake-ups count.
 constexpr double kLightSeconds = 40e-6;
@@ -513,6 +514,8 @@ bool Loader::Run::chunk_full(size_t samples, uint64_t bytes) const {
     // Batches of which no other thread has a part stay in the cache of one processor.
     return !fetching_ || has >= 2 * enough;
   }
+  // A batch waits for the whole of a read.
+  if (bytes >= std::max(kLargeRead, config_.source->batch_bytes())) return true;
   if (samples < config_.depth) return false;
   return config_.cache || samples >= kMaxChunk || bytes >= config_.source->batch_bytes();
 }
