@@ -364,9 +364,8 @@ class Store:
         with io_errors("lock", self.root / ".lock"):
             lock = _native.DirectoryLock(str(self.root / ".lock"))
         got = lock.acquire()
-        if (
-            got == _native.Locked.elsewhere
-        ):  # by a checkpointer of this process that is being closed?
+        if got == _native.Locked.elsewhere:
+            # It may be a checkpointer of this process that is being closed.
             await_all()
             got = lock.acquire()
         if got == _native.Locked.elsewhere:

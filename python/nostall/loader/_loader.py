@@ -794,8 +794,10 @@ class DataLoader:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # A generator is left so, too, when the collector finds it.
-        close_safely(self.close) if kind is GeneratorExit else self.close()
+        if kind is GeneratorExit:  # a generator is left so, too, when the collector finds it
+            close_safely(self.close)
+        else:
+            self.close()
 
     # ------------------------------------------------------------------ the native side
 

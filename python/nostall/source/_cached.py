@@ -199,8 +199,10 @@ class Cached(Source):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # A generator is left so, too, when the collector finds it.
-        close_safely(self.close) if kind is GeneratorExit else self.close()
+        if kind is GeneratorExit:  # a generator is left so, too, when the collector finds it
+            close_safely(self.close)
+        else:
+            self.close()
 
     def __repr__(self) -> str:
         return f"<Cached {self._name}: {counted(len(self), 'item')}, {self.room} bytes for each>"
