@@ -14,10 +14,10 @@ import contextlib
 import gc
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Callable
 from functools import partial
-from multiprocessing import util
 from typing import Any
 
 _Call = list[Callable[[], object]]  # none once somebody makes it
@@ -63,7 +63,8 @@ def apart(close: Callable[..., object], *args: object) -> None:
     if _ended:
         call.pop()()
         return
-    if _awaited_in != os.getpid():  # processes of multiprocessing end without atexit
+    util = sys.modules.get("multiprocessing.util")  # whose processes end without atexit
+    if util is not None and _awaited_in != os.getpid():
         _awaited_in = os.getpid()
         util.Finalize(None, await_all, (None,), exitpriority=100)
     done = _thread.allocate_lock()
