@@ -168,9 +168,10 @@ TEST_P(ReaderTest, ReadsOnWhereTheKernelTakesNoMoreRequests) {
       for (const std::byte b : r.into) ASSERT_EQ(b, static_cast<std::byte>(r.sample));
     }
   });
-  // Once for the source, whatever reads it.
+  // Once for the source, whatever reads it. The automatic reader asks the kernel where reads take long.
   for (const ReadRequest& r : read_all()) ASSERT_EQ(r.error, 0);
-  EXPECT_EQ(said.size(), GetParam() == ReaderKind::uring ? 1u : 0u);
+  EXPECT_GE(said.size(), GetParam() == ReaderKind::uring ? 1u : 0u);
+  EXPECT_LE(said.size(), GetParam() == ReaderKind::pread ? 0u : 1u);
   set_log_sink({});
 }
 
