@@ -24,7 +24,7 @@ constexpr uint64_t kMaxAhead = 16384;
 constexpr int64_t kPeerCheckNs = 500'000'000;
 constexpr uint64_t kLabelAlignment = alignof(int64_t);
 constexpr size_t kMaxChunk = 4096;  // samples that one fetch thread holds at once
-// What a fetch thread reads at once of larger samples: enough to keep a storage busy.
+// A fetch thread takes no further sample once it has so many bytes: enough to keep a storage busy.
 constexpr uint64_t kLargeRead = uint64_t{8} << 20;
 // What a fetch thread takes at once of samples that are quickly unpacked: what the source reads in
 // this time, so that neither locks nor wake-ups count.
