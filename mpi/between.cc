@@ -147,9 +147,16 @@ void check_between(CommunicatorState& state, const char* operation, int result) 
 }
 
 Lookout::Lookout(CommunicatorState& state, const char* operation)
-    : state_(state), operation_(operation), began_(now_ns()), next_(began_ + kLookNs) {}
+    : state_(state),
+      operation_(operation),
+      elsewhere_(*state.node),
+      began_(now_ns()),
+      next_(began_ + kLookNs) {}
 
-void Lookout::restart() { began_ = now_ns(); }
+void Lookout::restart() {
+  elsewhere_.progressed();
+  began_ = now_ns();
+}
 
 void Lookout::look() {
   const int64_t now = now_ns();
@@ -157,7 +164,7 @@ void Lookout::look() {
   next_ = now + kLookNs;
   listen(state_);
   state_.node->check();
-  const int64_t most = state_.timeout_ns / 10 * 9;
+  const int64_t most = state_.timeout_ns;
   if (now - began_ < most) return;
   const Error error(ErrorKind::peer,
                     "rank " + std::to_string(state_.rank) + " waited " +

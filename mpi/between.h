@@ -34,8 +34,8 @@ void notify_other_nodes(CommunicatorState& state, const Error& why) noexcept;
 void check_between(CommunicatorState& state, const char* operation, int result);
 
 // For a local leader that waits for other nodes: listens, and throws if the node's communicator has
-// ended. Times out at 90 % of the timeout, so that the other ranks of the node, which wait for this
-// one, do not blame it. A look at the clock in most calls.
+// ended. Times out before the other ranks of the node, which wait for this one. A look at the clock in
+// most calls.
 class Lookout {
  public:
   Lookout(CommunicatorState& state, const char* operation);
@@ -46,6 +46,7 @@ class Lookout {
  private:
   CommunicatorState& state_;
   const char* const operation_;
+  collective::Elsewhere elsewhere_;
   int64_t began_, next_;
 };
 

@@ -453,6 +453,12 @@ void Communicator::on_late(std::chrono::nanoseconds after,
   impl_->steps.on_late(after, std::move(callback));
 }
 
+Elsewhere::Elsewhere(Communicator& communicator) noexcept : communicator_(communicator) {
+  progressed();
+}
+Elsewhere::~Elsewhere() { communicator_.impl_->steps.wait_elsewhere(false); }
+void Elsewhere::progressed() noexcept { communicator_.impl_->steps.wait_elsewhere(true); }
+
 // A forked child has none of the memory in which to say or see it.
 bool Communicator::end(const Error& why) noexcept {
   return !impl_->memory.is_forked_child() && impl_->steps.end_at_once(why);

@@ -21,8 +21,9 @@
 // their last bits (never between ranks).
 //
 // Errors: a rank that dies, leaves or does not arrive within the timeout ends the communicator for
-// all: every call, on every rank, throws Error(peer) that names it. No rank hangs, and the kernel
-// frees the memory when the last process ends.
+// all: every call, on every rank, throws Error(peer) that names it. A rank that waits for other nodes
+// on behalf of its own (Elsewhere) is not blamed for them. No rank hangs, and the kernel frees the
+// memory when the last process ends.
 // Thread-safety: calls of one communicator from several threads take turns. Ranks are processes or
 // threads. After a fork the child's calls throw Error(usage).
 #pragma once
@@ -146,8 +147,25 @@ class Communicator {
   CommunicatorStats stats() const;
 
  private:
+  friend class Elsewhere;
   struct Impl;
   std::unique_ptr<Impl> impl_;
+};
+
+// While it lives, its rank waits for something outside of the communicator, which the other ranks
+// need as well: their timeout begins anew now, at each progress and at the end. They wait a few
+// seconds longer than the timeout, so that the error of the rank itself, if it has the same
+// timeout, comes first. By the thread of the rank's calls.
+class Elsewhere {
+ public:
+  explicit Elsewhere(Communicator& communicator) noexcept;
+  ~Elsewhere();
+  Elsewhere(const Elsewhere&) = delete;
+  Elsewhere& operator=(const Elsewhere&) = delete;
+  void progressed() noexcept;
+
+ private:
+  Communicator& communicator_;
 };
 
 }  // namespace nostall::collective

@@ -51,6 +51,9 @@ struct alignas(kLine) RankLine {
   std::array<Word, 2> want_key;                 // what it sleeps for: the key of a word ...
   std::array<Word, 2> want_target;              // ... and the value from which it is to be woken
   std::array<std::atomic<int64_t>, 2> arrived;  // at the last calls of odd and even number
+  // When it last began or ended to wait outside of the communicator, or progressed there; odd while
+  // it waits there.
+  std::atomic<int64_t> elsewhere;
 };
 
 // What a rank shows the others at a step; its data follows, in the same line if it is short.

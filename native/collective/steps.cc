@@ -21,6 +21,8 @@ constexpr int64_t kLongNs = 1'000'000;
 constexpr std::chrono::nanoseconds kSlice{kLookNs};
 // In which a rank that ends the communicator writes down why, on a busy machine too.
 constexpr int64_t kWordsNs = 5'000'000'000;
+// In which a rank that waited elsewhere in vain says so, before those who wait for it blame it.
+constexpr int64_t kGraceNs = 5'000'000'000;
 
 uint32_t usable_cores() noexcept {
   cpu_set_t set;
@@ -193,7 +195,8 @@ void Steps::look_around() {
   }
   const int64_t waited = now - wait_began_;
   const bool late = late_.count() > 0 && waited >= late_.count() && warned_ != wait_began_;
-  if (!late && waited < timeout_.count()) return;
+  const int64_t deadline = this->deadline(now);
+  if (!late && now < deadline) return;
   std::vector<uint32_t> absent;
   std::string missing;
   for (uint32_t r = 0; r < ranks_; ++r) {
@@ -206,7 +209,7 @@ void Steps::look_around() {
     warned_ = wait_began_;
     late_callback_(absent);
   }
-  if (waited < timeout_.count()) return;
+  if (now < deadline) return;
   fail(Error(ErrorKind::peer,
              "rank " + std::to_string(rank_) + " waited " +
                  std::to_string(static_cast<double>(timeout_.count()) / 1e9).substr(0, 6) +
@@ -214,6 +217,18 @@ void Steps::look_around() {
                  (missing.empty() ? std::string(" for ranks that arrived and are slow")
                                   : " for ranks that have not arrived: " + missing) +
                  "; find out what they do, or raise the timeout of this communicator"));
+}
+
+// Ranks that wait elsewhere do so for the others: the timeout begins anew when they begin, progress
+// and end.
+int64_t Steps::deadline(int64_t now) const noexcept {
+  int64_t begin = wait_began_;
+  for (uint32_t r = 0; r < ranks_; ++r) {
+    if (r == rank_) continue;
+    const int64_t mark = shared_.line(r).elsewhere.load(std::memory_order_relaxed);
+    if (mark > 0) begin = std::max(begin, std::min(mark, now) + (mark % 2) * kGraceNs);
+  }
+  return begin + timeout_.count();
 }
 
 std::string Steps::where() const {

@@ -127,6 +127,11 @@ class Steps {
   // Ends the communicator because this rank left the call by an error of its own.
   void end_by_own_error() noexcept;
   void set_timeout(std::chrono::nanoseconds timeout) noexcept { timeout_ = timeout; }
+  // This rank waits outside of the communicator, for longer from now on or no more.
+  void wait_elsewhere(bool waits) noexcept {
+    shared_.line(rank_).elsewhere.store((now_ns() & ~int64_t{1}) | int64_t{waits},
+                                        std::memory_order_relaxed);
+  }
 
  private:
   // A rank that leaves a step by an error ends the communicator from that step on. So who is in an
@@ -213,6 +218,7 @@ class Steps {
   void adapt_to_wait() noexcept;
   // Throws if the deadline has passed, the communicator is broken or a rank is gone.
   void look_around();
+  int64_t deadline(int64_t now) const noexcept;
   [[noreturn]] void throw_broken() const;
   void check_signature(uint64_t step, uint32_t rank);
   std::string where() const;

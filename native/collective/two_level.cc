@@ -6,9 +6,24 @@
 namespace nostall::collective {
 namespace {
 
+std::byte* begin(Communicator& node, Leaders& leaders, const TwoLevelMessage& message) {
+  const Elsewhere elsewhere(node);
+  return leaders.begin(message);
+}
+
+void finish(Communicator& node, Leaders& leaders, uint32_t part) {
+  const Elsewhere elsewhere(node);
+  leaders.finish(part);
+}
+
+void end(Communicator& node, Leaders& leaders) {
+  const Elsewhere elsewhere(node);
+  leaders.end();
+}
+
 void run(Communicator& node, Leaders* leaders, const TwoLevelMessage& message,
          const CallOptions& options) {
-  std::byte* const sums = leaders != nullptr ? leaders->begin(message) : message.out;
+  std::byte* const sums = leaders != nullptr ? begin(node, *leaders, message) : message.out;
   for (uint32_t p = 0; p < message.parts; ++p) {
     const Extent part = message.part(p);
     const uint64_t at = message.offset(part.begin);
@@ -17,10 +32,10 @@ void run(Communicator& node, Leaders* leaders, const TwoLevelMessage& message,
   }
   for (uint32_t p = 0; p < message.parts; ++p) {
     const Extent part = message.part(p);
-    if (leaders != nullptr) leaders->finish(p);
+    if (leaders != nullptr) finish(node, *leaders, p);
     node.broadcast(message.out + message.offset(part.begin), message.offset(part.count), 0);
   }
-  if (leaders != nullptr) leaders->end();
+  if (leaders != nullptr) end(node, *leaders);
 }
 
 }  // namespace

@@ -810,7 +810,7 @@ _MPI = (
         "NOSTALL_MPI_TIMEOUT",
         _seconds(),
         86_400,
-        "seconds until a rank that does not arrive is an error, nine tenths of them until a node is",
+        "seconds until a rank or node that does not arrive is an error",
     ),
     _mpi(
         "NOSTALL_MPI_BETWEEN",

@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <chrono>
+#include <functional>
 #include <memory>
 #include <numeric>
 #include <optional>
@@ -128,6 +130,61 @@ TEST(TwoLevel, WhatALeaderThrowsIsThrownOnItsNode) {
   for (uint32_t rank = 0; rank < 3; ++rank) {
     EXPECT_NE(errors[rank].find("the network is down"), std::string::npos) << errors[rank];
   }
+}
+
+// Leaders that wait for other nodes for as long as `wait` does.
+class WaitingLeaders final : public Leaders {
+ public:
+  explicit WaitingLeaders(std::function<void()> wait) : wait_(std::move(wait)) {}
+  std::byte* begin(const TwoLevelMessage& message) override { return message.out; }
+  void start(uint32_t) override {}
+  void finish(uint32_t) override { wait_(); }
+
+ private:
+  const std::function<void()> wait_;
+};
+
+// What the two ranks of a node get whose timeout is 300 ms, if its leader waits in `wait`.
+std::vector<std::string> waiting(const std::function<void(Communicator&)>& wait) {
+  return run_nodes({2}, [&](Communicator& node, Communicator* among, uint32_t) {
+    const Reducer sum(Op::sum, DataType::int64);
+    std::vector<int64_t> data(10'000);
+    auto* const place = reinterpret_cast<std::byte*>(data.data());
+    node.set_timeout(std::chrono::milliseconds(300));
+    WaitingLeaders leaders([&] { wait(node); });
+    two_level_allreduce(node, among != nullptr ? &leaders : nullptr,
+                        {place, place, data.size(), &sum, 2});
+  });
+}
+
+TEST(TwoLevel, ALeaderThatWaitsForOtherNodesSaysItselfWhatIsMissing) {
+  const auto errors = waiting([](Communicator&) {
+    std::this_thread::sleep_for(std::chrono::seconds(1));
+    throw Error(ErrorKind::peer, "node 1 did not come");
+  });
+  for (const std::string& error : errors) {
+    EXPECT_NE(error.find("node 1 did not come"), std::string::npos) << error;
+  }
+}
+
+TEST(TwoLevel, OtherNodesMayComeLate) {
+  const auto errors =
+      waiting([](Communicator&) { std::this_thread::sleep_for(std::chrono::seconds(1)); });
+  EXPECT_EQ(errors, (std::vector<std::string>{"", ""}));
+}
+
+TEST(TwoLevel, ALeaderThatNeverReturnsIsAnError) {
+  const auto errors = waiting([](Communicator& node) {
+    for (;;) {
+      node.check();
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+  });
+  EXPECT_NE(errors[0].find("rank 1 waited 0.3000 s"), std::string::npos) << errors[0];
+  EXPECT_NE(errors[1].find("rank 1 waited 0.3000 s in broadcast (call 3) for ranks that have not "
+                           "arrived: 0"),
+            std::string::npos)
+      << errors[1];
 }
 
 TEST(TwoLevel, PartsAreBounded) {
