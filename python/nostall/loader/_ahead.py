@@ -11,9 +11,6 @@ import contextlib
 import importlib
 import importlib.util
 import logging
-import os
-import queue
-import threading
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,7 +20,8 @@ from numpy.typing import NDArray
 
 from nostall import _native
 from nostall.base._words import counted
-from nostall.errors import StoppedError, UsageError
+from nostall.errors import UsageError
+from nostall.loader._producer import Producer, Stopped
 from nostall.loader._usual_steps import Decode, Normalize, ToTensor
 
 if TYPE_CHECKING:
@@ -220,18 +218,13 @@ class Made:
         self.batch.release()
 
 
-class Stopped(Exception):
-    """The consumer takes no more batches."""
-
-
-class Ahead:
+class Ahead(Producer[tuple[Made, Any, Sending]]):
     """A thread that sends batches, at most `limit` bytes of them before the consumer takes them.
 
     `limit` falls to what the device has had room for.
 
     One batch may always be ahead. Where the device has no memory for more, fewer are: that is said
-    once. What fails is raised by `take` in its turn. Memory of a batch goes back to the stage when
-    its copy is done.
+    once. Memory of a batch goes back to the stage when its copy is done.
 
     `made` gives the batches; its argument is a function that it calls now and then while it waits for
     one, and that raises `Stopped`.
@@ -243,97 +236,47 @@ class Ahead:
         made: Callable[[Callable[[], None]], Generator[Made, None, None]],
         limit: int,
     ) -> None:
+        super().__init__("nostall-device")
         self._place = place
+        self._made = made
         self.limit = limit
-        self._process = os.getpid()
-        # Each takes a token for the one thread that may wait there. A thread sets its flag before it
-        # looks once more and waits, so that no token is missed; one too many costs a look.
-        self._arrived: queue.SimpleQueue[None] = queue.SimpleQueue()  # for the consumer
-        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()  # for the thread
-        self._ready: collections.deque[tuple[Made, Any, Sending]] = collections.deque()
-        # Bytes of all batches so far; each is written by one thread alone, so that a consumer that
-        # need not wait takes no lock.
+        # Bytes of all batches so far; each is written by one thread alone.
         self._sent = self._taken = 0
-        self._wanted = False  # the consumer waits
-        self._held_up = False  # the thread waits for the consumer
-        self._stop = False
-        self._error: BaseException | None = None
         self._copying: collections.deque[tuple[Made, Sending]] = collections.deque()
-        self._thread = threading.Thread(
-            target=self._run, args=(made,), name="nostall-device", daemon=True
-        )
         self._thread.start()
 
-    def take(self) -> tuple[Made, Any]:
+    def take_sent(self) -> tuple[Made, Any]:
         """The next batch and what the user is handed; waits for it to be sent, not for its copy."""
-        if os.getpid() != self._process:
-            raise UsageError(
-                f"this loader belongs to process {self._process}; a forked child must make its own"
-            )
         if _native.trace_on():
             with self._place.waiting():
-                made, value, sending = self._next()
+                made, value, sending = self.take()
         else:
-            made, value, sending = self._next()
+            made, value, sending = self.take()
         self._taken += sending.bytes
         sending.hand_over()
-        if self._held_up:  # last, because a thread that wakes up requests the GIL
-            self._room.put(None)
+        self._make_room()  # last, because a thread that wakes up requests the GIL
         return made, value
-
-    def _next(self) -> tuple[Made, Any, Sending]:
-        try:
-            return self._ready.popleft()
-        except IndexError:
-            self._wanted = True
-        if self._held_up:
-            self._room.put(None)
-        while not self._ready and self._error is None:
-            self._arrived.get()
-        self._wanted = False
-        if not self._ready:
-            if isinstance(self._error, Stopped):  # by another thread
-                raise StoppedError("the loader is closed")
-            assert self._error is not None
-            raise self._error
-        return self._ready.popleft()
-
-    def close(self) -> None:
-        """Ends the thread; waits for copies that are under way, for they read the stage's memory."""
-        if os.getpid() != self._process:
-            return
-        self._stop = True
-        self._room.put(None)
-        if threading.current_thread() is self._thread:
-            return  # it collects an iteration that was dropped, and ends by itself
-        self._thread.join()
-        self._ready.clear()
 
     # ------------------------------------------------------------------ in the thread
 
-    def _run(self, made: Callable[[Callable[[], None]], Generator[Made, None, None]]) -> None:
-        error: BaseException = Stopped()
-        batches = made(self._waited)
+    def _make(self) -> None:
+        batches = self._made(self._waited)
         try:
             self._place.enter()
             for batch in batches:
                 sending, value = self._send(batch)
                 self._copying.append((batch, sending))
                 self._sent += sending.bytes
-                self._ready.append((batch, value, sending))
-                if self._wanted:
-                    self._arrived.put(None)
+                self._put((batch, value, sending))
                 self._give_back(_COPYING)
                 self._wait_for_room(sending.bytes)
-        except BaseException as failed:
-            error = failed
-        try:
-            batches.close()
-            self._give_back(0)
-        except BaseException as failed:
-            error = error if not isinstance(error, Stopped) else failed
-        self._error = error
-        self._arrived.put(None)
+        except BaseException:
+            with contextlib.suppress(BaseException):
+                batches.close()
+                self._give_back(0)
+            raise
+        batches.close()
+        self._give_back(0)
 
     def _waited(self) -> None:
         if self._stop:
@@ -358,13 +301,6 @@ class Ahead:
     def _has_room(self, size: int) -> bool:
         ahead = self._sent - self._taken
         return ahead + size <= self.limit or not self._ready or self._stop
-
-    def _wait_until(self, condition: Callable[[], bool]) -> None:
-        """Until the consumer has made it true."""
-        self._held_up = True
-        while not condition():
-            self._room.get()
-        self._held_up = False
 
     def _send(self, made: Made) -> tuple[Sending, Any]:
         last = False

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -14,8 +13,9 @@ from nostall import _native
 from nostall.errors import CorruptionError, IoError, TransformError, UsageError
 from nostall.loader._context import Context
 from nostall.loader._in_turn import Composed
-from nostall.loader._python_transforms import Failed, Items, Late, PythonStage, Substituted
+from nostall.loader._python_transforms import Failed, Items, Late, PythonStage, Substituted, Work
 from nostall.loader._records import RawBatch
+from nostall.observe import trace
 from nostall.source._item_record import is_left_out
 from nostall.source._items import collate, collate_items, unlike
 from nostall.source._source import ItemMaker, Source
@@ -60,35 +60,25 @@ class ItemStage(PythonStage):
         self._output = output
         self._own_collate = collate is not None
         self._plain = source.then is None and collate is None
-        self._whole: deque[Future[Any] | None] = deque()
 
-    def submit(self, batch: _native.Batch) -> None:
+    def submit(self, batch: _native.Batch) -> Work:
         pool = self._executor
         threads = pool if isinstance(pool, ThreadPoolExecutor) else None
         if not self._plain or batch.failures or len(batch) == 0 or threads is None:
-            super().submit(batch)
-            self._whole.append(None)
-            return
+            return super().submit(batch)
         records = self._samples(batch)
-        self._whole.append(threads.submit(_together, records, self._output, self._source.pickles))
-        self._pending.append((batch, records, []))
+        whole = threads.submit(_together, records, self._output, self._source.pickles)
+        return Work(batch, records, whole=whole)
 
-    def result(self, source: Source) -> tuple[_native.Batch, Any, Substituted, dict[int, int]]:
-        whole = self._whole.popleft()
-        if whole is None:
-            return super().result(source)
-        batch, _, _ = self._pending.popleft()
+    def result(self, work: Work, source: Source) -> tuple[Any, Substituted, dict[int, int]]:
+        if work.whole is None:
+            return super().result(work, source)
         try:
-            return batch, whole.result(), [], {}
+            with trace.span("wait for callables", "data"):
+                return work.whole.result(), [], {}
         except (CorruptionError, UsageError):
             # One by one, so that the bad one is named or replaced.
-            super().submit(batch)
-            self._pending.rotate()
-            return super().result(source)
-
-    def drop(self) -> None:
-        super().drop()
-        self._whole.clear()
+            return super().result(super().submit(work.batch), source)
 
     def _samples(self, batch: _native.Batch) -> Sequence[NDArray[np.uint8] | Late]:
         raw = RawBatch(batch.data, batch.offsets, batch.lengths)

@@ -560,6 +560,7 @@ class DataLoader:
         if self._ahead is not None:
             self._ahead.close()
             self._device_bytes = self._ahead.limit
+        self._recipe.pause()
         if self._loader is None:  # set_epoch may have gone back since the state was loaded
             self._begin = min(self._begin, (epoch, start))
         await_all()  # a loader that was dropped may have these tiers
@@ -568,8 +569,7 @@ class DataLoader:
         if start < batches:
             loader.seek(epoch, start)
         running = self._recorder.begin_epoch(epoch)
-        is_current = functools.partial(self._recorder.is_current, running)
-        made = functools.partial(self._recipe.batches, loader, batches - start, is_current)
+        made = functools.partial(self._recipe.batches, loader, batches - start)
         here, ahead = made(), None
         if self._recipe.place is not None:
             self._ahead = ahead = Ahead(self._recipe.place, made, self._device_bytes)
@@ -604,7 +604,7 @@ class DataLoader:
         # The core records waits for its own batches, which callables or a device work on afterwards.
         with trace.span("get batch", "data"):
             if ahead is not None:
-                one, value = ahead.take()
+                one, value = ahead.take_sent()
             else:
                 one = next(here)
                 value = one.hand_out(one.batch, self._recipe.here)

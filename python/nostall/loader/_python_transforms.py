@@ -10,10 +10,9 @@ import signal
 import sys
 import traceback
 import types
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import BrokenExecutor, ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
@@ -22,8 +21,10 @@ from nostall import _native
 from nostall.base import _children as children
 from nostall.errors import CorruptionError, IoError, TransformError, UsageError
 from nostall.loader._context import Context
+from nostall.loader._feeder import Feeder
 from nostall.loader._processes import Answer, Processes, Unsent
 from nostall.loader._records import RawBatch, Records, decoded_fields
+from nostall.observe import trace
 from nostall.source import _items
 from nostall.source._source import Pixels, Source
 
@@ -71,6 +72,20 @@ class Results(Protocol):
     def result(self) -> list[Any]: ...
 
     def cancel(self) -> bool: ...
+
+
+@dataclass
+class Work:
+    """A batch that callables are at work on, and its samples as they get them."""
+
+    batch: _native.Batch
+    samples: Sequence[Any]
+    parts: list[Results] = field(default_factory=list)
+    whole: Future[Any] | None = None  # all of it, put together
+
+    def cancel(self) -> None:
+        for part in self.parts if self.whole is None else [self.whole]:
+            part.cancel()
 
 
 def _decoded(raw: Any, decode: Decode) -> Any:
@@ -258,33 +273,30 @@ class PythonStage:
         self.seed = seed
         self.staging = 0  # bytes of raw batches at work; 0: no limit
         self._executor: ThreadPoolExecutor | Processes | None = None
-        self._pending: deque[tuple[_native.Batch, Sequence[Any], list[Results]]] = deque()
+        self._feeder: Feeder | None = None
 
-    def start(self) -> PythonStage:
+    def start(self, loader: _native.Loader, count: int) -> Feeder:
+        """Begins with the next `count` batches of a loader."""
+        self.drop()
         if self._executor is None:
             if self._workers == "threads":
                 self._executor = ThreadPoolExecutor(self._count, "nostall-python")
             else:
                 work = functools.partial(_apply, self._function, self._decode, remote=True)
                 self._executor = Processes(self._count, work)
-        self._pending.clear()
-        return self
+        self._feeder = Feeder(loader, self, count)
+        return self._feeder
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether no batch is at work."""
-        return not self._pending
-
-    def wants_more(self) -> bool:
+    def wants_more(self, works: Sequence[Work]) -> bool:
         """Whether there is to be one more batch at work: two are, while the consumer is; others
         as `staging` allows."""
-        count = len(self._pending)
+        count = len(works)
         if count < 2 or count > _BATCHES_AHEAD or not self.staging or self._unpacked is not None:
             return count <= _BATCHES_AHEAD
-        held = sum(batch.data.nbytes for batch, _, _ in self._pending)
+        held = sum(work.batch.data.nbytes for work in works)
         return held + held // count <= self.staging
 
-    def submit(self, batch: _native.Batch) -> None:
+    def submit(self, batch: _native.Batch) -> Work:
         """Starts the work on a batch; returns at once."""
         if self._executor is None:
             raise UsageError("the stage of Python transforms was not started")
@@ -307,7 +319,7 @@ class PythonStage:
                 )
                 for begin in range(0, len(batch), share)
             ]
-        self._pending.append((batch, records, futures))
+        return Work(batch, records, futures)
 
     def _contexts(self, batch: _native.Batch) -> list[Context]:
         samples, again = batch.samples.tolist(), batch.occurrences.tolist()
@@ -351,10 +363,10 @@ class PythonStage:
             occurrence=context.occurrence,
         )
 
-    def result(self, source: Source) -> tuple[_native.Batch, Any, Substituted, dict[int, int]]:
-        """Waits for the oldest batch and returns it, collated.
+    def result(self, work: Work, source: Source) -> tuple[Any, Substituted, dict[int, int]]:
+        """Waits for a batch and returns its data, collated.
 
-        Beside the batch and its data: (bad sample, replacement, reason) of each substitution, and
+        Beside them: (bad sample, replacement, reason) of each substitution, and
         by place in the batch the replacement sample, whose label is used too.
 
         Raises:
@@ -363,11 +375,12 @@ class PythonStage:
             CorruptionError: a sample is damaged, with its path, and on_error is "raise"; or no
                 sample is good enough to stand in for it.
         """
-        batch, raw, futures = pending = self._pending.popleft()
+        batch = work.batch
         try:
-            results = [result for future in futures for result in future.result()]
+            with trace.span("wait for callables", "data"):
+                results = [result for part in work.parts for result in part.result()]
         except BrokenExecutor as error:
-            raise self._worker_died(source, [pending, *self._pending]) from error
+            raise self._worker_died(source) from error
         for place, reason in batch.failures:
             results[place] = Failed(reason, True)
         samples = batch.samples
@@ -378,7 +391,7 @@ class PythonStage:
             if not isinstance(result, Failed):
                 continue
             bad = int(samples[i])
-            self._refuse_fault(source, bad, raw[i], result)
+            self._refuse_fault(source, bad, work.samples[i], result)
             message = f"{source.describe(bad)} (sample {bad}) cannot be used: {result.reason}"
             if not self._substitute:
                 raise CorruptionError(
@@ -389,23 +402,22 @@ class PythonStage:
             substituted.append((bad, replacement, message))
             places[i] = replacement
         if not results and not self._own_collate:
-            return batch, self._nothing(source, batch), substituted, places
-        return batch, self._together(source, batch, results), substituted, places
+            return self._nothing(source, batch), substituted, places
+        return self._together(source, batch, results), substituted, places
 
-    def _worker_died(
-        self, source: Source, pending: list[tuple[_native.Batch, Sequence[Any], list[Results]]]
-    ) -> TransformError:
+    def _worker_died(self, source: Source) -> TransformError:
         """Drops the processes: the next iteration starts others."""
         executor = self._executor
+        works = self._feeder.at_work if self._feeder else ()
         self.close()
         codes = executor.crashed() if isinstance(executor, Processes) else {}
         code, at_work = next(iter(codes.values()), 0), ""
-        for batch, _, answers in pending:
-            for answer in answers:
+        for work in works:
+            for answer in work.parts:
                 found = answer.worked_on(codes) if isinstance(answer, Answer) else None
                 if found is None:
                     continue
-                sample, code = int(batch.samples[found[1]]), codes[found[0]]
+                sample, code = int(work.batch.samples[found[1]]), codes[found[0]]
                 at_work = f"{source.describe(sample)} (sample {sample})"
                 if code != -signal.SIGKILL:
                     return TransformError(
@@ -509,10 +521,8 @@ class PythonStage:
 
     def drop(self) -> None:
         """Drops pending work; threads or processes stay for the next epoch."""
-        for _, _, futures in self._pending:
-            for future in futures:
-                future.cancel()
-        self._pending.clear()
+        if self._feeder is not None:
+            self._feeder.close()
 
     def close(self) -> None:
         """Drops pending work and ends threads or processes."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from numpy.typing import NDArray
 
 from nostall import _native
+from nostall.base._garbage import close_safely
 from nostall.errors import UsageError
 from nostall.fields import Custom
 from nostall.loader._ahead import Finish, Hand, Here, Made, finished_there, place_of
@@ -23,6 +24,7 @@ from nostall.source._source import Source
 
 if TYPE_CHECKING:
     from nostall.loader._codecs import Codecs
+    from nostall.loader._feeder import Feeder
     from nostall.loader._python_transforms import PythonStage
 
 Transforms = Steps | ByField | Callable[[Any], Any] | None
@@ -329,6 +331,11 @@ class Recipe:
         if self._codecs is not None:
             self._codecs.close()
 
+    def pause(self) -> None:
+        """The iteration before takes no further batches from the native stage."""
+        if self.stage is not None:
+            self.stage.drop()
+
     def close(self) -> None:
         """Ends what calls callables, once the native stage has ended."""
         if self.stage is not None:
@@ -340,13 +347,12 @@ class Recipe:
         self,
         loader: _native.Loader,
         count: int,
-        is_current: Callable[[], bool],
         waited: Callable[[], None] | None = None,
     ) -> Generator[Made, None, None]:
-        """The next `count` batches of the iteration that `is_current` is about.
-
-        `waited` is called now and then while one is waited for.
-        """
+        """The next `count` batches; `waited` is called now and then while one is waited for."""
+        if self.stage is not None:
+            yield from self._called(self.stage, loader, count, waited)
+            return
 
         def awaited() -> _native.Batch:
             assert waited is not None
@@ -356,32 +362,34 @@ class Recipe:
                     return batch
 
         following = loader.next if waited is None else awaited
-        pending = self.stage.start() if self.stage else None
         hand_out = self._native_hand_out()
-        fetched = 0
+        for _ in range(count):
+            batch = following()
+            yield Made(batch, (), hand_out or self._finished(batch, None, {}))
+
+    def _called(
+        self,
+        stage: PythonStage,
+        loader: _native.Loader,
+        count: int,
+        waited: Callable[[], None] | None,
+    ) -> Generator[Made, None, None]:
+        """The same where callables make the batches."""
+        feeder = stage.start(loader, count)
         try:
             for _ in range(count):
-                if hand_out is not None:
-                    batch = following()
-                    yield Made(batch, (), hand_out)
-                    continue
-                if pending is None:
-                    batch = following()
-                    yield Made(batch, (), self._finished(batch, None, {}))
-                    continue
-                # A batch that is at work is not held up for one that is still to be read.
-                while fetched < count and pending.wants_more():
-                    more = following() if pending.is_idle else loader.next_if_ready()
-                    if more is None:
-                        break
-                    pending.submit(more)
-                    fetched += 1
-                batch, data, substituted, places = pending.result(self._dataset)
-                yield Made(batch, substituted, self._finished(batch, data, places))
+                yield self._made_by(stage, feeder, waited)
         finally:
-            # An abandoned iteration may end late; pending work may then belong to a later one.
-            if pending is not None and is_current():
-                pending.drop()
+            close_safely(feeder.close)
+
+    def _made_by(
+        self, stage: PythonStage, feeder: Feeder, waited: Callable[[], None] | None
+    ) -> Made:
+        work = feeder.take(waited)
+        data, substituted, places = stage.result(work, self._dataset)
+        made = Made(work.batch, substituted, self._finished(work.batch, data, places))
+        feeder.done()
+        return made
 
     def _native_hand_out(self) -> Callable[[_native.Batch, Hand], Any] | None:
         """What hands batches out of which nothing is to be computed here; None for others."""

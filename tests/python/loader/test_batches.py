@@ -315,7 +315,7 @@ def test_a_consumer_wakes_only_a_thread_that_waits() -> None:
     place.begin.return_value.bytes = 1
     ahead = Ahead(place, made, 10)  # type: ignore[arg-type]
     begin.set()
-    assert [ahead.take()[1] for _ in range(5)] == list(range(5))
+    assert [ahead.take_sent()[1] for _ in range(5)] == list(range(5))
     assert ahead._room.empty()
     ahead.close()
 
@@ -364,3 +364,65 @@ def test_a_batch_of_callables_does_not_wait_for_the_reads_of_the_next() -> None:
         rows = [first, *batches]
     assert reader.opened
     assert [row for data, _ in rows for row in data.tolist()] == [[i] for i in range(64)]
+
+
+def test_callables_begin_with_a_batch_when_it_arrives() -> None:
+    """The training computes meanwhile, and asks for no batch."""
+    reader, begun = Gated(), threading.Event()
+
+    def seen(raw: Any) -> Any:
+        if raw[0] == 16:
+            begun.set()
+        return np.array(raw)
+
+    source = nostall.CustomSource(reader, [1] * 64, [0] * 64, identity="gated")
+    with nostall.DataLoader(
+        source, 16, epochs=1, shuffle=False, tiers=[], transforms=seen, output="numpy"
+    ) as loader:
+        batches = iter(loader)
+        next(batches)
+        reader.gate.set()
+        assert begun.wait(60)
+        assert [data[0, 0] for data, _ in batches] == [16, 32, 48]
+
+
+@pytest.mark.parametrize("end", ["close", "keep"])
+def test_an_iteration_that_was_left_takes_no_batch_of_the_next(end: str) -> None:
+    reader = Gated()
+    source = nostall.CustomSource(reader, [1] * 64, [0] * 64, identity="gated")
+    with nostall.DataLoader(
+        source, 16, epochs=2, shuffle=False, tiers=[], transforms=np.array, output="numpy"
+    ) as loader:
+        left = iter(loader)
+        next(left)  # the next batch is being waited for
+        if end == "close":
+            del left
+        following = iter(loader)
+        reader.gate.set()
+        assert [data[0, 0] for data, _ in following] == [0, 16, 32, 48]
+        if end == "keep":
+            with pytest.raises(UsageError, match="another iteration"):
+                next(left)
+
+
+@pytest.mark.parametrize("workers", ["threads", "processes"])
+def test_what_fails_ahead_is_raised_in_its_turn(workers: Any) -> None:
+    reader = Failing()
+    source = nostall.CustomSource(reader, [1] * 64, [0] * 64, identity="failing")
+    with nostall.DataLoader(
+        source, 16, epochs=1, shuffle=False, tiers=[], transforms=np.array, workers=workers,
+        output="numpy",
+    ) as loader:  # fmt: skip
+        batches = iter(loader)
+        assert [next(batches)[0][0, 0] for _ in range(2)] == [0, 16]
+        with pytest.raises(nostall.errors.CorruptionError, match="number 3"):
+            next(batches)
+
+
+class Failing(Gated):
+    """The third 16 samples cannot be read."""
+
+    def read(self, samples: list[int]) -> list[Any]:
+        if any(32 <= sample < 48 for sample in samples):
+            raise OSError("no such disk")
+        return [bytes([sample]) for sample in samples]

@@ -1009,8 +1009,8 @@ def case_waits_for_input_on_the_devices_clock() -> None:
         asked.release()
         return wait(ahead)
 
-    wait = Ahead._next
-    with cases.recorded() as place, mock.patch.object(Ahead, "_next", slow):
+    wait = Ahead.take
+    with cases.recorded() as place, mock.patch.object(Ahead, "take", slow):
         with loader(np.asarray, collate=late, device="simdev", size=8) as source:
             stepped(source, copy=0.008, compute=0.005)
         stats = kept(place)

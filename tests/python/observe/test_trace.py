@@ -211,6 +211,23 @@ def test_a_wait_is_blamed_on_what_was_done_meanwhile() -> None:
     assert made.of("data", "read source").busy() == pytest.approx(20)
 
 
+def test_a_wait_for_callables_is_theirs_though_the_next_batch_is_awaited_as_well() -> None:
+    made = digest.Digest(
+        "t", 0, 1, "h", 0.0,
+        {
+            ("data", "get batch"): spans((0, 10), (20, 24)),
+            ("data", "wait for callables"): spans((4, 10), (20, 24)),
+            ("data", "wait for batch"): spans((0, 9), (15, 24)),
+            ("data", "read source"): spans((0, 24)),
+        },
+        0,
+    )  # fmt: skip
+    causes = made.causes(threads=2)
+    assert causes["source"] == pytest.approx(4)
+    assert causes["decode"] == pytest.approx(6 + 4)
+    assert sum(causes.values()) == pytest.approx(14)
+
+
 def test_waits_are_those_of_the_consumer_where_a_batch_is_not_at_once_its() -> None:
     made = digest.Digest(
         "t", 0, 1, "h", 0.0,

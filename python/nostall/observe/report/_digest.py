@@ -118,7 +118,11 @@ class Digest:
         """
         waits = self.waits()
         length = waits.end - waits.begin
-        given = self.of("data", "wait for batch").active(waits.begin, waits.end)
+        called = self.of("data", "wait for callables").active(waits.begin, waits.end)
+        # The core may be waited for, for a later batch, while callables work on this one.
+        given = np.minimum(
+            self.of("data", "wait for batch").active(waits.begin, waits.end), 1 - called
+        )
         working = length * np.clip(1 - given, 0, 1)
         length = length - working
         decode = np.clip(

@@ -1,0 +1,58 @@
+"""Gives batches to callables as they arrive, while the consumer computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from nostall import _native
+from nostall.loader._producer import Producer, Stopped
+
+if TYPE_CHECKING:
+    from nostall.loader._python_transforms import PythonStage, Work
+
+
+class Feeder(Producer["Work"]):
+    """A thread that submits the next `count` batches of a loader to a stage, as it wants them."""
+
+    def __init__(self, loader: _native.Loader, stage: PythonStage, count: int) -> None:
+        super().__init__("nostall-feeder")
+        self._loader = loader
+        self._stage = stage
+        self._count = count
+        self._taken: Work | None = None
+        self._thread.start()
+
+    def take(self, waited: Callable[[], None] | None = None) -> Work:
+        """The oldest batch; it counts as at work until `done`."""
+        self._taken = work = super().take(waited)
+        return work
+
+    def done(self) -> None:
+        """The results of the batch that was taken are there."""
+        self._taken = None
+        self._make_room()
+
+    @property
+    def at_work(self) -> Sequence[Work]:
+        """All batches at work, the oldest first."""
+        taken, ready = self._taken, list(self._ready)
+        return ready if taken is None else [taken, *ready]
+
+    def _drop(self, work: Work) -> None:
+        work.cancel()
+
+    def _make(self) -> None:
+        for _ in range(self._count):
+            self._wait_until(lambda: self._stop or self._stage.wants_more(self.at_work))
+            self._put(self._stage.submit(self._arrival()))
+
+    def _arrival(self) -> _native.Batch:
+        while not self._stop:
+            # To give up the GIL may cost milliseconds where callables run.
+            batch = self._loader.next_if_ready()
+            if batch is None:
+                batch = self._loader.next_soon()
+            if batch is not None:
+                return batch
+        raise Stopped
