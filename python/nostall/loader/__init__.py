@@ -6,7 +6,8 @@
 # transforms      the steps' names and parameters; _compile: steps to a native pipeline
 # _torchvision, _tv_tensors, _in_turn   steps of torchvision, and callables among native steps
 # _python_transforms, _processes, _codecs   callables and kinds in Python: threads, worker processes
-# _ahead, _jax    batches on a device; that of torch is in nostall/torch/_device.py
+# _producer       a thread that works ahead: _feeder, for callables; _ahead, for devices
+# _jax            batches on a device of JAX; that of torch is in nostall/torch/_device.py
 # _tiers          tiers that several loaders share
 # testing         checks of what users write
 
