@@ -65,11 +65,17 @@ class PyBatch {
     return memory_->tail;
   }
   void release() {
-    // Dropped without the lock: memory of Python's may run code that comes back here.
+    // Dropped without the lock, as memory of Python's may run code that comes back here, and without
+    // the GIL, as the system takes its time.
     std::shared_ptr<stage::Buffer> buffer, tail;
-    const MutexLock lock(memory_->mutex);
-    buffer.swap(memory_->buffer);
-    tail.swap(memory_->tail);
+    {
+      const MutexLock lock(memory_->mutex);
+      buffer.swap(memory_->buffer);
+      tail.swap(memory_->tail);
+    }
+    const nb::gil_scoped_release release;
+    buffer.reset();
+    tail.reset();
   }
 
   // Without its memory.

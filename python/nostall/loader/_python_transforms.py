@@ -83,6 +83,11 @@ class Work:
     parts: list[Results] = field(default_factory=list)
     whole: Future[Any] | None = None  # all of it, put together
 
+    def release(self) -> None:
+        """Gives the memory of the samples back, as far as nothing else refers to it."""
+        self.samples, self.parts, self.whole = (), [], None
+        self.batch.release()
+
     def cancel(self) -> None:
         for part in self.parts if self.whole is None else [self.whole]:
             part.cancel()

@@ -388,6 +388,7 @@ class Recipe:
         work = feeder.take(waited)
         data, substituted, places = stage.result(work, self._dataset)
         made = Made(work.batch, substituted, self._finished(work.batch, data, places))
+        del work
         feeder.done()
         return made
 
