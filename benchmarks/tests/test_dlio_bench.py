@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from nostall.errors import UsageError
-from nostall_bench import dlio
+from nostall_bench import dlio, programs
 from nostall_bench.accelerator import Profile
 
 WORKLOAD = dlio.Workload("w", Profile(1000, 10, 0.5, 0.9), epochs=3, spread=20.5, samples=4)
@@ -33,6 +34,18 @@ def test_records_are_the_workloads_own_unless_they_are_scaled(tmp_path: Path) ->
     scaled = WORKLOAD.overrides(tmp_path, 7, tmp_path, 0.5)
     assert "++workload.dataset.record_length=1000" in scaled
     assert "++workload.dataset.record_length_stdev=20" in scaled
+
+
+def test_children_import_what_the_user_has_put_before_what_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pytest.py").write_text("chosen = True\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    program = "import nostall, nostall_bench, pytest; print(pytest.chosen)"
+    environment = programs.child_environment()
+    subprocess.run(
+        [sys.executable, "-c", program], env=environment, cwd=tmp_path.parent, check=True
+    )
 
 
 @pytest.mark.skipif(

@@ -56,6 +56,17 @@ def close_safely(close: Callable[..., object], *args: object) -> None:
         close(*args)
 
 
+def end_with(kind: type[BaseException] | None, close: Callable[[], object]) -> None:
+    """Closes at the end of a ``with`` that was left by an exception of this kind, or by none.
+
+    A generator is left by GeneratorExit, also when the collector finds it.
+    """
+    if kind is GeneratorExit:
+        close_safely(close)
+    else:
+        close()
+
+
 def apart(close: Callable[..., object], *args: object) -> None:
     """Calls ``close(*args)`` in a thread of its own, for which the end of the process waits."""
     global _awaited_in

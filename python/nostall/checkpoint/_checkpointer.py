@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Unpack
 
 from nostall import _native
-from nostall.base._garbage import Closer, apart, close_safely
+from nostall.base._garbage import Closer, apart, end_with
 from nostall.base._options import checked
 from nostall.base._sizes import parse_size
 from nostall.base._words import counted
@@ -667,13 +667,10 @@ class Checkpointer:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if os.getpid() != self._pid:
             return  # the end of a forked child, not of the checkpointer
-        if kind is GeneratorExit:  # a generator is left so, too, when the collector finds it
-            close_safely(self.close)
-            return
         try:
-            self.close()
+            end_with(kind, self.close)
         except IoError as error:
-            if kind is None:
+            if kind in (None, GeneratorExit):
                 raise
             _log.error("%s", error)
 

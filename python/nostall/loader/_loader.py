@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nostall import _native
-from nostall.base._garbage import Closer, await_all, close_safely
+from nostall.base._garbage import Closer, await_all, close_safely, end_with
 from nostall.base._options import checked, value
 from nostall.base._sizes import (
     defaults,
@@ -794,10 +794,7 @@ class DataLoader:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is GeneratorExit:  # a generator is left so, too, when the collector finds it
-            close_safely(self.close)
-        else:
-            self.close()
+        end_with(kind, self.close)
 
     # ------------------------------------------------------------------ the native side
 

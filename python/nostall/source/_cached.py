@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from nostall.base._garbage import Closer, close_safely
+from nostall.base._garbage import Closer, end_with
 from nostall.base._sizes import parse_size
 from nostall.base._words import counted
 from nostall.errors import CorruptionError, TransformError, UsageError
@@ -199,10 +199,7 @@ class Cached(Source):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is GeneratorExit:  # a generator is left so, too, when the collector finds it
-            close_safely(self.close)
-        else:
-            self.close()
+        end_with(kind, self.close)
 
     def __repr__(self) -> str:
         return f"<Cached {self._name}: {counted(len(self), 'item')}, {self.room} bytes for each>"
