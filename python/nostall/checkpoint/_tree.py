@@ -145,7 +145,9 @@ class _Encoder:
         native = dtype.isnative and dtype.name in _NUMPY
         node: dict[str, Any] = {"kind": kind}
         if not native:
-            node |= {"dtype": dtype.str, "shape": list(array.shape)}
+            # Other libraries' types call themselves bytes there.
+            name = dtype.str if np.dtype(dtype.str) == dtype else dtype.name
+            node |= {"dtype": name, "shape": list(array.shape)}
         code = _NUMPY[dtype.name] if native else "U8"
         shape = array.shape if native else (array.nbytes,)
         return self._leaf(node, path, code, shape, array, array.ctypes.data, array.nbytes)
@@ -300,12 +302,18 @@ def _array(stored: Stored, node: Mapping[str, Any]) -> Any:
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"torch {torch.__version__} has no dtype {name}")
         return torch.from_numpy(stored.data).view(dtype).reshape(shape)
-    if name not in np.sctypeDict and name in _NUMPY:
+    array = stored.data.view(_dtype(name)).reshape(shape)
+    return array[()] if node["kind"] == "scalar" else array
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    try:
+        return np.dtype(name)
+    except TypeError:
         import ml_dtypes
 
-        name = getattr(ml_dtypes, name)
-    array = stored.data.view(np.dtype(name)).reshape(shape)
-    return array[()] if node["kind"] == "scalar" else array
+        found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+        return found
 
 
 def _place(path: tuple[Any, ...]) -> str:

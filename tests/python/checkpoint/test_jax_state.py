@@ -53,6 +53,32 @@ def main(folder: Path) -> None:
             ckpt.save({"key": jax.random.key(0)}, 2)
 
     exchange(folder)
+    keep_types(folder)
+
+
+def keep_types(folder: Path) -> None:
+    """Types of which NumPy itself knows the size alone, with all their values."""
+    import ml_dtypes
+    import numpy as np
+    import torch
+
+    import nostall
+
+    values = np.arange(256, dtype=np.uint8).reshape(2, 128)
+    small = ("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float8_e4m3fn", "float8_e5m2")
+    state: dict[str, Any] = {name: values.view(getattr(ml_dtypes, name)) for name in small}
+    state["int4"] = np.arange(-8, 8).astype(ml_dtypes.int4)
+    state["void"], state["text"] = values.view("V2"), np.array(["a", "bc"])
+    with nostall.Checkpointer(durable=folder / "types") as ckpt:
+        ckpt.save(state, 1, level="durable")
+        restored = ckpt.restore()
+        assert restored is not None
+        found = restored.state
+        for name, array in state.items():
+            assert found[name].dtype == array.dtype and found[name].tobytes() == array.tobytes()
+        tensor = torch.zeros(2, 128, dtype=torch.float8_e4m3fnuz)
+        assert ckpt.restore(into={**state, "float8_e4m3fnuz": tensor})
+        assert bytes(tensor.view(torch.uint8).numpy()) == values.tobytes()
 
 
 def exchange(folder: Path) -> None:
