@@ -35,9 +35,12 @@ class Feeder(Producer["Work"]):
 
     def done(self) -> None:
         """The results of the batch that was taken are there, and nothing else of it is needed."""
-        assert self._taken is not None
-        self._spent.append(self._taken)
-        self._taken = None
+        work, self._taken = self._taken, None
+        assert work is not None
+        if self._error is not None:  # the thread has ended
+            work.release()
+            return
+        self._spent.append(work)
         self._make_room()
 
     @property
@@ -48,17 +51,16 @@ class Feeder(Producer["Work"]):
 
     def _drop(self, work: Work) -> None:
         work.cancel()
+        work.release()
 
     def _make(self) -> None:
-        for _ in range(self._count):
-            self._wait_until(self._has_room)
-            self._put(self._stage.submit(self._arrival()))
-        self._wait_until(self._is_over)
-
-    def close(self) -> None:
-        """Ends the thread, and waits for its end; drops what is at work."""
-        super().close()
-        self._give_back()
+        try:
+            for _ in range(self._count):
+                self._wait_until(self._has_room)
+                self._put(self._stage.submit(self._arrival()))
+            self._wait_until(self._is_over)
+        finally:
+            self._give_back()
 
     def _give_back(self) -> None:
         while self._spent:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import collections
 import os
 import queue
 import threading
+import weakref
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from nostall.errors import StoppedError, UsageError
 
@@ -37,6 +39,7 @@ class Producer(Generic[_T]):
         self._stop = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        _every.add(self)
 
     # ------------------------------------------------------------------ in the consumer
 
@@ -117,3 +120,13 @@ class Producer(Generic[_T]):
         while not condition():
             self._room.get()
         self._held_up = False
+
+
+_every: weakref.WeakSet[Producer[Any]] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_with_program() -> None:
+    """Ends the threads: without an interpreter one that waits in the core would end the process."""
+    for producer in list(_every):
+        producer.close()
