@@ -164,7 +164,7 @@ nb::list texts_of(const PyBatch& b, size_t number) {
 class PyLoader {
  public:
   explicit PyLoader(std::unique_ptr<stage::Loader> loader)
-      : loader_(std::move(loader)), owner_pid_(::getpid()) {}
+      : loader_(std::move(loader)), peers_(loader_->config().peers), owner_pid_(::getpid()) {}
   ~PyLoader() {
     const nb::gil_scoped_release release;
     loader_.reset();
@@ -194,6 +194,21 @@ class PyLoader {
     mutex_.unlock();
     return there;
   }
+  // Does not wait for other calls. Empty without peers, and once it is closed.
+  std::map<std::string, uint64_t> peer_counts() const {
+    const nb::gil_scoped_release release;
+    std::map<std::string, uint64_t> out;
+    if (::getpid() != owner_pid_) return out;
+    const auto peers = peers_.lock();
+    if (!peers) return out;
+    const peer::ExchangeStats s = peers->stats();
+    out["nodes"] = peers->nodes();
+    out["nodes_alive"] = peers->nodes_alive();
+    for (const auto& [name, counter] : peer::counters_of_exchange<uint64_t>()) out[name] = s.*counter;
+    out["copies_planned"] = loader_->copies().planned;
+    out["copies_found"] = loader_->copies().found;
+    return out;
+  }
   void close() const {
     closing_ = true;
     with([](stage::Loader& loader) { loader.close(); });
@@ -201,6 +216,7 @@ class PyLoader {
 
  private:
   std::unique_ptr<stage::Loader> loader_;
+  const std::weak_ptr<peer::Exchange> peers_;  // until it is closed
   mutable Mutex mutex_;  // held by calls of *loader_
   mutable std::atomic<bool> closing_{false};
   const int owner_pid_;
@@ -227,19 +243,6 @@ std::optional<PyBatch> next_if_ready(const PyLoader& self) {
   // To give up the GIL may cost milliseconds where callables run.
   if (!self.ready()) return std::nullopt;
   return batch_of(self, self.next());
-}
-
-std::map<std::string, uint64_t> peer_counts(stage::Loader& loader) {
-  std::map<std::string, uint64_t> out;
-  const auto& peers = loader.config().peers;
-  if (!peers) return out;
-  const peer::ExchangeStats s = peers->stats();
-  out["nodes"] = peers->nodes();
-  out["nodes_alive"] = peers->nodes_alive();
-  for (const auto& [name, counter] : peer::counters_of_exchange<uint64_t>()) out[name] = s.*counter;
-  out["copies_planned"] = loader.copies().planned;
-  out["copies_found"] = loader.copies().found;
-  return out;
 }
 
 std::string string_of(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
@@ -468,9 +471,7 @@ void bind_loader(nb::module_& m) {
       .def("close", &PyLoader::close)
       .def_prop_ro(
           "peers",
-          [](const PyLoader& l) {
-            return l.with([](stage::Loader& loader) { return peer_counts(loader); });
-          },
+          &PyLoader::peer_counts,
           "What was exchanged with other nodes (native/peer/exchange.h); {} on one node.");
 }
 

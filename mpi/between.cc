@@ -147,14 +147,10 @@ void check_between(CommunicatorState& state, const char* operation, int result) 
 }
 
 Lookout::Lookout(CommunicatorState& state, const char* operation)
-    : state_(state),
-      operation_(operation),
-      elsewhere_(*state.node),
-      began_(now_ns()),
-      next_(began_ + kLookNs) {}
+    : state_(state), operation_(operation), began_(now_ns()), next_(began_ + kLookNs) {}
 
 void Lookout::restart() {
-  elsewhere_.progressed();
+  collective::Elsewhere::progressed(*state_.node);
   began_ = now_ns();
 }
 
@@ -187,6 +183,7 @@ void give_up(CommunicatorState& state, std::vector<MPI_Request>& requests) noexc
 }
 
 void LeaderRequests::wait(size_t index) {
+  const collective::Elsewhere elsewhere(*state_.node);
   Lookout lookout(state_, operation_);
   for (int done = 0; done == 0; lookout.look()) {
     const int result = PMPI_Test(&requests_[index], &done, MPI_STATUS_IGNORE);

@@ -33,8 +33,8 @@ void notify_other_nodes(CommunicatorState& state, const Error& why) noexcept;
 // Ends the node's communicator and throws if `result`, of the MPI between nodes, is an error.
 void check_between(CommunicatorState& state, const char* operation, int result);
 
-// For a local leader that waits for other nodes: listens, and throws if the node's communicator has
-// ended. Times out before the other ranks of the node, which wait for this one. A look at the clock in
+// For a local leader that waits for other nodes (collective::Elsewhere): listens, and throws if the
+// node's communicator has ended. Times out before the other ranks of the node, which wait for this one. A look at the clock in
 // most calls.
 class Lookout {
  public:
@@ -46,7 +46,6 @@ class Lookout {
  private:
   CommunicatorState& state_;
   const char* const operation_;
-  collective::Elsewhere elsewhere_;
   int64_t began_, next_;
 };
 

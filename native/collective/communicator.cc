@@ -454,10 +454,14 @@ void Communicator::on_late(std::chrono::nanoseconds after,
 }
 
 Elsewhere::Elsewhere(Communicator& communicator) noexcept : communicator_(communicator) {
-  progressed();
+  mark(communicator_, 1);
 }
-Elsewhere::~Elsewhere() { communicator_.impl_->steps.wait_elsewhere(false); }
-void Elsewhere::progressed() noexcept { communicator_.impl_->steps.wait_elsewhere(true); }
+Elsewhere::~Elsewhere() { mark(communicator_, -1); }
+void Elsewhere::progressed(Communicator& communicator) noexcept { mark(communicator, 0); }
+void Elsewhere::mark(Communicator& communicator, int change) noexcept {
+  Communicator::Impl& impl = *communicator.impl_;
+  if (!impl.memory.is_forked_child()) impl.steps.wait_elsewhere(change);
+}
 
 // A forked child has none of the memory in which to say or see it.
 bool Communicator::end(const Error& why) noexcept {

@@ -155,16 +155,18 @@ class Communicator {
 // While it lives, its rank waits for something outside of the communicator, which the other ranks
 // need as well: their timeout begins anew now, at each progress and at the end. They wait a few
 // seconds longer than the timeout, so that the error of the rank itself, if it has the same
-// timeout, comes first. By the thread of the rank's calls.
+// timeout, comes first. They may nest. By the thread of the rank's calls.
 class Elsewhere {
  public:
   explicit Elsewhere(Communicator& communicator) noexcept;
   ~Elsewhere();
   Elsewhere(const Elsewhere&) = delete;
   Elsewhere& operator=(const Elsewhere&) = delete;
-  void progressed() noexcept;
+  static void progressed(Communicator& communicator) noexcept;
 
  private:
+  static void mark(Communicator& communicator, int change) noexcept;
+
   Communicator& communicator_;
 };
 

@@ -127,9 +127,10 @@ class Steps {
   // Ends the communicator because this rank left the call by an error of its own.
   void end_by_own_error() noexcept;
   void set_timeout(std::chrono::nanoseconds timeout) noexcept { timeout_ = timeout; }
-  // This rank waits outside of the communicator, for longer from now on or no more.
-  void wait_elsewhere(bool waits) noexcept {
-    shared_.line(rank_).elsewhere.store((now_ns() & ~int64_t{1}) | int64_t{waits},
+  // This rank begins to wait outside of the communicator (1), ends it (-1), or progresses there (0).
+  void wait_elsewhere(int change) noexcept {
+    elsewhere_ += change;
+    shared_.line(rank_).elsewhere.store((now_ns() & ~int64_t{1}) | int64_t{elsewhere_ > 0},
                                         std::memory_order_relaxed);
   }
 
@@ -244,6 +245,7 @@ class Steps {
   const char* operation_ = "";
   uint64_t signature_ = 0;
   uint64_t calls_ = 0;
+  int elsewhere_ = 0;  // waits outside of the communicator that this rank is in
   uint64_t step_ = 0;
   std::atomic<uint64_t> open_{1};  // the first step that this rank has not completed
   uint64_t safe_ = 0;              // all ranks have finished this step

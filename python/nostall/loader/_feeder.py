@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from nostall import _native
@@ -24,19 +24,15 @@ class Feeder(Producer["Work"]):
         self._loader = loader
         self._stage = stage
         self._count = count
-        self._taken: Work | None = None
+        self._at_work: deque[Work] = deque()
         self._spent: deque[Work] = deque()
+        self._left = count
         self._thread.start()
-
-    def take(self, waited: Callable[[], None] | None = None) -> Work:
-        """The oldest batch; it counts as at work until `done`."""
-        self._taken = work = super().take(waited)
-        return work
 
     def done(self) -> None:
         """The results of the batch that was taken are there, and nothing else of it is needed."""
-        work, self._taken = self._taken, None
-        assert work is not None
+        work = self._at_work.popleft()
+        self._left -= 1
         if self._error is not None:  # the thread has ended
             work.release()
             return
@@ -45,19 +41,23 @@ class Feeder(Producer["Work"]):
 
     @property
     def at_work(self) -> Sequence[Work]:
-        """All batches at work, the oldest first."""
-        taken, ready = self._taken, list(self._ready)
-        return ready if taken is None else [taken, *ready]
+        """All batches that are not done, the oldest first."""
+        return self._at_work.copy()
 
-    def _drop(self, work: Work) -> None:
-        work.cancel()
-        work.release()
+    def _ended(self) -> None:
+        while self._at_work:
+            work = self._at_work.popleft()
+            work.cancel()
+            work.release()
 
     def _make(self) -> None:
         try:
             for _ in range(self._count):
                 self._wait_until(self._has_room)
-                self._put(self._stage.submit(self._arrival()))
+                work = self._stage.submit(self._arrival())
+                self._at_work.append(work)
+                self._put(work)
+                del work
             self._wait_until(self._is_over)
         finally:
             self._give_back()
@@ -68,7 +68,7 @@ class Feeder(Producer["Work"]):
 
     def _is_over(self) -> bool:
         self._give_back()
-        return self._stop or (self._taken is None and not self._ready)
+        return self._stop or self._left == 0
 
     def _has_room(self) -> bool:
         self._give_back()

@@ -354,18 +354,19 @@ class Processes:
         Raises:
             BrokenExecutor: a process died.
         """
+        each = self._room  # another thread may learn of more meanwhile
         places = range(0, len(samples), share)
         parcels = [_packed((samples[i : i + share], contexts[i : i + share])) for i in places]
         given, memory = self._memory.take(sum(parcel.room for parcel in parcels) or 1)
         marks = len(places) * _ALIGNED
-        out, results = self._memory.take(marks + self._room * len(samples))
+        out, results = self._memory.take(marks + each * len(samples))
         results[:marks] = 0
         answers, begin = [], 0
         for task, (place, parcel) in enumerate(zip(places, parcels, strict=True)):
             spans = parcel.lay(memory, begin)
             begin += parcel.room
             of_task = range(place, min(place + share, len(samples)))
-            at, room = marks + self._room * place, self._room * len(of_task)
+            at, room = marks + each * place, each * len(of_task)
             future = self._pool.submit(_do, parcel.data, spans, given, out, task, at, room)
             self._spawn.keep(future)
             future.add_done_callback(_Held(memory, results))

@@ -70,10 +70,15 @@ class Producer(Generic[_T]):
             self._wanted = False
         if self._ready:
             return self._ready.popleft()
-        assert self._error is not None
-        if isinstance(self._error, Stopped):
-            raise StoppedError("the loader is closed")
-        raise self._error
+        # Raised, it refers to those who call this: they are not to be kept here.
+        error, self._error = self._error, Stopped()
+        try:
+            if isinstance(error, Stopped):
+                raise StoppedError("the loader is closed")
+            assert error is not None
+            raise error
+        finally:
+            del error
 
     def _make_room(self) -> None:
         if self._held_up:
@@ -88,11 +93,12 @@ class Producer(Generic[_T]):
         if threading.current_thread() is self._thread:
             return  # it collects an iteration that was dropped, and ends by itself
         self._thread.join()
-        while self._ready:
-            self._drop(self._ready.popleft())
+        self._ready.clear()
+        self._error = Stopped()  # an error that nobody took would keep this
+        self._ended()
 
-    def _drop(self, thing: _T) -> None:
-        """What is done with each thing that nobody took."""
+    def _ended(self) -> None:
+        """The thread has been closed."""
 
     # ------------------------------------------------------------------ in the thread
 
@@ -101,12 +107,11 @@ class Producer(Generic[_T]):
         raise NotImplementedError
 
     def _run(self) -> None:
-        error: BaseException = Stopped()
         try:
             self._make()
+            self._error = Stopped()
         except BaseException as failed:
-            error = failed
-        self._error = error
+            self._error = failed
         self._arrived.put(None)
 
     def _put(self, thing: _T) -> None:

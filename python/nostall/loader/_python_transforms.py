@@ -10,6 +10,7 @@ import signal
 import sys
 import traceback
 import types
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -278,7 +279,8 @@ class PythonStage:
         self.seed = seed
         self.staging = 0  # bytes of raw batches at work; 0: no limit
         self._executor: ThreadPoolExecutor | Processes | None = None
-        self._feeder: Feeder | None = None
+        # Of the iteration that has begun last, which keeps it.
+        self._feeder: Callable[[], Feeder | None] = lambda: None
 
     def start(self, loader: _native.Loader, count: int) -> Feeder:
         """Begins with the next `count` batches of a loader."""
@@ -289,8 +291,9 @@ class PythonStage:
             else:
                 work = functools.partial(_apply, self._function, self._decode, remote=True)
                 self._executor = Processes(self._count, work)
-        self._feeder = Feeder(loader, self, count)
-        return self._feeder
+        feeder = Feeder(loader, self, count)
+        self._feeder = weakref.ref(feeder)
+        return feeder
 
     def wants_more(self, works: Sequence[Work]) -> bool:
         """Whether there is to be one more batch at work: two are, while the consumer is; others
@@ -413,16 +416,17 @@ class PythonStage:
     def _worker_died(self, source: Source) -> TransformError:
         """Drops the processes: the next iteration starts others."""
         executor = self._executor
-        works = self._feeder.at_work if self._feeder else ()
+        feeder = self._feeder()
+        works = [(work.batch, work.parts) for work in feeder.at_work] if feeder else []
         self.close()
         codes = executor.crashed() if isinstance(executor, Processes) else {}
         code, at_work = next(iter(codes.values()), 0), ""
-        for work in works:
-            for answer in work.parts:
+        for batch, parts in works:
+            for answer in parts:
                 found = answer.worked_on(codes) if isinstance(answer, Answer) else None
                 if found is None:
                     continue
-                sample, code = int(work.batch.samples[found[1]]), codes[found[0]]
+                sample, code = int(batch.samples[found[1]]), codes[found[0]]
                 at_work = f"{source.describe(sample)} (sample {sample})"
                 if code != -signal.SIGKILL:
                     return TransformError(
@@ -526,8 +530,9 @@ class PythonStage:
 
     def drop(self) -> None:
         """Drops pending work; threads or processes stay for the next epoch."""
-        if self._feeder is not None:
-            self._feeder.close()
+        feeder = self._feeder()
+        if feeder is not None:
+            feeder.close()
 
     def close(self) -> None:
         """Drops pending work and ends threads or processes."""

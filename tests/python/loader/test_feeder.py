@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import threading
+import time
+import weakref
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
 import nostall
 from nostall.errors import UsageError
+from nostall.loader import _processes
+from nostall.loader._python_transforms import PythonStage
 
 
 class Gated(nostall.SampleReader):
@@ -102,6 +108,105 @@ def test_what_fails_ahead_is_raised_in_its_turn(workers: Any) -> None:
         assert [next(batches)[0][0, 0] for _ in range(2)] == [0, 16]
         with pytest.raises(nostall.errors.CorruptionError, match="number 3"):
             next(batches)
+
+
+def of_batches(reader: nostall.SampleReader, **options: Any) -> nostall.DataLoader:
+    source = nostall.CustomSource(reader, [1] * 64, [0] * 64, identity="of batches")
+    return nostall.DataLoader(
+        source, 16, epochs=2, shuffle=False, tiers=[], output="numpy", **options
+    )
+
+
+def stage_of(loader: nostall.DataLoader) -> PythonStage:
+    stage = loader._recipe.stage
+    assert stage is not None
+    return stage
+
+
+def ones(raw: Any) -> Any:
+    return np.full(100_000, raw[0], np.uint8)
+
+
+def test_results_come_while_the_next_batch_is_being_sent_to_processes() -> None:
+    reader = Gated()
+    reader.gate.set()
+    take, taken = _processes._Memory.take, []
+
+    def learns(memory: Any, size: int) -> Any:
+        taken.append(size)
+        if len(taken) == 4:  # the slot for results of the second batch, whose size is given
+            stage_of(loader)._executor.learn(100_000)  # type: ignore[union-attr]
+        return take(memory, size)
+
+    with (
+        mock.patch.object(_processes._Memory, "take", learns),
+        of_batches(reader, transforms=ones, workers="processes", threads=1) as loader,
+    ):
+        assert [data[0, 0] for data, _ in loader] == [0, 16, 32, 48]
+    assert len(taken) >= 4
+
+
+@pytest.mark.parametrize("end", ["whole", "left", "failed", "read"])
+def test_a_loader_that_is_dropped_is_gone_at_once(end: str) -> None:
+    """Its threads too, without the collector."""
+
+    def fails(raw: Any) -> Any:
+        if end == "failed" and raw[0] == 17:
+            raise ValueError("no such number")
+        return np.array(raw)
+
+    reader = Failing() if end == "read" else Gated()
+    reader.gate.set()
+    gc.collect()
+    gc.disable()
+    before = set(threading.enumerate())
+    try:
+        loader = of_batches(reader, transforms=fails)
+        gone = weakref.ref(loader)
+        batches = iter(loader)
+        next(batches)
+        if end == "whole":
+            list(batches)
+        elif end != "left":
+            with pytest.raises(nostall.errors.Error):
+                list(batches)
+        feeder = stage_of(loader)._feeder()
+        assert feeder is None or end == "left"
+        del batches, loader, feeder
+        assert gone() is None
+        for thread in set(threading.enumerate()) - before:
+            thread.join(60)
+            assert not thread.is_alive(), thread
+    finally:
+        gc.enable()
+
+
+def test_closing_ends_the_wait_for_a_callable() -> None:
+    reader, begun, ends = Gated(), threading.Event(), threading.Event()
+    reader.gate.set()
+
+    def waits(raw: Any) -> Any:
+        begun.set()
+        assert ends.wait(60)
+        return np.array(raw)
+
+    loader = of_batches(reader, transforms=waits, threads=1)
+
+    def close() -> None:
+        assert begun.wait(60)
+        closing = threading.Thread(target=loader.close)
+        closing.start()
+        feeder = stage_of(loader)._feeder()
+        while feeder is not None and feeder.at_work:
+            time.sleep(0.001)
+        ends.set()
+        closing.join()
+
+    other = threading.Thread(target=close)
+    other.start()
+    with pytest.raises(nostall.errors.StoppedError, match="the loader is closed"):
+        list(loader)
+    other.join()
 
 
 # What main() does when the second batch is being waited for: it returns while the loader is used by a
