@@ -204,7 +204,8 @@ class PyLoader {
     const peer::ExchangeStats s = peers->stats();
     out["nodes"] = peers->nodes();
     out["nodes_alive"] = peers->nodes_alive();
-    for (const auto& [name, counter] : peer::counters_of_exchange<uint64_t>()) out[name] = s.*counter;
+    for (const auto& [name, counter] : peer::counters_of_exchange<uint64_t>())
+      out[name] = s.*counter;
     out["copies_planned"] = loader_->copies().planned;
     out["copies_found"] = loader_->copies().found;
     return out;
@@ -217,7 +218,7 @@ class PyLoader {
  private:
   std::unique_ptr<stage::Loader> loader_;
   const std::weak_ptr<peer::Exchange> peers_;  // until it is closed
-  mutable Mutex mutex_;  // held by calls of *loader_
+  mutable Mutex mutex_;                        // held by calls of *loader_
   mutable std::atomic<bool> closing_{false};
   const int owner_pid_;
 };
@@ -469,10 +470,8 @@ void bind_loader(nb::module_& m) {
                      return std::make_tuple(position.epoch, position.batch);
                    })
       .def("close", &PyLoader::close)
-      .def_prop_ro(
-          "peers",
-          &PyLoader::peer_counts,
-          "What was exchanged with other nodes (native/peer/exchange.h); {} on one node.");
+      .def_prop_ro("peers", &PyLoader::peer_counts,
+                   "What was exchanged with other nodes (native/peer/exchange.h); {} on one node.");
 }
 
 }  // namespace
