@@ -12,7 +12,7 @@ import traceback
 import types
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -20,7 +20,7 @@ import numpy as np
 
 from nostall import _native
 from nostall.base import _children as children
-from nostall.errors import CorruptionError, IoError, TransformError, UsageError
+from nostall.errors import CorruptionError, IoError, StoppedError, TransformError, UsageError
 from nostall.loader._context import Context
 from nostall.loader._feeder import Feeder
 from nostall.loader._processes import Answer, Processes, Unsent
@@ -370,6 +370,17 @@ class PythonStage:
             epoch=context.epoch,
             occurrence=context.occurrence,
         )
+
+    def awaited(self, work: Work, source: Source) -> tuple[Any, Substituted, dict[int, int]]:
+        """As `result`.
+
+        Raises:
+            StoppedError: another thread has closed the loader.
+        """
+        try:
+            return self.result(work, source)
+        except CancelledError:
+            raise StoppedError("the loader is closed") from None
 
     def result(self, work: Work, source: Source) -> tuple[Any, Substituted, dict[int, int]]:
         """Waits for a batch and returns its data, collated.

@@ -6,14 +6,13 @@ import importlib
 import importlib.util
 import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any, Literal
 
 from numpy.typing import NDArray
 
 from nostall import _native
 from nostall.base._garbage import close_safely
-from nostall.errors import StoppedError, UsageError
+from nostall.errors import UsageError
 from nostall.fields import Custom
 from nostall.loader._ahead import Finish, Hand, Here, Made, finished_there, place_of
 from nostall.loader._in_turn import Arranged, Composed, arrange, name_of, recognised, steps_of
@@ -387,10 +386,7 @@ class Recipe:
         self, stage: PythonStage, feeder: Feeder, waited: Callable[[], None] | None
     ) -> Made:
         work = feeder.take(waited)
-        try:
-            data, substituted, places = stage.result(work, self._dataset)
-        except CancelledError:  # by another thread
-            raise StoppedError("the loader is closed") from None
+        data, substituted, places = stage.awaited(work, self._dataset)
         made = Made(work.batch, substituted, self._finished(work.batch, data, places))
         del work
         feeder.done()
