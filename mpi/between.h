@@ -34,8 +34,8 @@ void notify_other_nodes(CommunicatorState& state, const Error& why) noexcept;
 void check_between(CommunicatorState& state, const char* operation, int result);
 
 // For a local leader that waits for other nodes (collective::Elsewhere): listens, and throws if the
-// node's communicator has ended. Times out before the other ranks of the node, which wait for this one. A look at the clock in
-// most calls.
+// node's communicator has ended. Times out before the other ranks of the node, which wait for this
+// one. A look at the clock in most calls.
 class Lookout {
  public:
   Lookout(CommunicatorState& state, const char* operation);

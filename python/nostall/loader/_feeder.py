@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from nostall import _native
+from nostall.errors import StoppedError
 from nostall.loader._producer import Producer, Stopped
 
 if TYPE_CHECKING:
@@ -31,7 +32,10 @@ class Feeder(Producer["Work"]):
 
     def done(self) -> None:
         """The results of the batch that was taken are there, and nothing else of it is needed."""
-        work = self._at_work.popleft()
+        try:
+            work = self._at_work.popleft()
+        except IndexError:  # another thread has closed this
+            raise StoppedError("the loader is closed") from None
         self._left -= 1
         if self._error is not None:  # the thread has ended
             work.release()
