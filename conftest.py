@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 
+# Before NumPy reads it: threads that wait in a loop take the cores of other tests.
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
+
 import hypothesis
 import numpy as np
 import pytest
