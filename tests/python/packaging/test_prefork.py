@@ -36,13 +36,20 @@ sys.exit(int(sys.argv[1]))
 """
 
 
-@TORCH
-def test_a_child_begins_and_ends_as_a_process_of_its_own(torch: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("torch", "whole"), [(False, False), (False, True), (True, False)])
+def test_a_child_begins_and_ends_as_a_process_of_its_own(
+    torch: bool, whole: bool, tmp_path: Path
+) -> None:
     environment = {**os.environ, "NOSTALL_ONLY_HERE": "1"}
     drawn = []
     for status in (3, 0):
         done = prefork.run(
-            ["-c", LOOK, str(status)], timeout=60, env=environment, cwd=tmp_path, torch=torch
+            ["-c", LOOK, str(status)],
+            timeout=60,
+            env=environment,
+            cwd=tmp_path,
+            torch=torch,
+            whole=whole,
         )
         assert done.returncode == status, done.stderr
         first, *rest = done.stdout.splitlines()
