@@ -11,8 +11,8 @@ start-up, of command lines and of launchers start real processes.
 
 To take all modules down at the end of a process takes 0.2 s, and 0.5 s with those of torch. A child
 does not: its threads and its functions of atexit are waited for, its main module is dropped, and the
-process leaves by _exit(2). With `whole` it ends as Python ends. With `mounts_of` it has the file systems
-that the process of that number has mounted.
+process leaves by _exit(2). With `whole` it ends as Python ends. With `mounts_of` it has the file
+systems that the process of that number has mounted.
 
 What a launcher starts can be forked too: `command` is one that a launcher may run, of a small process
 that stands in for the forked one.

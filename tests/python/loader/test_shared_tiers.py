@@ -235,7 +235,9 @@ def test_a_view_in_shared_tiers_takes_no_memory_for_objects() -> None:
     try:
         with (
             nostall.Tiers(whole, ["ram:2MiB"], job=own_job("view")) as tiers,
-            nostall.DataLoader(view, 4, tiers=tiers, epochs=1, shuffle=False, output="numpy") as loader,
+            nostall.DataLoader(
+                view, 4, tiers=tiers, epochs=1, shuffle=False, output="numpy"
+            ) as loader,
         ):
             tracemalloc.reset_peak()
             batch = next(iter(loader))
