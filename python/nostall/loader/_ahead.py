@@ -243,7 +243,7 @@ class Ahead(Producer[tuple[Made, Any, Sending]]):
         # Bytes of all batches so far; each is written by one thread alone.
         self._sent = self._taken = 0
         self._copying: collections.deque[tuple[Made, Sending]] = collections.deque()
-        self._thread.start()
+        self._begin()
 
     def take_sent(self) -> tuple[Made, Any]:
         """The next batch and what the user is handed; waits for it to be sent, not for its copy."""

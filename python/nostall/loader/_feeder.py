@@ -28,14 +28,17 @@ class Feeder(Producer["Work"]):
         self._at_work: deque[Work] = deque()
         self._spent: deque[Work] = deque()
         self._left = count
-        self._thread.start()
+        self._begin()
 
     def done(self) -> None:
-        """The results of the batch that was taken are there, and nothing else of it is needed."""
-        try:
-            work = self._at_work.popleft()
-        except IndexError:  # another thread has closed this
-            raise StoppedError("the loader is closed") from None
+        """The results of the batch that was taken are there, and nothing else of it is needed.
+
+        Raises:
+            StoppedError: another thread has closed this; the results may be those of no samples.
+        """
+        if self._stop:
+            raise StoppedError("the loader is closed")
+        work = self._at_work.popleft()
         self._left -= 1
         if self._error is not None:  # the thread has ended
             work.release()

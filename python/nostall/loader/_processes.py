@@ -222,7 +222,7 @@ class Answer:
         memory: NDArray[np.uint8],
         owner: Processes,
     ) -> None:
-        self._future = future
+        self.future = future
         self._task = task
         self._places = places
         self._memory = memory
@@ -234,26 +234,13 @@ class Answer:
         return (pid, self._places[sample - 1]) if sample > 0 and pid in pids else None
 
     def result(self) -> list[Any]:
-        reply = self._future.result()
+        reply = self.future.result()
         self._owner.learn(-(-reply.room // len(self._places)))
         results: list[Any] = _unpacked(reply.data, reply.spans, self._memory)
         return results
 
     def cancel(self) -> bool:
-        return self._future.cancel()
-
-
-class Unsent:
-    """In the place of an answer: a process had died before the samples were sent."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def result(self) -> list[Any]:
-        raise self._error
-
-    def cancel(self) -> bool:
-        return False
+        return self.future.cancel()
 
 
 class _Process(SpawnProcess):
@@ -286,8 +273,10 @@ class _Spawn(SpawnContext):
 
     def __init__(self) -> None:
         self.processes: list[_Process] = []
+        self.pool: Callable[[], ProcessPoolExecutor | None] = lambda: None
         self._tasks: set[Future[_Reply]] = set()
         self._owner = os.getpid()
+        self._ended = False
         children.at_end(_end_all)
         _every.add(self)
 
@@ -298,6 +287,8 @@ class _Spawn(SpawnContext):
     def keep(self, task: Future[_Reply]) -> None:
         self._tasks.add(task)
         task.add_done_callback(self._done)  # so that this lives as long as its tasks
+        if self._ended and not task.cancel():  # another thread has submitted it since
+            self._kill()
 
     def _done(self, task: Future[_Reply]) -> None:
         self._tasks.discard(task)
@@ -306,11 +297,17 @@ class _Spawn(SpawnContext):
         """Gives those that have begun some seconds to end, then kills the processes."""
         if os.getpid() != self._owner:
             return
-        for task in list(self._tasks):
-            task.cancel()
+        self._ended = True
+        # The pool cancels what waits, and forgets it: the end of a process with tasks that were
+        # cancelled one by one is an error in a thread of the pool (Python 3.11).
+        if (pool := self.pool()) is not None:
+            pool.shutdown(wait=False, cancel_futures=True)
         if wait(list(self._tasks), children.SECONDS_TO_END).not_done:
-            for process in self.processes:
-                process.kill()
+            self._kill()
+
+    def _kill(self) -> None:
+        for process in self.processes:
+            process.kill()
 
 
 _every: weakref.WeakSet[_Spawn] = weakref.WeakSet()
@@ -342,6 +339,7 @@ class Processes:
             initializer=_begin,
             initargs=(work, self._memory),
         )
+        self._spawn.pool = weakref.ref(self._pool)
         # A pool that is still there when the interpreter takes its modules apart complains.
         Closer(self, _let_go, self._pool, os.getpid())
 

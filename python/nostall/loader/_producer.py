@@ -39,6 +39,14 @@ class Producer(Generic[_T]):
         self._stop = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def _begin(self) -> None:
+        """Starts the thread.
+
+        Raises:
+            RuntimeError: it cannot be started.
+        """
+        self._thread.start()
         _every.add(self)
 
     # ------------------------------------------------------------------ in the consumer
@@ -79,6 +87,11 @@ class Producer(Generic[_T]):
             raise error
         finally:
             del error
+
+    @property
+    def closed(self) -> bool:
+        """Whether the thread was told to end."""
+        return self._stop
 
     def _make_room(self) -> None:
         if self._held_up:

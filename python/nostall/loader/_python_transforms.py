@@ -8,22 +8,23 @@ import io
 import pickle
 import signal
 import sys
+import threading
 import traceback
 import types
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import BrokenExecutor, CancelledError, Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
 from nostall import _native
 from nostall.base import _children as children
-from nostall.errors import CorruptionError, IoError, StoppedError, TransformError, UsageError
+from nostall.errors import CorruptionError, IoError, TransformError, UsageError
 from nostall.loader._context import Context
 from nostall.loader._feeder import Feeder
-from nostall.loader._processes import Answer, Processes, Unsent
+from nostall.loader._processes import Answer, Processes
 from nostall.loader._records import RawBatch, Records, decoded_fields
 from nostall.observe import trace
 from nostall.source import _items
@@ -67,31 +68,35 @@ class Unpacked(Protocol):
     def samples(self, batch: _native.Batch) -> Sequence[Any]: ...
 
 
-class Results(Protocol):
-    """Of the callables, for some samples: of a thread or of a process."""
-
-    def result(self) -> list[Any]: ...
-
-    def cancel(self) -> bool: ...
-
-
 @dataclass
 class Work:
     """A batch that callables are at work on, and its samples as they get them."""
 
     batch: _native.Batch
     samples: Sequence[Any]
-    parts: list[Results] = field(default_factory=list)
+    parts: Sequence[Future[list[Any]] | Answer] = ()  # results of some samples each
     whole: Future[Any] | None = None  # all of it, put together
 
     def release(self) -> None:
         """Gives the memory of the samples back, as far as nothing else refers to it."""
-        self.samples, self.parts, self.whole = (), [], None
+        self.samples, self.parts, self.whole = (), (), None
         self.batch.release()
 
     def cancel(self) -> None:
         for part in self.parts if self.whole is None else [self.whole]:
             part.cancel()
+
+    def is_done(self, seconds: float) -> bool:
+        """Whether all results are there; waits for them for so many seconds at most."""
+        parts = self.parts if self.whole is None else [self.whole]
+        futures = [part if isinstance(part, Future) else part.future for part in parts]
+        return not wait(futures, seconds).not_done
+
+
+def _begin_as_of_the_program() -> None:
+    """In a thread that calls, which a daemon has started: the end of the program waits for threads
+    that callables start, as it does elsewhere."""
+    threading.current_thread()._daemonic = False  # type: ignore[attr-defined]
 
 
 def _decoded(raw: Any, decode: Decode) -> Any:
@@ -287,7 +292,9 @@ class PythonStage:
         self.drop()
         if self._executor is None:
             if self._workers == "threads":
-                self._executor = ThreadPoolExecutor(self._count, "nostall-python")
+                self._executor = ThreadPoolExecutor(
+                    self._count, "nostall-python", _begin_as_of_the_program
+                )
             else:
                 work = functools.partial(_apply, self._function, self._decode, remote=True)
                 self._executor = Processes(self._count, work)
@@ -296,8 +303,8 @@ class PythonStage:
         return feeder
 
     def wants_more(self, works: Sequence[Work]) -> bool:
-        """Whether there is to be one more batch at work: two are, while the consumer is; others
-        as `staging` allows."""
+        """Whether there is to be one more batch at work: two are, others as `staging` allows where
+        samples are raw; three at most."""
         count = len(works)
         if count < 2 or count > _BATCHES_AHEAD or not self.staging or self._unpacked is not None:
             return count <= _BATCHES_AHEAD
@@ -310,14 +317,16 @@ class PythonStage:
             raise UsageError("the stage of Python transforms was not started")
         share = max(1, -(-len(batch) // (2 * self._count)))
         records, contexts = self._samples(batch), self._contexts(batch)
-        futures: list[Results]
+        parts: Sequence[Future[list[Any]] | Answer]
         if isinstance(self._executor, Processes):
             try:
-                futures = [*self._executor.submit(records, contexts, share)]
+                parts = self._executor.submit(records, contexts, share)
             except BrokenExecutor as error:
-                futures = [Unsent(error)]  # raised where results are taken
+                unsent: Future[list[Any]] = Future()
+                unsent.set_exception(error)  # raised where results are taken
+                parts = [unsent]
         else:
-            futures = [
+            parts = [
                 self._executor.submit(
                     _apply,
                     self._function,
@@ -327,7 +336,7 @@ class PythonStage:
                 )
                 for begin in range(0, len(batch), share)
             ]
-        return Work(batch, records, futures)
+        return Work(batch, records, parts)
 
     def _contexts(self, batch: _native.Batch) -> list[Context]:
         samples, again = batch.samples.tolist(), batch.occurrences.tolist()
@@ -371,17 +380,6 @@ class PythonStage:
             occurrence=context.occurrence,
         )
 
-    def awaited(self, work: Work, source: Source) -> tuple[Any, Substituted, dict[int, int]]:
-        """As `result`.
-
-        Raises:
-            StoppedError: another thread has closed the loader.
-        """
-        try:
-            return self.result(work, source)
-        except CancelledError:
-            raise StoppedError("the loader is closed") from None
-
     def result(self, work: Work, source: Source) -> tuple[Any, Substituted, dict[int, int]]:
         """Waits for a batch and returns its data, collated.
 
@@ -393,12 +391,16 @@ class PythonStage:
                 ``workers="processes"`` died.
             CorruptionError: a sample is damaged, with its path, and on_error is "raise"; or no
                 sample is good enough to stand in for it.
+            Exception: any, where another thread closes the stage meanwhile.
         """
         batch = work.batch
         try:
             with trace.span("wait for callables", "data"):
                 results = [result for part in work.parts for result in part.result()]
         except BrokenExecutor as error:
+            feeder = self._feeder()
+            if feeder is not None and feeder.closed:
+                raise  # another thread has closed this, and ended the processes
             raise self._worker_died(source) from error
         for place, reason in batch.failures:
             results[place] = Failed(reason, True)

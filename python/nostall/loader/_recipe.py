@@ -6,13 +6,14 @@ import importlib
 import importlib.util
 import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any, Literal
 
 from numpy.typing import NDArray
 
 from nostall import _native
 from nostall.base._garbage import close_safely
-from nostall.errors import UsageError
+from nostall.errors import StoppedError, TransformError, UsageError
 from nostall.fields import Custom
 from nostall.loader._ahead import Finish, Hand, Here, Made, finished_there, place_of
 from nostall.loader._in_turn import Arranged, Composed, arrange, name_of, recognised, steps_of
@@ -20,6 +21,7 @@ from nostall.loader._mixing import Mix, split
 from nostall.loader._options import LoaderArguments, LoaderOptions
 from nostall.loader._records import ByField, OneImage, RawBatch, Records, Steps
 from nostall.loader._steps import Transform
+from nostall.observe import trace
 from nostall.source._source import Source
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 Transforms = Steps | ByField | Callable[[Any], Any] | None
 
 _log = logging.getLogger("nostall")
+_SECONDS = 0.1
 
 
 def _as_it_is(array: NDArray[Any]) -> Any:
@@ -385,11 +388,25 @@ class Recipe:
     def _made_by(
         self, stage: PythonStage, feeder: Feeder, waited: Callable[[], None] | None
     ) -> Made:
-        work = feeder.take(waited)
-        data, substituted, places = stage.awaited(work, self._dataset)
-        made = Made(work.batch, substituted, self._finished(work.batch, data, places))
-        del work
-        feeder.done()
+        try:
+            if waited is not None:
+                waited()
+            work = feeder.take(waited)
+            if waited is not None:
+                with trace.span("wait for callables", "data"):
+                    while not work.is_done(_SECONDS):
+                        waited()
+            data, substituted, places = stage.result(work, self._dataset)
+            made = Made(work.batch, substituted, self._finished(work.batch, data, places))
+            del work
+            feeder.done()
+        except TransformError:
+            raise
+        except Exception as error:
+            # Another thread takes the batch away when it closes this.
+            if feeder.closed or isinstance(error, CancelledError):
+                raise StoppedError("the loader is closed") from None
+            raise
         return made
 
     def _native_hand_out(self) -> Callable[[_native.Batch, Hand], Any] | None:

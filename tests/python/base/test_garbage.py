@@ -6,7 +6,9 @@ import gc
 import multiprocessing
 import threading
 import time
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -183,3 +185,18 @@ def test_awaiting_ends_after_its_time(caplog: pytest.LogCaptureFixture) -> None:
     gone.set()
     _garbage.await_all(None)
     assert "cannot be closed" in caplog.text and "closing failed" in caplog.text
+
+
+def test_a_collection_beside_is_not_taken_for_one_that_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It makes what it does not find older."""
+    for count in range(3):
+
+        def reference(thing: object, count: int = count) -> Any:
+            for generation in range(count):
+                gc.collect(generation)
+            return weakref.ref(thing)
+
+        monkeypatch.setattr(_garbage, "weakref", SimpleNamespace(ref=reference))
+        assert not _garbage._is_collecting()

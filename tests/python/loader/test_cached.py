@@ -618,3 +618,18 @@ def test_the_end_of_a_maker_is_seen_though_another_started_with_it(
         makers._free.put(maker)
     makers.close()
     assert seen
+
+
+def test_items_with_much_room_are_made_side_by_side_too(
+    cached: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, together = cached(Items(n=32), makers=4, max_bytes="8MiB"), []
+    make_all = source._makers.make_all
+    monkeypatch.setattr(
+        source._makers,
+        "make_all",
+        lambda chosen: (together.append(len(chosen)), make_all(chosen))[1],
+    )
+    with nostall.DataLoader(source, 8, epochs=1, threads=1, tiers=[]) as loader:
+        assert len(list(loader)) == 4
+    assert max(together) >= 4

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import weakref
+from concurrent.futures import BrokenExecutor, CancelledError, Future
 from typing import Any
 from unittest import mock
 
@@ -16,7 +17,9 @@ import pytest
 
 import nostall
 from nostall.errors import UsageError
-from nostall.loader import _processes
+from nostall.loader import _processes, _producer
+from nostall.loader._ahead import Ahead
+from nostall.loader._feeder import Feeder
 from nostall.loader._python_transforms import PythonStage
 
 
@@ -181,19 +184,27 @@ def test_a_loader_that_is_dropped_is_gone_at_once(end: str) -> None:
         gc.enable()
 
 
-def test_closing_ends_the_wait_for_a_callable() -> None:
-    reader, begun, ends = Gated(), threading.Event(), threading.Event()
+@pytest.mark.parametrize("end", ["cancelled", "whole", "failed"])
+def test_closing_ends_the_wait_for_a_callable(end: str) -> None:
+    """Also where all calls of the batch have begun, and go on."""
+    reader, ends = Gated(), threading.Event()
     reader.gate.set()
+    threads = 1 if end == "cancelled" else 16
+    begun = threading.Barrier(threads + 1)
+    first = set(range(threads))
 
     def waits(raw: Any) -> Any:
-        begun.set()
+        if raw[0] in first:
+            begun.wait(60)
         assert ends.wait(60)
+        if end == "failed":
+            raise ValueError("too late")
         return np.array(raw)
 
-    loader = of_batches(reader, transforms=waits, threads=1)
+    loader = of_batches(reader, transforms=waits, threads=threads)
 
     def close() -> None:
-        assert begun.wait(60)
+        begun.wait(60)
         closing = threading.Thread(target=loader.close)
         closing.start()
         feeder = stage_of(loader)._feeder()
@@ -207,6 +218,103 @@ def test_closing_ends_the_wait_for_a_callable() -> None:
     with pytest.raises(nostall.errors.StoppedError, match="the loader is closed"):
         list(loader)
     other.join()
+
+
+def test_a_device_takes_what_is_at_work_and_no_more_when_it_closes() -> None:
+    samples, called = 1600, []
+    gate, reader = threading.Event(), Gated()
+    reader.gate.set()
+
+    def counted(raw: Any) -> Any:
+        called.append(raw)
+        assert len(called) <= 16 or gate.wait(60)
+        return np.array(raw)
+
+    source = nostall.CustomSource(reader, [1] * samples, [0] * samples, identity="of many batches")
+    with nostall.DataLoader(
+        source, 16, epochs=1, shuffle=False, tiers=[], transforms=counted, output="jax"
+    ) as loader:
+        batches = iter(loader)
+        next(batches)
+        ahead = loader._ahead
+        assert ahead is not None
+        closing = threading.Thread(target=loader.close)
+        closing.start()
+        while not ahead.closed:
+            time.sleep(0.001)
+        gate.set()
+        closing.join()
+    assert len(called) <= 10 * 16
+
+
+def hangs(raw: Any) -> Any:
+    while raw[0] >= 16:
+        time.sleep(1)
+    return np.array(raw)
+
+
+@pytest.mark.parametrize("output", ["numpy", "jax"])
+def test_a_call_of_a_process_that_hangs_does_not_hold_up_the_closing(
+    output: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_processes.children, "SECONDS_TO_END", 0.2)
+    reader = Gated()
+    reader.gate.set()
+    source = nostall.CustomSource(reader, [1] * 64, [0] * 64, identity="of batches")
+    with nostall.DataLoader(
+        source, 16, epochs=1, shuffle=False, tiers=[], transforms=hangs, workers="processes",
+        threads=1, output=output,
+    ) as loader:  # fmt: skip
+        batches = iter(loader)
+        assert next(batches)[0][0, 0] == 0
+
+
+def test_what_is_submitted_after_the_end_is_not_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_processes.children, "SECONDS_TO_END", 0.2)
+    processes = _processes.Processes(1, _hang)
+    answers = processes.submit([1, 2], [1, 2], 1)
+    processes._spawn.end_tasks()
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        processes.submit([1, 2], [1, 2], 1)
+    late = Future[Any]()
+    late.set_running_or_notify_cancel()
+    processes._spawn.keep(late)  # submitted just before
+    late.set_result(None)
+    assert all(process.killed for process in processes._spawn.processes)
+    for answer in answers:
+        with pytest.raises((CancelledError, BrokenExecutor)):
+            answer.future.result(60)
+    processes.close()
+
+
+def _hang(*_: Any) -> list[Any]:
+    time.sleep(600)
+    return []
+
+
+def test_threads_that_callables_start_are_the_programs() -> None:
+    reader = Gated()
+    reader.gate.set()
+    options: dict[str, Any] = {"transforms": lambda raw: np.array(threading.Thread().daemon)}
+    with of_batches(reader, **options) as loader:
+        assert not any(data.any() for data, _ in loader)
+
+
+@pytest.mark.parametrize("where", [Feeder, Ahead])
+def test_a_thread_that_cannot_start_leaves_the_others_to_end(where: type) -> None:
+    reader = Gated()
+    reader.gate.set()
+    output = "jax" if where is Ahead else "numpy"
+    source = nostall.CustomSource(reader, [1] * 64, [0] * 64, identity="of batches")
+    with nostall.DataLoader(
+        source, 16, epochs=1, shuffle=False, tiers=[], transforms=np.array, output=output
+    ) as loader:
+        refused = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("no more"))
+        before = len(_producer._every)
+        with refused, pytest.raises(RuntimeError, match="no more") as kept:
+            next(iter(loader))
+        assert len(_producer._every) == before, kept
+        assert len(list(loader)) == 4
 
 
 # What main() does when the second batch is being waited for: it returns while the loader is used by a
