@@ -515,9 +515,10 @@ bool Loader::Run::chunk_full(size_t samples, uint64_t bytes) const {
     // Batches of which no other thread has a part stay in the cache of one processor.
     return !fetching_ || has >= 2 * enough;
   }
-  // A batch waits for the whole of a read; what is made side by side takes its time together.
+  // A batch waits for the whole of a read. What a source makes side by side, all fetchers together
+  // ask for.
   if (bytes >= std::max(kLargeRead, config_.source->batch_bytes()) &&
-      samples >= config_.source->made_at_once())
+      samples * fetchers() >= config_.source->made_at_once())
     return true;
   if (samples < config_.depth) return false;
   return config_.cache || samples >= kMaxChunk || bytes >= config_.source->batch_bytes();

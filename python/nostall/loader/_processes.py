@@ -276,7 +276,7 @@ class _Spawn(SpawnContext):
         self.pool: Callable[[], ProcessPoolExecutor | None] = lambda: None
         self._tasks: set[Future[_Reply]] = set()
         self._owner = os.getpid()
-        self._ended = False
+        self.ended = False
         children.at_end(_end_all)
         _every.add(self)
 
@@ -287,7 +287,8 @@ class _Spawn(SpawnContext):
     def keep(self, task: Future[_Reply]) -> None:
         self._tasks.add(task)
         task.add_done_callback(self._done)  # so that this lives as long as its tasks
-        if self._ended and not task.cancel():  # another thread has submitted it since
+        # Another thread has submitted it since.
+        if self.ended and not task.cancel() and wait([task], children.SECONDS_TO_END).not_done:
             self._kill()
 
     def _done(self, task: Future[_Reply]) -> None:
@@ -297,15 +298,16 @@ class _Spawn(SpawnContext):
         """Gives those that have begun some seconds to end, then kills the processes."""
         if os.getpid() != self._owner:
             return
-        self._ended = True
-        # The pool cancels what waits, and forgets it: the end of a process with tasks that were
-        # cancelled one by one is an error in a thread of the pool (Python 3.11).
-        if (pool := self.pool()) is not None:
-            pool.shutdown(wait=False, cancel_futures=True)
-        if wait(list(self._tasks), children.SECONDS_TO_END).not_done:
+        self.ended = True
+        running = [task for task in list(self._tasks) if not task.cancel()]
+        if wait(running, children.SECONDS_TO_END).not_done:
             self._kill()
 
     def _kill(self) -> None:
+        # The pool forgets what was cancelled: the end of a process beside such tasks is an error in a
+        # thread of the pool (Python 3.11).
+        if (pool := self.pool()) is not None:
+            pool.shutdown(wait=False, cancel_futures=True)
         for process in self.processes:
             process.kill()
 
@@ -373,8 +375,16 @@ class Processes:
 
     def close(self) -> None:
         """Ends the processes; tasks that have begun have some seconds to end."""
+        manager: Any = self._pool._executor_manager_thread
         self._spawn.end_tasks()
         self._pool.shutdown(wait=True, cancel_futures=True)
+        if manager is not None:  # what was killed has shut the pool down without waiting
+            manager.join()
+
+    @property
+    def ended(self) -> bool:
+        """Whether tasks are done no more, as this is closed or the program ends."""
+        return self._spawn.ended
 
     def crashed(self) -> dict[int, int]:
         """Exit codes by pid of processes that ended by themselves, after `close`."""

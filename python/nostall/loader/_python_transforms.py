@@ -13,7 +13,7 @@ import traceback
 import types
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor, wait
+from concurrent.futures import BrokenExecutor, CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -90,7 +90,8 @@ class Work:
         """Whether all results are there; waits for them for so many seconds at most."""
         parts = self.parts if self.whole is None else [self.whole]
         futures = [part if isinstance(part, Future) else part.future for part in parts]
-        return not wait(futures, seconds).not_done
+        wait(futures, seconds)
+        return all(future.done() for future in futures)  # cancelled, too
 
 
 def _begin_as_of_the_program() -> None:
@@ -391,6 +392,7 @@ class PythonStage:
                 ``workers="processes"`` died.
             CorruptionError: a sample is damaged, with its path, and on_error is "raise"; or no
                 sample is good enough to stand in for it.
+            BrokenExecutor, CancelledError: another thread closes the stage, or the program ends.
             Exception: any, where another thread closes the stage meanwhile.
         """
         batch = work.batch
@@ -398,10 +400,11 @@ class PythonStage:
             with trace.span("wait for callables", "data"):
                 results = [result for part in work.parts for result in part.result()]
         except BrokenExecutor as error:
-            feeder = self._feeder()
-            if feeder is not None and feeder.closed:
-                raise  # another thread has closed this, and ended the processes
+            if self._is_ending():
+                raise
             raise self._worker_died(source) from error
+        if self._is_ending():
+            raise CancelledError
         for place, reason in batch.failures:
             results[place] = Failed(reason, True)
         samples = batch.samples
@@ -425,6 +428,13 @@ class PythonStage:
         if not results and not self._own_collate:
             return self._nothing(source, batch), substituted, places
         return self._together(source, batch, results), substituted, places
+
+    def _is_ending(self) -> bool:
+        """Whether another thread closes this, or the program ends."""
+        feeder, executor = self._feeder(), self._executor
+        return (feeder is not None and feeder.closed) or (
+            isinstance(executor, Processes) and executor.ended
+        )
 
     def _worker_died(self, source: Source) -> TransformError:
         """Drops the processes: the next iteration starts others."""

@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import BrokenExecutor, CancelledError
 from typing import TYPE_CHECKING, Any, Literal
 
 from numpy.typing import NDArray
@@ -403,8 +403,8 @@ class Recipe:
         except TransformError:
             raise
         except Exception as error:
-            # Another thread takes the batch away when it closes this.
-            if feeder.closed or isinstance(error, CancelledError):
+            # Another thread takes the batch away when it closes this; so does the program's end.
+            if feeder.closed or isinstance(error, BrokenExecutor | CancelledError):
                 raise StoppedError("the loader is closed") from None
             raise
         return made

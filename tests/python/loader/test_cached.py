@@ -632,4 +632,4 @@ def test_items_with_much_room_are_made_side_by_side_too(
     )
     with nostall.DataLoader(source, 8, epochs=1, threads=1, tiers=[]) as loader:
         assert len(list(loader)) == 4
-    assert max(together) >= 4
+    assert max(together) == 2  # for each of the two threads that fetch

@@ -20,7 +20,7 @@ from nostall.errors import UsageError
 from nostall.loader import _processes, _producer
 from nostall.loader._ahead import Ahead
 from nostall.loader._feeder import Feeder
-from nostall.loader._python_transforms import PythonStage
+from nostall.loader._python_transforms import PythonStage, Work
 
 
 class Gated(nostall.SampleReader):
@@ -272,19 +272,36 @@ def test_a_call_of_a_process_that_hangs_does_not_hold_up_the_closing(
 def test_what_is_submitted_after_the_end_is_not_done(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_processes.children, "SECONDS_TO_END", 0.2)
     processes = _processes.Processes(1, _hang)
-    answers = processes.submit([1, 2], [1, 2], 1)
+    answers = processes.submit(range(8), range(8), 1)
     processes._spawn.end_tasks()
-    with pytest.raises(RuntimeError, match="after shutdown"):
+    with pytest.raises(RuntimeError):  # the pool had to be killed
         processes.submit([1, 2], [1, 2], 1)
-    late = Future[Any]()
-    late.set_running_or_notify_cancel()
-    processes._spawn.keep(late)  # submitted just before
-    late.set_result(None)
-    assert all(process.killed for process in processes._spawn.processes)
     for answer in answers:
         with pytest.raises((CancelledError, BrokenExecutor)):
-            answer.future.result(60)
+            answer.result()
     processes.close()
+    assert all(process.exitcode is not None for process in processes._spawn.processes)
+
+
+def test_what_is_submitted_as_the_program_ends_has_some_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_processes.children, "SECONDS_TO_END", 0.2)
+    processes = _processes.Processes(1, _hang)
+    processes._spawn.end_tasks()  # with nothing at work
+    (answer,) = processes.submit([1], [1], 1)
+    with pytest.raises((CancelledError, BrokenExecutor)):
+        answer.result()
+    assert processes.ended
+    processes.close()
+
+
+def test_a_batch_whose_calls_were_cancelled_is_waited_for_no_longer() -> None:
+    of: Future[Any] = Future()
+    work = Work(mock.Mock(), (), [of])
+    assert not work.is_done(0)
+    work.cancel()
+    assert work.is_done(0)
 
 
 def _hang(*_: Any) -> list[Any]:
