@@ -342,6 +342,7 @@ class Processes:
             initargs=(work, self._memory),
         )
         self._spawn.pool = weakref.ref(self._pool)
+        self._manager: Any = None  # the thread of the pool
         # A pool that is still there when the interpreter takes its modules apart complains.
         Closer(self, _let_go, self._pool, os.getpid())
 
@@ -368,6 +369,7 @@ class Processes:
             of_task = range(place, min(place + share, len(samples)))
             at, room = marks + each * place, each * len(of_task)
             future = self._pool.submit(_do, parcel.data, spans, given, out, task, at, room)
+            self._manager = self._pool._executor_manager_thread or self._manager
             self._spawn.keep(future)
             future.add_done_callback(_Held(memory, results))
             answers.append(Answer(future, task, of_task, results, self))
@@ -375,11 +377,10 @@ class Processes:
 
     def close(self) -> None:
         """Ends the processes; tasks that have begun have some seconds to end."""
-        manager: Any = self._pool._executor_manager_thread
         self._spawn.end_tasks()
         self._pool.shutdown(wait=True, cancel_futures=True)
-        if manager is not None:  # what was killed has shut the pool down without waiting
-            manager.join()
+        if self._manager is not None:  # the pool forgot it where tasks had to be killed
+            self._manager.join()
 
     @property
     def ended(self) -> bool:

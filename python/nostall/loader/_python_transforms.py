@@ -436,6 +436,12 @@ class PythonStage:
             isinstance(executor, Processes) and executor.ended
         )
 
+    def is_of_an_end(self, error: Exception, feeder: Feeder) -> bool:
+        """Whether it failed as another thread has taken the batch away, or the program has ended."""
+        if isinstance(error, TransformError):
+            return False
+        return feeder.closed or isinstance(error, BrokenExecutor | CancelledError)
+
     def _worker_died(self, source: Source) -> TransformError:
         """Drops the processes: the next iteration starts others."""
         executor = self._executor

@@ -6,14 +6,13 @@ import importlib
 import importlib.util
 import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import BrokenExecutor, CancelledError
 from typing import TYPE_CHECKING, Any, Literal
 
 from numpy.typing import NDArray
 
 from nostall import _native
 from nostall.base._garbage import close_safely
-from nostall.errors import StoppedError, TransformError, UsageError
+from nostall.errors import StoppedError, UsageError
 from nostall.fields import Custom
 from nostall.loader._ahead import Finish, Hand, Here, Made, finished_there, place_of
 from nostall.loader._in_turn import Arranged, Composed, arrange, name_of, recognised, steps_of
@@ -400,11 +399,8 @@ class Recipe:
             made = Made(work.batch, substituted, self._finished(work.batch, data, places))
             del work
             feeder.done()
-        except TransformError:
-            raise
         except Exception as error:
-            # Another thread takes the batch away when it closes this; so does the program's end.
-            if feeder.closed or isinstance(error, BrokenExecutor | CancelledError):
+            if stage.is_of_an_end(error, feeder):
                 raise StoppedError("the loader is closed") from None
             raise
         return made

@@ -205,10 +205,11 @@ def test_closing_ends_the_wait_for_a_callable(end: str) -> None:
 
     def close() -> None:
         begun.wait(60)
+        while (feeder := stage_of(loader)._feeder()) is None:
+            time.sleep(0.001)
         closing = threading.Thread(target=loader.close)
         closing.start()
-        feeder = stage_of(loader)._feeder()
-        while feeder is not None and feeder.at_work:
+        while not feeder.closed or feeder.at_work:
             time.sleep(0.001)
         ends.set()
         closing.join()
