@@ -342,7 +342,8 @@ class Processes:
             initargs=(work, self._memory),
         )
         self._spawn.pool = weakref.ref(self._pool)
-        self._manager: Any = None  # the thread of the pool
+        # The thread of the pool: kept, it would complain when the interpreter takes its modules apart.
+        self._manager: Callable[[], Any] = lambda: None
         # A pool that is still there when the interpreter takes its modules apart complains.
         Closer(self, _let_go, self._pool, os.getpid())
 
@@ -369,7 +370,8 @@ class Processes:
             of_task = range(place, min(place + share, len(samples)))
             at, room = marks + each * place, each * len(of_task)
             future = self._pool.submit(_do, parcel.data, spans, given, out, task, at, room)
-            self._manager = self._pool._executor_manager_thread or self._manager
+            if (manager := self._pool._executor_manager_thread) is not None:
+                self._manager = weakref.ref(manager)
             self._spawn.keep(future)
             future.add_done_callback(_Held(memory, results))
             answers.append(Answer(future, task, of_task, results, self))
@@ -379,8 +381,8 @@ class Processes:
         """Ends the processes; tasks that have begun have some seconds to end."""
         self._spawn.end_tasks()
         self._pool.shutdown(wait=True, cancel_futures=True)
-        if self._manager is not None:  # the pool forgot it where tasks had to be killed
-            self._manager.join()
+        if (manager := self._manager()) is not None:  # the pool forgot it where tasks were killed
+            manager.join()
 
     @property
     def ended(self) -> bool:
