@@ -287,7 +287,7 @@ class _Spawn(SpawnContext):
     def keep(self, task: Future[_Reply]) -> None:
         self._tasks.add(task)
         task.add_done_callback(self._done)  # so that this lives as long as its tasks
-        # Another thread has submitted it since.
+        # Another thread has submitted it after the end began.
         if self.ended and not task.cancel() and wait([task], children.SECONDS_TO_END).not_done:
             self._kill()
 

@@ -121,7 +121,7 @@ def test_the_collector_waits_for_no_thread(
     image_folder: Path, tmp_path: Path, kind: str, where: str
 ) -> None:
     program = ["-c", PROGRAM, kind, where, str(image_folder)]
-    done = prefork.run(program, cwd=tmp_path, timeout=60)
+    done = prefork.run(program, cwd=tmp_path, timeout=60, whole=True)
     assert (done.returncode, done.stdout) == (0, "collected\n"), done.stderr
     if kind == "checkpointer":  # and the end of the program waits for what is closed
         assert list(tmp_path.glob("fast/step-*/manifest.json"))
