@@ -1,8 +1,9 @@
 // checkpoint/crew.h - threads of low priority, helped by the caller that waits for them.
 //
 // On a machine whose cores are all busy a lowered thread may get a thousandth of the processor. The
-// caller waits at its own priority, and works too whenever the others got nothing done for a while:
-// that bounds how long a snapshot stays unwritten, and costs nothing on a machine with room.
+// caller waits at its own priority, and works too whenever the others got nothing done for a while,
+// or once they were raised, as the work is urgent: that bounds how long a snapshot stays unwritten, and
+// costs nothing on a machine with room.
 #pragma once
 
 #include <chrono>
@@ -49,14 +50,15 @@ void work_lowered(Lowered& lowered, Priority priority, unsigned threads, const S
   bool more = true;
   while (started == 0 && more) more = guarded();
   for (uint64_t before = 0;;) {
+    const bool urgent = more && lowered.is_raised();
     MutexLock lock(mutex);
     const auto until = std::chrono::steady_clock::now() + kStarved;
-    while (ended_threads < started && ended.wait_until(lock, until)) continue;
+    while (!urgent && ended_threads < started && ended.wait_until(lock, until)) continue;
     if (ended_threads == started) break;
     const bool starved = done == before;
     before = done;
     lock.unlock();
-    if (starved && more) more = guarded();
+    if (urgent || (starved && more)) more = guarded();
     if (!more) lowered.raise();  // all that is left for them is to end
   }
   crew.join();

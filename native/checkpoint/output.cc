@@ -29,6 +29,8 @@ Output::Output(const std::string& path, uint64_t size, bool direct, FileSystem& 
   const int error = size > 0 ? -files_.reserve(buffered_.get(), size) : 0;
   const bool full = error == ENOSPC || error == EDQUOT || error == EFBIG;
   if (full || error == EIO) {
+    // Some file systems keep what they had room for: others want it to say that this failed.
+    files_.truncate(buffered_.get(), 0);
     throw io_error((full ? "no room for " : "cannot reserve ") + std::to_string(size) +
                        " bytes of a checkpoint",
                    path, error);

@@ -72,6 +72,10 @@ class Lowered {
   void leave() noexcept;
   // Gives them the caller's priority.
   void raise();
+  bool is_raised() const {
+    const MutexLock lock(mutex_);
+    return raised_;
+  }
 
   // Lowers the calling thread for a scope.
   class Scope {
@@ -86,7 +90,7 @@ class Lowered {
   };
 
  private:
-  Mutex mutex_;
+  mutable Mutex mutex_;
   std::vector<int> threads_ NOSTALL_GUARDED_BY(mutex_);
   bool raised_ NOSTALL_GUARDED_BY(mutex_) = false;
 };

@@ -22,17 +22,8 @@ Write::Write(std::shared_ptr<Snapshot> snapshot, std::string path, WriteOptions 
 Written Write::run() {
   const int64_t began = now_ns();
   output_.emplace(path_, snapshot_->size(), options_.direct, files_);
-  {
-    const MutexLock lock(running_);
-    open_ = true;
-  }
   work_lowered(lowered_, options_.priority, std::max(1u, options_.threads),
                [this] { return write_next(); });
-  {
-    MutexLock lock(running_);
-    open_ = false;
-    while (helping_ > 0) helped_.wait(lock);
-  }
   if (error_ != 0) throw io_error("cannot write the checkpoint's file", path_, int(-error_));
   if (lost_) {
     throw Error(ErrorKind::io, "what " + path_ +
@@ -54,15 +45,6 @@ void Write::hurry() {
   hurried_ = true;
   pace_.lift();
   lowered_.raise();
-  {
-    const MutexLock lock(running_);
-    if (!open_) return;
-    ++helping_;
-  }
-  while (write_next()) continue;
-  const MutexLock lock(running_);
-  --helping_;
-  helped_.notify_all();
 }
 
 bool Write::write_next() {

@@ -15,7 +15,6 @@
 #include <vector>
 
 #include "base/file.h"
-#include "base/mutex.h"
 #include "checkpoint/output.h"
 #include "checkpoint/pace.h"
 #include "checkpoint/snapshot.h"
@@ -49,8 +48,8 @@ class Write {
         std::shared_ptr<Gate> gate = nullptr, FileSystem& files = FileSystem::real());
   // Throws Error(io) with the path and the system's reason, Error(stopped) after stop.
   Written run();
-  // A caller waits: the rate falls, the gate is passed over, and the caller writes blocks itself,
-  // at its own priority, until none is left to take. run still ends by itself.
+  // A caller waits: the rate falls, the gate is passed over, and the thread of run writes blocks too,
+  // at its own priority. Returns at once: storage that hangs holds up run alone.
   void hurry();
   // run ends with Error(stopped), after the blocks in flight.
   void stop() noexcept {
@@ -76,11 +75,7 @@ class Write {
   std::atomic<bool> lost_{false};
   std::atomic<bool> hurried_{false};
   std::atomic<int64_t> cpu_ns_{0};
-  Mutex running_;  // what hurry and the end of run agree on
-  unsigned helping_ NOSTALL_GUARDED_BY(running_) = 0;
   Lowered lowered_;
-  bool open_ NOSTALL_GUARDED_BY(running_) = false;
-  Condition helped_;
 };
 
 }  // namespace nostall::checkpoint

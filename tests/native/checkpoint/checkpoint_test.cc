@@ -11,6 +11,7 @@
 #include <fstream>
 #include <future>
 #include <random>
+#include <semaphore>
 #include <thread>
 
 #include "../failing_files.h"
@@ -255,6 +256,53 @@ TEST_F(CheckpointTest, HurryLiftsRateAndGate) {
   writer.join();
   EXPECT_LT(Clock::now() - began, 60s);
   EXPECT_EQ(content(path("f")), expected_);
+}
+
+// Storage that hangs: whoever writes waits for `answers`.
+class HangingFiles : public FileSystem {
+ public:
+  int64_t pwrite(int fd, std::span<const std::byte> from, uint64_t offset) override {
+    asked.release();
+    answers.wait();
+    return FileSystem::pwrite(fd, from, offset);
+  }
+
+  std::counting_semaphore<> asked{0};
+  std::shared_future<void> answers;
+};
+
+TEST_F(CheckpointTest, HurryDoesNotWaitForStorage) {
+  auto snapshot = snapshot_of(8 * kBlock);
+  snapshot->finish();
+  std::promise<void> answer;
+  HangingFiles files;
+  files.answers = answer.get_future().share();
+  Write write(snapshot, path("f"), {}, nullptr, files);
+  std::thread writer([&] { write.run(); });
+  files.asked.acquire();
+  std::future<void> hurried = std::async(std::launch::async, [&] { write.hurry(); });
+  EXPECT_EQ(hurried.wait_for(60s), std::future_status::ready);
+  files.asked.acquire();  // the thread of run writes too
+  answer.set_value();
+  writer.join();
+  EXPECT_EQ(content(path("f")), expected_);
+}
+
+// Takes what there is room for before it says that it is full.
+class FullFiles : public FileSystem {
+ public:
+  int reserve(int fd, uint64_t size) override {
+    EXPECT_EQ(FileSystem::reserve(fd, size / 2), 0);
+    return -ENOSPC;
+  }
+};
+
+TEST_F(CheckpointTest, WhatDoesNotFitLeavesTheRoomToOthers) {
+  auto snapshot = snapshot_of(2 * kBlock);
+  snapshot->finish();
+  FullFiles files;
+  EXPECT_THROW(Write(snapshot, path("f"), {}, nullptr, files).run(), Error);
+  EXPECT_EQ(std::filesystem::file_size(path("f")), 0u);
 }
 
 TEST_F(CheckpointTest, KeepsTheRate) {
