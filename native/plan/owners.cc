@@ -1,6 +1,6 @@
 // Chooses an owner for every sample, in three steps.
 //
-// 1. collect(): one pass over all epochs notes which node reads each sample in each epoch, and when
+// 1. collect(): one pass over the epochs notes which node reads each sample in each epoch, and when
 //    each sample is read first. Rows are epoch-major, so that the scattered writes of one epoch
 //    stay within one row, which the caches hold.
 // 2. The node that reads a sample most often is found by turning blocks of the rows to
@@ -37,11 +37,11 @@ std::vector<Node> node_of_position(const JobSpec& spec, uint64_t size,
   return nodes;
 }
 
-// Which node reads each sample in each epoch. Epoch-major, so that the scattered writes of one
+// Which node reads each sample in each epoch that owners follow from. Epoch-major, so that the scattered writes of one
 // epoch stay within one row, which the caches hold.
 template <typename Node>
 struct Readers {
-  std::vector<Node> rows;      // [epoch * samples + sample]
+  std::vector<Node> rows;      // [(epoch - first) * samples + sample]
   std::vector<uint64_t> ever;  // per sample: time of its first access, kNever
   // The same from the job's begin on, and the node that reads it then, or kNoOwner.
   std::vector<uint64_t> first;
@@ -50,36 +50,39 @@ struct Readers {
 };
 
 template <typename Node>
-Readers<Node> collect(const JobSpec& spec, std::span<const uint32_t> node_of_rank, Position from) {
+Readers<Node> collect(const JobSpec& spec, std::span<const uint32_t> node_of_rank, Position from,
+                      Epochs of) {
   const uint64_t count = spec.samples, length = epoch_length(spec);
   const std::vector<Node> full = node_of_position<Node>(spec, spec.global_batch, node_of_rank);
   Readers<Node> readers;
-  readers.rows.resize(count * spec.epochs);
+  const uint64_t cells = count * (of.end - of.first);
+  const bool partial = repeats_or_leaves_out(spec);
+  readers.rows.resize(cells);
+  if (partial) readers.missing.resize(cells, true);
   readers.ever.assign(count, kNever);
   readers.first.assign(count, kNever);
   readers.first_reader.assign(count, kNoOwner);
   uint64_t never = count, not_since = count;  // samples not read so far
   std::vector<uint32_t> order;
   for (uint32_t epoch = 0; epoch < spec.epochs; ++epoch) {
+    const bool counts = epoch >= of.first && epoch < of.end;
+    if (!counts && (epoch < from.epoch || not_since == 0)) continue;
     epoch_order_into(spec, epoch, order);
-    const uint64_t at = uint64_t{epoch} * count;
-    Node* row = &readers.rows[at];
-    const bool partial = repeats_or_leaves_out(spec);
-    if (partial) readers.missing.resize(count * spec.epochs, true);
+    const uint64_t at = counts ? uint64_t{epoch - of.first} * count : 0;
     for (uint64_t begin = 0; begin < order.size(); begin += spec.global_batch) {
       const uint64_t size = std::min<uint64_t>(spec.global_batch, order.size() - begin);
       const std::vector<Node> rest = size == spec.global_batch
                                          ? std::vector<Node>{}
                                          : node_of_position<Node>(spec, size, node_of_rank);
       const Node* node = rest.empty() ? full.data() : rest.data();
-      for (uint64_t p = 0; p < size; ++p) {
+      for (uint64_t p = 0; counts && p < size; ++p) {
         const uint64_t sample = order[begin + p];
         if (partial) {
           // Again in the same epoch: the first reader fetches it.
           if (!readers.missing[at + sample]) continue;
           readers.missing[at + sample] = false;
         }
-        row[sample] = node[p];
+        readers.rows[at + sample] = node[p];
       }
       // Calls `read` with a sample and its node, where `times` had no access of it yet.
       const auto note = [&](std::vector<uint64_t>& times, uint64_t& left, const auto& read) {
@@ -91,7 +94,7 @@ Readers<Node> collect(const JobSpec& spec, std::span<const uint32_t> node_of_ran
           --left;
         }
       };
-      note(readers.ever, never, [](SampleId, Node) {});
+      if (counts) note(readers.ever, never, [](SampleId, Node) {});
       if (epoch > from.epoch || (epoch == from.epoch && begin >= from.batch * spec.global_batch)) {
         note(readers.first, not_since,
              [&](SampleId sample, Node by) { readers.first_reader[sample] = by; });
@@ -178,12 +181,13 @@ std::vector<std::pair<uint64_t, uint32_t>> by_frequency(std::span<const Best> be
 
 template <typename Node>
 Ownership choose(const JobSpec& spec, std::span<const uint64_t> sizes, const Nodes& job_nodes,
-                 Position begin) {
+                 Position begin, Epochs of) {
   const auto nodes = static_cast<uint32_t>(job_nodes.capacity.size());
   const uint64_t count = spec.samples;
-  Readers<Node> readers = collect<Node>(spec, job_nodes.of_rank, begin);
-  ReadCounts<Node> counts(readers, count, nodes, spec.epochs);
-  const std::vector<Best> best = most_frequent(readers, counts, count, spec.epochs);
+  const uint32_t epochs = of.end - of.first;
+  Readers<Node> readers = collect<Node>(spec, job_nodes.of_rank, begin, of);
+  ReadCounts<Node> counts(readers, count, nodes, epochs);
+  const std::vector<Best> best = most_frequent(readers, counts, count, epochs);
 
   std::vector<uint64_t> left = job_nodes.capacity;
   Ownership ownership;
@@ -230,7 +234,7 @@ Nodes equal_nodes(const JobSpec& spec, std::vector<uint64_t> capacity, uint32_t 
 }
 
 Ownership owners(const JobSpec& spec, std::span<const uint64_t> sizes, const Nodes& nodes,
-                 Position begin) {
+                 Position begin, std::optional<Epochs> of) {
   const size_t count = nodes.capacity.size();
   const bool known = std::all_of(nodes.of_rank.begin(), nodes.of_rank.end(),
                                  [&](uint32_t node) { return node < count; });
@@ -243,8 +247,14 @@ Ownership owners(const JobSpec& spec, std::span<const uint64_t> sizes, const Nod
     throw Error(ErrorKind::usage, "epoch " + std::to_string(begin.epoch) + " is not among the " +
                                       std::to_string(spec.epochs) + " of the job");
   }
-  return count <= 256 ? choose<uint8_t>(spec, sizes, nodes, begin)
-                      : choose<uint16_t>(spec, sizes, nodes, begin);
+  const Epochs counted = of.value_or(Epochs{0, spec.epochs});
+  if (counted.first >= counted.end || counted.end > spec.epochs) {
+    throw Error(ErrorKind::usage, "epochs " + std::to_string(counted.first) + " to " +
+                                      std::to_string(counted.end) + " are not among the " +
+                                      std::to_string(spec.epochs) + " of the job");
+  }
+  return count <= 256 ? choose<uint8_t>(spec, sizes, nodes, begin, counted)
+                      : choose<uint16_t>(spec, sizes, nodes, begin, counted);
 }
 
 }  // namespace nostall::plan

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -31,10 +32,14 @@ struct Ownership {
 // sample stays without an owner while a node has room for it, and none has two. Samples are served
 // in order of their highest frequency, then of their first access. `sizes`: bytes that a sample
 // takes of a node's capacity. First accesses and readers are those of global batches from `begin`
-// on, in the time of node_access (plan/placement.h); owners follow from all epochs, so that a job
-// that resumes finds what its nodes kept. Cost: O(F) memory beside one epoch's order, O(F * epochs)
-// time. Throws Error(usage) if `nodes` does not go with the world.
+// on, in the time of node_access (plan/placement.h); owners follow from the epochs `of`, or all, so
+// that a job that resumes finds what its nodes kept. Cost for E such epochs and N nodes: O(F * E)
+// time, and F * E bytes (twice as many beyond 256 nodes) beside one epoch's order. Throws Error(usage)
+// if `nodes` does not go with the world, or the job has no epoch that is asked for.
+struct Epochs {
+  uint32_t first = 0, end = 0;
+};
 Ownership owners(const JobSpec& spec, std::span<const uint64_t> sizes, const Nodes& nodes,
-                 Position begin = {});
+                 Position begin = {}, std::optional<Epochs> of = std::nullopt);
 
 }  // namespace nostall::plan

@@ -32,6 +32,15 @@ plan::JobSpec placed_job(const plan::JobSpec& job, plan::Position begin) {
   return near;
 }
 
+// The epochs that owners follow from. Where only a few are looked at: the job's first, which a job
+// that resumes looks at again, if each of them reads all samples.
+plan::Epochs owned_epochs(const plan::JobSpec& job, const plan::JobSpec& near,
+                          plan::Position begin) {
+  if (job.epochs <= kMostEpochs) return {0, job.epochs};
+  const uint32_t first = plan::repeats_or_leaves_out(job) ? begin.epoch : 0;
+  return {first, std::min(near.epochs, first + kEpochsAhead)};
+}
+
 // Where the accesses begin that decide what is placed: a tier that is kept is for the next job too, which
 // reads all of an epoch.
 plan::Position placed_from(const NodeSpec& node, plan::Position begin) {
@@ -285,7 +294,8 @@ NodeTiers attach_node_cache(const plan::JobSpec& job, uint32_t rank, const sourc
       // What a record takes differs a little between kinds of tier; the owner must have room in any.
       std::vector<uint64_t> records(source.sizes().begin(), source.sizes().end());
       for (uint64_t& bytes : records) bytes += tier::record_overhead(tier::TierKind::file);
-      attached.ownership = plan::owners(near, records, nodes, begin);
+      attached.ownership =
+          plan::owners(near, records, nodes, begin, owned_epochs(job, near, begin));
     }
     attached.plan = fingerprint_of(job, source, node, sharing, begin);
   }

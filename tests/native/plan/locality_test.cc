@@ -168,6 +168,30 @@ TEST(NodeAccess, BeginsWithTheBatchThatTheJobGoesOnWith) {
   }
 }
 
+TEST(Owners, OfSomeEpochsAreThoseOfAJobThatHasNoMore) {
+  for (const bool leaves_out : {false, true}) {
+    JobSpec spec = job(60, 8, 4);
+    spec.epochs = 12;
+    spec.drop_last = leaves_out;  // 60 samples, in batches of 8
+    JobSpec few = spec;
+    few.epochs = 4;
+    const Nodes nodes = equal_nodes(spec, {200, 200}, 2);
+    const std::vector<uint64_t> sizes(60, 10);
+    const Ownership some = owners(spec, sizes, nodes, {9, 1}, Epochs{0, 4});
+    EXPECT_EQ(some.owner, owners(few, sizes, nodes).owner);
+    // First accesses are those of the epochs that are left, whichever the owners are of.
+    const Ownership all = owners(spec, sizes, nodes, {9, 1});
+    EXPECT_NE(some.owner, all.owner);
+    EXPECT_EQ(some.first_access, all.first_access);
+    EXPECT_EQ(some.first_reader, all.first_reader);
+    EXPECT_NE(owners(spec, sizes, nodes, {9, 1}, Epochs{9, 12}).owner, some.owner);
+  }
+  const JobSpec spec = job(60, 8, 4);
+  const Nodes nodes = equal_nodes(spec, {200, 200}, 2);
+  EXPECT_THROW(owners(spec, std::vector<uint64_t>(60, 10), nodes, {}, Epochs{2, 5}), Error);
+  EXPECT_THROW(owners(spec, std::vector<uint64_t>(60, 10), nodes, {}, Epochs{2, 2}), Error);
+}
+
 TEST(Owners, AreTheSameWhereverTheJobResumes) {
   const JobSpec spec = job(60, 8, 4);
   const Nodes nodes = equal_nodes(spec, {200, 200}, 2);
