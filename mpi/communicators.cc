@@ -1,4 +1,5 @@
 // Makes, keeps and frees the state of the program's communicators, as an attribute of each.
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -9,6 +10,7 @@
 
 #include "base/clock.h"
 #include "base/error.h"
+#include "base/file.h"
 #include "base/mutex.h"
 #include "between.h"
 #include "collective/selection.h"
@@ -133,6 +135,13 @@ MPI_Comm split_by_node(MPI_Comm comm, int rank) {
   return result == MPI_SUCCESS ? node : MPI_COMM_NULL;
 }
 
+// A communicator keeps two. The program may have as many communicators as it likes, and needs
+// descriptors for its own files.
+bool has_descriptors() {
+  const Descriptor next(::open("/dev/null", O_RDONLY | O_CLOEXEC));
+  return next && !is_crowded(next.get());
+}
+
 // False if the MPI failed; no node if the ranks cannot share memory.
 bool join_node(CommunicatorState& state, MPI_Comm node, bool is_world) {
   std::array<char, 96> job{};
@@ -153,9 +162,11 @@ bool join_node(CommunicatorState& state, MPI_Comm node, bool is_world) {
   state.timeout_ns = config.timeout.count();
   config.join_timeout = std::chrono::minutes(1);
   config.progress = [&state] { progress(state); };
-  int joined = config.ranks < 1024 ? 1 : 0;
-  std::string why = "more than 1023 ranks share a node";
+  int joined = config.ranks < 1024 && has_descriptors() ? 1 : 0;
+  std::string why = config.ranks < 1024 ? "a rank has more than half of the files open that it may"
+                                        : "more than 1023 ranks share a node";
   // All ranks try or none: one that failed alone would leave the others waiting.
+  if (PMPI_Allreduce(MPI_IN_PLACE, &joined, 1, MPI_INT, MPI_MIN, node) != MPI_SUCCESS) return false;
   if (joined == 1) {
     try {
       config.selection = selection_text_once();
@@ -165,7 +176,8 @@ bool join_node(CommunicatorState& state, MPI_Comm node, bool is_world) {
       why = error.what();
     }
   }
-  if (joined == 0 && state.node_rank == 0) {
+  static std::atomic<bool> told{false};
+  if (joined == 0 && state.node_rank == 0 && !told.exchange(true)) {
     std::fprintf(stderr, "nostall: the MPI's own collectives are used: %s\n", why.c_str());
   }
   return true;

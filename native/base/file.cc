@@ -2,6 +2,7 @@
 #include "base/file.h"
 
 #include <fcntl.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -39,6 +40,11 @@ Descriptor::~Descriptor() { reset(); }
 
 void Descriptor::reset() noexcept {
   if (fd_ >= 0) ::close(std::exchange(fd_, -1));
+}
+
+bool is_crowded(int fd) noexcept {
+  rlimit limit{};
+  return ::getrlimit(RLIMIT_NOFILE, &limit) == 0 && static_cast<rlim_t>(fd) > limit.rlim_cur / 2;
 }
 
 int FileSystem::open(const std::string& path, int flags, unsigned mode) {

@@ -33,6 +33,10 @@ class Descriptor {
   int fd_ = -1;
 };
 
+// Whether a new descriptor's number says that more than half of those that this process may have are in
+// use: files and sockets of the program need the rest more than what can do without.
+bool is_crowded(int fd) noexcept;
+
 class FileSystem {
  public:
   virtual ~FileSystem() = default;

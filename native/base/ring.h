@@ -17,6 +17,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/file.h"
 #include "base/log.h"
 
 namespace nostall {
@@ -29,12 +30,15 @@ class Ring {
   Ring(const Ring&) = delete;
   Ring& operator=(const Ring&) = delete;
 
-  // 0 or -errno.
+  // 0 or -errno; -EMFILE also where it would take of the upper half of the process's descriptors.
   int start(unsigned entries, unsigned flags) {
     queued_.reserve(entries);
     const int error = io_uring_queue_init(entries, &ring_, flags);
-    open_ = error >= 0;
-    return error;
+    if (error < 0) return error;
+    open_ = true;
+    if (!is_crowded(ring_.ring_fd)) return 0;
+    close();
+    return -EMFILE;
   }
   io_uring* get() noexcept { return &ring_; }
   // Whether more entries may be added.

@@ -23,23 +23,21 @@ constexpr unsigned kProbeEvery = 64;
 
 class AdaptiveReader : public Reader {
  public:
-  AdaptiveReader(const FolderSource& source, unsigned depth) : pread_(make_pread_reader(source)) {
-    std::string why;
-    uring_ = make_uring_reader(source, depth, why);
-  }
+  AdaptiveReader(const FolderSource& source, unsigned depth)
+      : source_(source), depth_(depth), pread_(make_pread_reader(source)) {}
 
   void read(std::span<ReadRequest> requests) override {
     if (requests.empty()) return;
-    if (uring_ && choose_reader(seconds_).many_in_flight && ++since_probe_ % kProbeEvery != 0) {
+    if (asks_uring() && ++since_probe_ % kProbeEvery != 0) {
       uring_->read(requests);
       return;
     }
     // How long the first reads of a batch take decides whether the rest go side by side.
-    const size_t trial = uring_ ? std::min<size_t>(2, requests.size()) : requests.size();
+    const size_t trial = refused_ ? requests.size() : std::min<size_t>(2, requests.size());
     measured_read(requests.first(trial));
     const auto rest = requests.subspan(trial);
     if (rest.empty()) return;
-    if (choose_reader(seconds_).many_in_flight) {
+    if (asks_uring()) {
       uring_->read(rest);
     } else {
       measured_read(rest);
@@ -51,6 +49,18 @@ class AdaptiveReader : public Reader {
   }
 
  private:
+  // Whether many are to be in flight, and can be. A ring is made only then: it takes a descriptor, and
+  // a data set of many parts has a reader of each in every thread.
+  bool asks_uring() {
+    if (!choose_reader(seconds_).many_in_flight) return false;
+    if (!uring_ && !refused_) {
+      std::string why;
+      uring_ = make_uring_reader(source_, depth_, why);
+      refused_ = !uring_;
+    }
+    return uring_ != nullptr;
+  }
+
   void measured_read(std::span<ReadRequest> requests) {
     const int64_t begin = now_ns();
     pread_->read(requests);
@@ -59,7 +69,10 @@ class AdaptiveReader : public Reader {
     seconds_ = seconds_ == 0.0 ? seen : seconds_ + (seen - seconds_) / 4.0;
   }
 
+  const FolderSource& source_;
+  const unsigned depth_;
   std::unique_ptr<Reader> pread_, uring_;
+  bool refused_ = false;  // the ring
   double seconds_ = 0.0;
   unsigned since_probe_ = 0;
 };

@@ -6,6 +6,7 @@ import argparse
 import gzip
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -426,6 +427,38 @@ def test_what_a_communicator_lacks_is_its_end(tmp_path: Path) -> None:
     _, calls = np.unique(records["communicator"], return_counts=True)
     # The second thread's part of the memory is full; that of the first comes too late for it.
     assert calls.tolist() == [100, 6000 - 4369, 10]
+
+
+_MANY_COMMUNICATORS = """
+import os, resource
+import numpy as np
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+world.Barrier()
+_, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+may = 256 if world.rank == 0 else 1024  # one rank gets there first
+resource.setrlimit(resource.RLIMIT_NOFILE, (may, most))
+here = len(os.listdir("/proc/self/fd"))
+comms = [world.Dup() for _ in range(160)]
+for comm in comms:
+    total = np.array([world.rank + 1.0])
+    comm.Allreduce(MPI.IN_PLACE, total)
+    assert total[0] == 3.0
+used = len(os.listdir("/proc/self/fd")) - here
+if world.rank == 0:
+    print("kept", used, "of", may, flush=True)
+files = [open(__import__("sys").executable) for _ in range(may - here - used - 2)]
+"""
+
+
+@pytest.mark.parametrize("which", ["openmpi", "mpich"])
+def test_many_communicators_leave_descriptors_to_the_program(which: str) -> None:
+    result = run(which, 2, [sys.executable, "-c", _MANY_COMMUNICATORS], timeout=120)
+    assert result.returncode == 0, result.stderr
+    said = re.search(r"kept (\d+) of 256", result.stdout)
+    assert said and 2 <= int(said[1]) <= 128, result.stdout
+    words = "the MPI's own collectives are used: a rank has more than half of the files open"
+    assert result.stderr.count(words) == 1
 
 
 _MANY_THREADS = """
