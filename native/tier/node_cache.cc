@@ -26,8 +26,9 @@
 // that reads one counts itself first, and then looks whether the place is ready and has its sample. One
 // of them sees the other, and goes without. The sample's number changes while the place is claimed.
 //
-// Leaving: under the turn, every rank writes the manifests of kept tiers, so that ranks that die
-// later lose only later records. The last rank flushes the tier files first.
+// Kept tiers: a thread of the first rank writes their manifests now and then, so that a job that is
+// killed loses the last minutes only. Leaving: under the turn, every rank writes them. The last rank
+// flushes the tier files first.
 #include "tier/node_cache.h"
 
 #include <fcntl.h>
@@ -68,6 +69,8 @@ constexpr std::chrono::seconds kJoinPatience{10};
 constexpr int kOpenAttempts = 20;
 // How often one rank looks whether the tier's memory is wanted back.
 constexpr std::chrono::milliseconds kEaseInterval{250};
+// Of the time between two writings of the manifests, the most that a writing takes.
+constexpr int kKeepShare = 100;
 // Others are chosen in the place of a chunk that is still in use after so many looks (5 seconds).
 constexpr uint32_t kPatientLooks = 20;
 // A tier takes no more bytes after this many failed writes.
@@ -198,6 +201,7 @@ class NodeCacheImpl final : public NodeCache {
 
   ~NodeCacheImpl() override {
     watch_.reset();
+    keeper_.reset();
     if (joined_ && owner_pid_ == ::getpid()) leave();
   }
 
@@ -461,6 +465,8 @@ class NodeCacheImpl final : public NodeCache {
   void give();
   void load_residents(size_t tier, std::span<const KeptRecord> records);
   void leave() noexcept;
+  void keep_on();
+  void keep() noexcept;
   void write_manifest(size_t tier, bool last);
 
   const NodeCacheConfig config_;
@@ -505,7 +511,9 @@ class NodeCacheImpl final : public NodeCache {
   bool stuck_ = false;  // the last chunk could not be given back
   std::vector<Leaving> leaving_;
   LockFile ease_lock_;
-  std::optional<Watch> watch_;  // uses both of them, and ends first
+  std::optional<Watch> watch_;                       // uses both of them, and ends first
+  std::chrono::steady_clock::time_point next_keep_;  // of the thread that keeps
+  std::optional<Watch> keeper_;
 };
 
 // ------------------------------------------------------------------------------- joining
@@ -515,6 +523,7 @@ void NodeCacheImpl::join(const Placer& place, std::chrono::nanoseconds timeout) 
   try {
     meet(place, timeout);
     watch();
+    keep_on();
     return;
   } catch (const Error& e) {
     if (e.kind() != ErrorKind::io) throw;
@@ -1416,6 +1425,32 @@ void NodeCacheImpl::leave() noexcept {
       // It has left, whether that could be logged or not.
     }
   }
+}
+
+void NodeCacheImpl::keep_on() {
+  if (me_ != 0 || std::ranges::none_of(kept_files_, [](const LockFile& f) { return bool(f); })) {
+    return;
+  }
+  try {
+    keeper_.emplace("nostall-keep", config_.keep_every, [this] { keep(); });
+  } catch (const std::system_error&) {
+    // Without a thread the manifests are written at the end.
+  }
+}
+
+void NodeCacheImpl::keep() noexcept {
+  const auto begun = std::chrono::steady_clock::now();
+  if (begun < next_keep_) return;
+  try {
+    const Handover::Turn turn = handover_.turn(begun);
+    for (size_t t = 0; t < config_.tiers.size(); ++t) {
+      if (kept_files_[t]) write_manifest(t, false);
+    }
+  } catch (const std::exception&) {
+    // A rank that attaches or leaves has the turn, or there is no memory: the next time.
+  }
+  const auto ended = std::chrono::steady_clock::now();
+  next_keep_ = ended + kKeepShare * (ended - begun);
 }
 
 // Every rank that leaves writes what is there by then, so that ranks which die later cost only what

@@ -108,6 +108,9 @@ struct NodeCacheConfig {
   // Takes out of what a kept tier holds what is not of the content that is there now. Asked by the
   // first rank of the node alone; empty: all of it is.
   std::function<void(const TierSpec& spec, Manifest& kept)> judge{};
+  // How often what kept tiers hold by then is written down, for the job that follows should this one
+  // be killed. Writing takes a hundredth of the time at most.
+  std::chrono::milliseconds keep_every = std::chrono::minutes(5);
   Halves halves{};
 };
 

@@ -1412,6 +1412,25 @@ TEST_F(NodeCacheTest, AKeptFileIsCutToTheCapacityOfTheNextJob) {
   EXPECT_LE(size(), 300u);
 }
 
+TEST_F(NodeCacheTest, WhatIsKeptIsWrittenDownWhileTheJobRuns) {
+  auto c = config(0, 1, TierKind::file);
+  c.tiers[0].keep = true;
+  c.keep_every = std::chrono::milliseconds(5);
+  const auto cache = attach(c);
+  const auto written = [&](size_t records) {
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+    size_t seen = 0;
+    while (seen != records && std::chrono::steady_clock::now() < deadline) {
+      seen = kept_records(c.tiers[0], 11, kSamples).records.size();
+    }
+    return seen;
+  };
+  put(*cache, 4);
+  EXPECT_EQ(written(1), 1u);
+  put(*cache, 5);
+  EXPECT_EQ(written(2), 2u);
+}
+
 TEST_F(NodeCacheTest, WhatWasKeptSurvivesRanksThatDieAfterOneHasLeft) {
   const auto kept = [&](uint32_t rank) {
     auto c = config(rank, 2, TierKind::file);
