@@ -45,6 +45,12 @@ std::string error_text(nb::python_error& error) {
   return nb::cast<std::string>(nb::str(error.value()));
 }
 
+// Ctrl-C is meant for the program: what was being read fails, and the interrupt comes again where the
+// program goes on.
+void pass_on_interrupt(const nb::python_error& error) {
+  if (error.matches(PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();
+}
+
 // Ranges by a function: (list of (file, offset, size), stopped) -> list of buffers or exceptions.
 class PythonStorage : public records::Storage {
  public:
@@ -79,6 +85,7 @@ class PythonStorage : public records::Storage {
         if (answers.size() != ranges.size()) throw std::runtime_error("wrong number of answers");
         for (size_t i = 0; i < ranges.size(); ++i) fill(ranges[i], answer_of(answers[i]));
       } catch (nb::python_error& error) {
+        pass_on_interrupt(error);
         fail(ranges, error_text(error));
       } catch (const std::exception& error) {
         fail(ranges, error.what());
@@ -118,11 +125,12 @@ class CallbackSource : public source::Source {
  public:
   CallbackSource(std::vector<uint64_t> sizes, std::vector<int64_t> labels,
                  std::vector<uint32_t> group, uint64_t fingerprint, nb::object read,
-                 nb::object describe, bool bounded, uint32_t made_at_once)
+                 nb::object describe, bool bounded, uint32_t made_at_once, uint64_t stamp)
       : sizes_(std::move(sizes)),
         labels_(std::move(labels)),
         group_(std::move(group)),
         fingerprint_(fingerprint),
+        stamp_(stamp),
         bounded_(bounded),
         made_at_once_(made_at_once),
         read_(std::make_shared<Held>(std::move(read))),
@@ -141,6 +149,7 @@ class CallbackSource : public source::Source {
   std::span<const int64_t> labels() const override { return labels_; }
   uint64_t total_bytes() const override { return total_; }
   uint64_t fingerprint() const override { return fingerprint_; }
+  uint64_t stamp() const override { return stamp_; }
   std::string describe(uint64_t sample) const override {
     const nb::gil_scoped_acquire gil;
     try {
@@ -178,6 +187,7 @@ class CallbackSource : public source::Source {
         for (size_t i = 0; i < requests.size(); ++i) fill(requests[i], answer_of(answers[i]));
         return;
       } catch (nb::python_error& error) {
+        pass_on_interrupt(error);
         why = error_text(error);
       } catch (const std::exception& error) {
         why = error.what();
@@ -211,6 +221,7 @@ class CallbackSource : public source::Source {
   std::vector<int64_t> labels_;
   std::vector<uint32_t> group_;
   uint64_t fingerprint_, total_ = 0;
+  const uint64_t stamp_;
   const bool bounded_;
   const uint32_t made_at_once_;
   std::shared_ptr<Held> read_, describe_;
@@ -243,10 +254,10 @@ std::shared_ptr<source::Source> python_source(std::vector<uint64_t> sizes,
                                               std::vector<int64_t> labels,
                                               std::vector<uint32_t> group, uint64_t fingerprint,
                                               nb::object read, nb::object describe, bool bounded,
-                                              uint32_t made_at_once) {
+                                              uint32_t made_at_once, uint64_t stamp) {
   return std::make_shared<CallbackSource>(std::move(sizes), std::move(labels), std::move(group),
                                           fingerprint, std::move(read), std::move(describe),
-                                          bounded, made_at_once);
+                                          bounded, made_at_once, stamp);
 }
 
 }  // namespace nostall::bindings

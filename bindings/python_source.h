@@ -20,12 +20,12 @@ std::shared_ptr<records::Storage> python_storage(std::vector<records::StorageFil
 stage::TakeMemory python_memory(nanobind::object take);
 
 // Samples by a function: (list of ids) -> list of buffers or exceptions. For stores that only their
-// own library can take apart. Samples of one `group` (rising, or empty) are read together. Throws
-// Error(usage) if the columns do not go together.
+// own library can take apart. Samples of one `group` (rising, or empty) are read together; `stamp` is
+// Source::stamp(). Throws Error(usage) if the columns do not go together.
 std::shared_ptr<source::Source> python_source(std::vector<uint64_t> sizes,
                                               std::vector<int64_t> labels,
                                               std::vector<uint32_t> group, uint64_t fingerprint,
                                               nanobind::object read, nanobind::object describe,
-                                              bool bounded, uint32_t made_at_once);
+                                              bool bounded, uint32_t made_at_once, uint64_t stamp);
 
 }  // namespace nostall::bindings

@@ -410,17 +410,19 @@ void bind_sources(nb::module_& m) {
       "callback_source",
       [](const Column<uint64_t>& sizes, const Column<int64_t>& labels,
          const Column<uint32_t>& group, uint64_t fingerprint, nb::callable read,
-         nb::callable describe, bool bounded,
-         uint32_t made_at_once) -> std::shared_ptr<source::Source> {
+         nb::callable describe, bool bounded, uint32_t made_at_once,
+         uint64_t stamp) -> std::shared_ptr<source::Source> {
         return bindings::python_source(vector_of(sizes), vector_of(labels), vector_of(group),
                                        fingerprint, std::move(read), std::move(describe), bounded,
-                                       made_at_once);
+                                       made_at_once, stamp);
       },
       nb::arg("sizes"), nb::arg("labels"), nb::arg("group"), nb::arg("fingerprint"),
       nb::arg("read"), nb::arg("describe"), nb::arg("bounded"), nb::arg("made_at_once"),
+      nb::arg("stamp"),
       "read(list of ids) -> list of buffers or exceptions; samples of a group (rising, or empty) "
       "are read together. If `bounded`, zeros follow a sample shorter than its size. "
-      "`made_at_once`: how many are made side by side, each in its own time; 0 if not one by one.");
+      "`made_at_once`: how many are made side by side, each in its own time; 0 if not one by one. "
+      "`stamp`: a hash of where the data lies and when it was changed last.");
 }
 
 }  // namespace

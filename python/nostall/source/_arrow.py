@@ -31,7 +31,7 @@ from nostall.source._columns import (
 from nostall.source._composite import Composite
 from nostall.source._custom import SampleReader, native_source
 from nostall.source._hugging_face import dataset_files
-from nostall.source._object_file import ObjectFile, as_file, failure_of
+from nostall.source._object_file import ObjectFile, as_file, failure_of, stamp_of
 from nostall.source._objects import is_url
 from nostall.source._records import (
     PathLike,
@@ -175,6 +175,7 @@ class _Groups(SampleReader):
                 [Path(p).name for p in self._paths],
                 [(g.column.path, str(g.column)) for g in gathered],
             ),
+            stamp=stamp_of(self._opened[number][0] for number in range(len(self._paths))),
         )
 
     def _open(self, number: int) -> Any:

@@ -63,11 +63,14 @@ def native_source(
     identity: Any,
     bounded: bool = False,
     made_at_once: int = 0,
+    stamp: int = 0,
 ) -> _native.Source:
     """A native source that calls the reader; samples of one group are cheaper together.
 
     If `bounded`, `sizes` are the most that samples may have: zeros follow a shorter one.
-    `made_at_once` is how many the reader makes side by side, where each takes its time.
+    `made_at_once` is how many the reader makes side by side, where each takes its time. `stamp` is
+    another one where the data lies elsewhere, or was changed since: it is then compared more closely
+    with what a tier has kept.
     """
     digest = hashlib.sha256(repr(identity).encode())
     for column in (sizes, labels):
@@ -81,6 +84,7 @@ def native_source(
         describe=reader.describe,
         bounded=bounded,
         made_at_once=made_at_once,
+        stamp=stamp,
     )
 
 

@@ -25,7 +25,7 @@ from nostall.source._columns import (
 )
 from nostall.source._composite import Composite, make_column
 from nostall.source._custom import SampleReader, native_source
-from nostall.source._object_file import as_file, failure_of
+from nostall.source._object_file import as_file, failure_of, stamp_of
 from nostall.source._records import PathLike, PlacedRows, absolute
 from nostall.source._source import arguments_of
 
@@ -205,6 +205,7 @@ class _Library(SampleReader):
             labels=label,
             group=(np.arange(n) // rows).astype(np.uint32) if rows > 1 else None,
             identity=("hdf5", Path(self._path).name, self._name, str(data.dtype), data.shape),
+            stamp=stamp_of([as_file(self._path, self._store)]),
         )
 
     def _sizes(self, data: Any) -> NDArray[np.uint64]:

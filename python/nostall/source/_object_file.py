@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
+import os
+from collections.abc import Iterable
 from typing import Any
 
 from nostall.errors import Error
@@ -16,6 +19,9 @@ class ObjectFile(io.RawIOBase):
     """Reads an object by ranged GETs, small ones a block at a time.
 
     Attributes:
+        url: where it lies.
+        size: of the object, in bytes.
+        version: another number for another content, from its ETag or its time.
         failure: an error of reading: the library may hide it behind one of its own.
 
     Raises:
@@ -26,7 +32,9 @@ class ObjectFile(io.RawIOBase):
         self._ranges = Ranges([url], store)
         self._at = 0
         self._block: tuple[int, Any] = (0, b"")
+        self.url = url
         self.size: int = self._ranges.sizes[0]
+        self.version: int = self._ranges.versions[0]
         self.failure: Error | None = None
 
     def readable(self) -> bool:
@@ -82,6 +90,18 @@ class ObjectFile(io.RawIOBase):
 def as_file(path: str, store: Any = None) -> Any:
     """What a library opens: the path itself, or an `ObjectFile` for a URL."""
     return ObjectFile(path, store) if is_url(path) else path
+
+
+def stamp_of(files: Iterable[Any]) -> int:
+    """Another number where one of these, as `as_file` gives them, lies elsewhere or was changed."""
+    digest = hashlib.sha256()
+    for file in files:
+        if isinstance(file, ObjectFile):
+            digest.update(repr((file.url, file.size, file.version)).encode())
+        else:
+            found = os.stat(file)
+            digest.update(repr((os.path.realpath(file), found.st_size, found.st_mtime_ns)).encode())
+    return int.from_bytes(digest.digest()[:8], "little")
 
 
 def failure_of(file: Any) -> Error | None:

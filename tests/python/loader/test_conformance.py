@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import random
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,7 +19,7 @@ from samples import wav
 import nostall
 from nostall import fields as f
 from nostall import transforms as t
-from nostall.errors import CorruptionError, TransformError, UsageError
+from nostall.errors import CorruptionError, IoError, TransformError, UsageError
 from nostall.loader.testing import check_field, check_source, check_transform
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -49,6 +51,24 @@ class Reader(nostall.SampleReader):
 
 def custom(reader: nostall.SampleReader) -> nostall.CustomSource:
     return nostall.CustomSource(reader, SIZES, [3, 1, 4, 1, 5], identity="five")
+
+
+class Interrupted(Reader):
+    def one(self, sample: int) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return super().one(sample)
+
+
+def test_an_interrupt_ends_the_program_that_reads_and_not_the_reading() -> None:
+    source = custom(Interrupted())
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            for sample in range(len(SIZES)):
+                with contextlib.suppress(IoError):
+                    source.read(sample)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class Pairs(nostall.FieldReader):

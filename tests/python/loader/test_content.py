@@ -68,6 +68,50 @@ def test_a_kept_tier_of_another_version_is_not_used(
     assert epoch(root, tiers)[0] == second
 
 
+MANY = 400
+
+
+def write_rows(path: Path, version: int) -> list[bytes]:
+    """A file of compressed rows, a fifth of which is of the version; what each row is."""
+    rows = [
+        np.random.default_rng([version if i % 5 == 0 else 0, i])
+        .integers(0, 99, 30)
+        .astype(np.uint8)
+        for i in range(MANY)
+    ]
+    if path.suffix == ".parquet":
+        pq = pytest.importorskip("pyarrow.parquet")
+        import pyarrow as pa
+
+        pq.write_table(pa.table({"image": [row.tobytes() for row in rows]}), path)
+    else:
+        h5py = pytest.importorskip("h5py")
+        with h5py.File(path, "w") as file:
+            file.create_dataset("x", data=np.stack(rows), chunks=(8, 30), compression="gzip")
+    return [row.tobytes() for row in rows]
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.h5"])
+def test_rows_that_were_corrected_are_not_served_as_they_were(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    path, tiers = tmp_path / name, [f"{tmp_path / 'tier'}:1MiB:keep"]
+
+    def served() -> list[bytes]:
+        source = (
+            nostall.HDF5(path, "x") if name.endswith("h5") else nostall.Parquet(path, label=None)
+        )
+        with nostall.DataLoader(source, 8, tiers=tiers, shuffle=False, output="numpy") as loader:
+            return [bytes(row) for batch, _ in loader for row in batch]
+
+    first = write_rows(path, 1)
+    assert served() == first
+    second = write_rows(path, 2)
+    assert first != second
+    assert served() == second
+    assert "the kept tier is of another version of the data set" in caplog.text
+
+
 def test_a_data_set_that_moved_keeps_what_was_kept(tmp_path: Path) -> None:
     tiers = [f"{tmp_path / 'tier'}:1MiB:keep"]
     contents = write_version(tmp_path / "data", 1)
