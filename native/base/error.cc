@@ -11,6 +11,14 @@ Error io_error(const std::string& what, const std::string& path, int error_numbe
                error_number);
 }
 
+Error no_memory_to_unpack() {
+  return Error(
+      ErrorKind::io,
+      "there is no memory to unpack it: free memory, raise the limit (ulimit -v), or give the "
+      "loader fewer threads",
+      ENOMEM);
+}
+
 Error io_error(const std::system_error& error) {
   return Error(ErrorKind::io,
                error.code() == std::errc::resource_unavailable_try_again

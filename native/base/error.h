@@ -39,6 +39,8 @@ class Error : public std::runtime_error {
 
 // "cannot open /data/x.jpg: No such file or directory"
 Error io_error(const std::string& what, const std::string& path, int error_number);
+// Of a sample that cannot be unpacked, which is none of its file's.
+Error no_memory_to_unpack();
 
 // A value or an Error. The accessors check: asking for the wrong one is a bug and throws.
 template <typename T>

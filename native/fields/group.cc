@@ -153,7 +153,7 @@ Result<std::monostate> Program::apply_group(const Group& group,
   if (!result) {
     std::string names;
     for (const size_t i : group.fields) names += (names.empty() ? "" : ", ") + fields_[i].name;
-    return Error(ErrorKind::corruption, "fields " + names + ": " + result.error().what());
+    return Error(result.error().kind(), "fields " + names + ": " + result.error().what());
   }
   for (size_t b = 0; b < parts.boxes.size(); ++b) {
     const size_t i = parts.field_of_boxes[b], count = parts.boxes[b].count;

@@ -271,11 +271,11 @@ Result<std::monostate> Program::apply(std::span<const source::FieldBytes> locate
     auto bytes = bytes_of(fields_[i], located);
     if (!bytes) return bytes.error();
     const auto result = decode_rows(array, bytes.value(), rows, destination(i, place));
-    if (!result) return failed(fields_[i], result.error().what());
+    if (!result) return failed(fields_[i], result.error().what(), result.error().kind());
   }
   return std::monostate{};
 } catch (const std::bad_alloc&) {
-  return Error(ErrorKind::corruption, "a sample that needs more memory than there is");
+  return no_memory_to_unpack();
 }
 
 }  // namespace nostall::fields

@@ -316,7 +316,7 @@ Result<std::monostate> Pipeline::apply_record(const Record& record, const Sample
   if (auto error = run_record(*impl_, record, key, scratch.impl())) return *error;
   return std::monostate{};
 } catch (const std::bad_alloc&) {
-  return Error(ErrorKind::corruption, "a sample that needs more memory than there is");
+  return no_memory_to_unpack();
 }
 
 Result<std::monostate> Pipeline::apply(std::span<const std::byte> encoded, const SampleKey& key,
@@ -353,7 +353,7 @@ Result<Decoded> decode_rgb(std::span<const std::byte> encoded, const Options& op
   }
   return image;
 } catch (const std::bad_alloc&) {
-  return Error(ErrorKind::corruption, "an image that needs more memory than there is");
+  return no_memory_to_unpack();
 }
 
 }  // namespace nostall::image

@@ -321,8 +321,7 @@ void Loader::Run::read_light(std::span<const Fetch> group, Fetcher& fetcher) {
                     fetcher.reader);
       continue;
     }
-    const auto result = unpack(work, request.sample, request.into, fetcher.scratch);
-    if (!result) handle_bad(work, result.error().what(), &fetcher.scratch, fetcher.reader);
+    unpack_or_replace(work, request.into, fetcher.scratch, fetcher.reader);
   }
   const auto of_all = static_cast<double>(std::max<size_t>(bytes, 1));
   if (measured) fetcher.ns_per_byte = static_cast<double>(thread_cpu_ns() - begin) / of_all;

@@ -164,7 +164,8 @@ void Loader::seek(Position position) {
                                       " is not in an epoch of " + std::to_string(batches) +
                                       " batches");
   }
-  if (position == position_) return;
+  // What failed is tried anew: a file may have been repaired.
+  if (position == position_ && !(run_ && run_->failed())) return;
   run_.reset();
   position_ = position;
 }

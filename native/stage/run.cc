@@ -254,6 +254,11 @@ bool Loader::Run::ready() const {
   return there;
 }
 
+bool Loader::Run::failed() const {
+  const MutexLock lock(mutex_);
+  return broken_ || (!tasks_.empty() && tasks_.front()->error);
+}
+
 std::unique_ptr<Batch> Loader::Run::next(std::chrono::nanoseconds timeout) {
   const auto deadline = std::chrono::steady_clock::now() + timeout;
   if (asked_ == 0 && trace::on()) asked_ = now_ns();
@@ -492,15 +497,18 @@ bool Loader::Run::may_take(const Task& task, uint64_t transient) const {
   const bool staged = task.sequence < handed_out_ + staged_;
   if (task.chunk > chunk_ + 1) return false;  // a half for it is this rank's own to leave
   if (!transformed()) return staged;
-  if (task.sequence == handed_out_) return true;  // never starve the batch that is waited for
-  if (light_ && !staged) return false;            // as quickly unpacked as read
+  const bool fits = transient_ == 0 || transient_ + transient <= config_.io_bytes;
+  // Samples are taken in the order of the plan: what holds the budget now is of this batch, and
+  // unpacked without waiting for anything else.
+  if (task.sequence == handed_out_) return fits || transient == 0;
+  if (light_ && !staged) return false;  // as quickly unpacked as read
   if (copy_plan_ != nullptr && !staged) return false;
   const uint64_t local = std::max<uint64_t>(1, task.items.size());
   if ((task.sequence - handed_out_) * local > std::max(kMaxAhead, max_staged_ * local))
     return false;
   // Samples of a RAM tier that has no memory take transient bytes too, when that is found out: so
   // even what should cost nothing waits while the budget is overdrawn.
-  return transient_ == 0 || transient_ + transient <= config_.io_bytes;
+  return fits;
 }
 
 // A source whose samples have neighbours is asked for as many at once as make one large read. If

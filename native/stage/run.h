@@ -76,6 +76,8 @@ class Loader::Run {
 
   std::unique_ptr<Batch> next(std::chrono::nanoseconds timeout);
   bool ready() const;
+  // Whether next() throws what a thread or the next batch failed with.
+  bool failed() const;
 
  private:
   struct Work {
@@ -251,6 +253,9 @@ class Loader::Run {
   // From the record of `sample` to its place in the batch.
   Result<std::monostate> unpack(Work work, plan::SampleId sample, std::span<const std::byte> record,
                                 fields::Scratch& scratch);
+  // The same of the item's own sample; what fails is handled.
+  void unpack_or_replace(Work work, std::span<const std::byte> record, fields::Scratch& scratch,
+                         source::Reader& reader);
   // Whether a batch needs more than its samples.
   bool completes() const {
     return config_.labels_in_slab || config_.program->ragged() > 0 || config_.program->mixes();
@@ -272,16 +277,18 @@ class Loader::Run {
   // empty span, and the item's error, if they cannot be read.
   std::span<const std::byte> checked_view(Task::Item& item, source::Reader& reader,
                                           tier::RamView& view);
-  // Puts another sample in the place of a bad one, or records the error of the batch.
-  // A sample whose bytes could not be read, for `error`.
+  // A sample whose bytes could not be read, for `error`: a bad one unless this process lacks
+  // something.
   void handle_unread(Work work, int error, const std::string& why, fields::Scratch* scratch,
                      source::Reader& reader);
+  // Puts another sample in the place of a bad one, or records the error of the batch.
   void handle_bad(Work work, const std::string& reason, fields::Scratch* scratch,
                   source::Reader& reader);
   // Records the error of the batch: it is not the sample that is bad.
   void fail(Task& task, plan::SampleId sample, const Error& error);
-  bool read_whole(plan::SampleId sample, std::span<std::byte> into, source::Reader& reader,
-                  std::string& reason);
+  // Gives an errno, and says more in `reason`.
+  int read_whole(plan::SampleId sample, std::span<std::byte> into, source::Reader& reader,
+                 std::string& reason);
   // Of raw batches.
   std::span<std::byte> place_of(Work work) const;
   // What the draws for `sample`, in that place, depend on.

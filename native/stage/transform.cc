@@ -1,6 +1,10 @@
 // The transform threads, and what stands in for a sample that cannot be used.
+#include <unistd.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
+#include <optional>
 
 #include "base/clock.h"
 #include "base/random.h"
@@ -12,6 +16,38 @@ namespace nostall::stage {
 namespace {
 // A thread that has had no image to decode for this long gives its memory back.
 constexpr auto kIdle = std::chrono::seconds(1);
+
+uint64_t memory_of_the_machine() {
+  return static_cast<uint64_t>(::sysconf(_SC_PHYS_PAGES)) *
+         static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
+}
+
+// Why a sample of `size` bytes cannot be read, where the reason is none of its file: another sample
+// in its place would change the data by what this process lacks.
+std::optional<Error> lacking(int error, const std::string& why, uint64_t size) {
+  switch (error) {
+    case EFAULT:
+      return Error(ErrorKind::io,
+                   "memory of the loader cannot be written (" + why +
+                       "), for another part of the program has closed or unmapped it: the file is "
+                       "not at fault",
+                   error);
+    case EMFILE:
+    case ENFILE:
+      return Error(ErrorKind::io,
+                   why + ": the file is not at fault; close files, or raise the limit (ulimit -n)",
+                   error);
+    case ENOMEM:
+      if (size > memory_of_the_machine()) return std::nullopt;
+      return Error(ErrorKind::io,
+                   why +
+                       ": the file is not at fault; free memory, raise the limit (ulimit -v), or "
+                       "give the loader fewer threads",
+                   error);
+    default:
+      return std::nullopt;
+  }
+}
 }  // namespace
 
 std::span<std::byte> Loader::Run::place_of(Work work) const {
@@ -127,14 +163,21 @@ void Loader::Run::transform(Work work, fields::Scratch& scratch, source::Reader&
   if (item.read_error != 0) {
     handle_unread(work, item.read_error, item.read_why, &scratch, reader);
   } else {
-    const auto result = unpack(work, item.sample, bytes, scratch);
-    if (!result && result.error().kind() == ErrorKind::corruption) {
-      handle_bad(work, result.error().what(), &scratch, reader);
-    } else if (!result) {
-      fail(*work.task, item.sample, result.error());
-    }
+    unpack_or_replace(work, bytes, scratch, reader);
   }
   item.raw.reset();
+}
+
+void Loader::Run::unpack_or_replace(Work work, std::span<const std::byte> record,
+                                    fields::Scratch& scratch, source::Reader& reader) {
+  const plan::SampleId sample = work.task->items[work.index].sample;
+  const auto result = unpack(work, sample, record, scratch);
+  if (result) return;
+  if (result.error().kind() == ErrorKind::corruption) {
+    handle_bad(work, result.error().what(), &scratch, reader);
+  } else {
+    fail(*work.task, sample, result.error());
+  }
 }
 
 void Loader::Run::transform(std::span<const Work> works, fields::Scratch& scratch,
@@ -207,25 +250,25 @@ void Loader::Run::add_to(Task& task, Origin origin, uint64_t bytes, int64_t nano
 
 // ------------------------------------------------------------------------------------ bad samples
 
-bool Loader::Run::read_whole(plan::SampleId sample, std::span<std::byte> into,
-                             source::Reader& reader, std::string& reason) {
+int Loader::Run::read_whole(plan::SampleId sample, std::span<std::byte> into,
+                            source::Reader& reader, std::string& reason) {
   if (config_.cache && config_.cache->placed(sample) &&
       config_.cache->state(sample) == tier::State::ready) {
     if (config_.cache->kind(sample) == tier::TierKind::ram) {
       if (const tier::RamView view = config_.cache->ram_view(sample)) {
         std::memcpy(into.data(), view.bytes().data(), into.size());
-        if (sums_.agrees(sample, into)) return true;
+        if (sums_.agrees(sample, into)) return 0;
         config_.cache->reject(sample);
       }
     } else if (config_.cache->file_read(sample, into)) {
-      return true;
+      return 0;
     }
   }
   source::ReadRequest request{sample, into, 0};
   reader.read({&request, 1});
   compare({&request, 1}, reader);
   if (request.error != 0) reason = source::read_error_text(request);
-  return request.error == 0;
+  return request.error;
 }
 
 void Loader::Run::fail(Task& task, plan::SampleId sample, const Error& error) {
@@ -237,13 +280,12 @@ void Loader::Run::fail(Task& task, plan::SampleId sample, const Error& error) {
 
 void Loader::Run::handle_unread(Work work, int error, const std::string& why,
                                 fields::Scratch* scratch, source::Reader& reader) {
-  if (error != EFAULT) return handle_bad(work, why, scratch, reader);
-  fail(*work.task, work.task->items[work.index].sample,
-       Error(ErrorKind::io,
-             "memory of the loader cannot be written (" + why +
-                 "), for another part of the program has closed or unmapped it: the file is not at "
-                 "fault",
-             error));
+  const plan::SampleId sample = work.task->items[work.index].sample;
+  if (const auto lack = lacking(error, why, sizes_[sample])) {
+    fail(*work.task, sample, *lack);
+  } else {
+    handle_bad(work, why, scratch, reader);
+  }
 }
 
 void Loader::Run::handle_bad(Work work, const std::string& reason, fields::Scratch* scratch,
@@ -274,26 +316,28 @@ void Loader::Run::handle_bad(Work work, const std::string& reason, fields::Scrat
     if (candidate == bad || (!transformed() && sizes_[candidate] > sizes_[bad])) continue;
     ++tried;
     std::string why;
-    bool good = false;
-    if (transformed()) {
-      std::shared_ptr<Buffer> raw;
-      try {
-        raw = raw_pool_->take(sizes_[candidate]);
-      } catch (const std::bad_alloc&) {
-        continue;
-      }
-      const std::span<std::byte> bytes(raw->data(), sizes_[candidate]);
-      if (read_whole(candidate, bytes, reader, why)) {
-        const auto result = unpack(work, candidate, bytes, *scratch);
-        good = static_cast<bool>(result);
-        if (!result && result.error().kind() != ErrorKind::corruption) {
-          return fail(task, candidate, result.error());
-        }
-      }
-    } else {
-      good = read_whole(candidate, place_of(work).first(sizes_[candidate]), reader, why);
+    std::shared_ptr<Buffer> raw;
+    int error = 0;
+    try {
+      if (transformed()) raw = raw_pool_->take(sizes_[candidate]);
+      const std::span<std::byte> bytes(raw ? raw->data() : place_of(work).data(),
+                                       sizes_[candidate]);
+      error = read_whole(candidate, bytes, reader, why);
+    } catch (const std::bad_alloc&) {
+      error = ENOMEM;
+      why = source::read_error_text(error);
     }
-    if (!good) continue;
+    if (const auto lack = lacking(error, why, sizes_[candidate])) {
+      return fail(task, candidate, *lack);
+    }
+    if (error != 0) continue;
+    if (transformed()) {
+      const auto result = unpack(work, candidate, {raw->data(), sizes_[candidate]}, *scratch);
+      if (!result && result.error().kind() != ErrorKind::corruption) {
+        return fail(task, candidate, result.error());
+      }
+      if (!result) continue;
+    }
     const MutexLock lock(task.counters);
     task.candidates += tried;
     task.batch->samples[work.index] = candidate;

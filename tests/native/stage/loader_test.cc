@@ -67,6 +67,7 @@ class MemorySource : public source::Source {
   bool local = true;
   std::set<uint64_t> broken;
   int error = EIO;  // of those
+  int error_of_others = 0;
   std::chrono::microseconds delay{0};
   std::function<void()> before_read;
   std::shared_future<void> late;  // what threads wait for when they start
@@ -82,7 +83,7 @@ class MemorySource : public source::Source {
       for (auto& r : requests) {
         ++source_.reads;
         ASSERT_EQ(r.into.size(), source_.sizes_[r.sample]);
-        r.error = source_.broken.contains(r.sample) ? source_.error : 0;
+        r.error = source_.broken.contains(r.sample) ? source_.error : source_.error_of_others;
         std::memset(r.into.data(), static_cast<int>(r.sample % 251), r.into.size());
       }
     }
@@ -581,6 +582,24 @@ TEST(Loader, NamesTheSampleThatCannotBeRead) {
   }
 }
 
+TEST(Loader, ReadsAgainWhatWasRepaired) {
+  for (const bool images : {false, true}) {
+    const auto source = std::make_shared<MemorySource>(20);
+    source->broken = {13};
+    LoaderConfig config = config_for(source, 20, 2);
+    if (images) config.program = bytes_and_label();
+    Loader loader(config);
+    loader.seek({1, 0});
+    EXPECT_THROW(loader.next(60s), Error);
+    loader.seek({1, 0});
+    EXPECT_THROW(loader.next(60s), Error);
+    source->broken.clear();
+    EXPECT_THROW(loader.next(60s), Error);
+    loader.seek({1, 0});
+    EXPECT_EQ(must_have(loader)->position, (Position{1, 0}));
+  }
+}
+
 TEST(Loader, SubstitutesTheSameSampleEveryTime) {
   const auto source = std::make_shared<MemorySource>(200);
   source->broken = {113};
@@ -631,6 +650,34 @@ TEST(Loader, MemoryThatCannotBeWrittenIsNoFaultOfTheFile) {
                   std::string::npos)
             << what;
         EXPECT_EQ(what.find("repair"), std::string::npos) << what;
+      }
+    }
+  }
+}
+
+// Another process, which has more, would train on other samples.
+TEST(Loader, WhatTheProcessLacksIsNoFaultOfTheFile) {
+  for (const int lacking : {EMFILE, ENFILE, ENOMEM}) {
+    for (const bool images : {false, true}) {
+      for (const bool of_stand_ins : {false, true}) {
+        const auto source = std::make_shared<MemorySource>(20);
+        source->broken = {0, 3, 4, 11, 17};
+        source->error = of_stand_ins ? EIO : lacking;
+        source->error_of_others = of_stand_ins ? lacking : 0;
+        LoaderConfig config = config_for(source, 20, 1);
+        config.on_error = OnError::substitute;
+        if (images) config.program = bytes_and_label();
+        Loader loader(std::move(config));
+        try {
+          loader.next(60s);
+          FAIL() << "no error";
+        } catch (const Error& error) {
+          EXPECT_EQ(error.kind(), ErrorKind::io);
+          EXPECT_EQ(error.error_number(), lacking);
+          const std::string what = error.what();
+          EXPECT_NE(what.find("the file is not at fault"), std::string::npos) << what;
+          EXPECT_NE(what.find("ulimit"), std::string::npos) << what;
+        }
       }
     }
   }
@@ -747,6 +794,26 @@ TEST(Loader, ATierWithoutMemoryDoesNotOverdrawTheReadBuffers) {
   }
   set_log_sink({});
   EXPECT_TRUE(std::filesystem::is_empty(shm.path()));
+}
+
+TEST(Loader, TheBatchThatIsWaitedForStaysWithinTheReadBuffersToo) {
+  constexpr uint64_t kSamples = 400, kSize = 1000, kFit = 20;
+  const auto source = std::make_shared<SlowToUnpack>(kSamples);
+  for (uint64_t s = 0; s < kSamples; ++s) source->pretend(s, kSize);
+  std::promise<void> go_on;
+  source->unpacking = [going = go_on.get_future().share()] { going.wait(); };
+  LoaderConfig config = config_for(source, kSamples, 1);
+  config.program = bytes_and_label();
+  config.depth = 4;
+  config.staging_bytes = 1 << 20;
+  config.io_bytes = kFit * kSize;
+  Loader loader(config);
+  EXPECT_EQ(loader.next(0s), nullptr);  // starts it
+  EXPECT_EQ(reads_at_rest(*source, kFit - 1), kFit);
+  EXPECT_EQ(loader.next(0s), nullptr);
+  go_on.set_value();
+  EXPECT_EQ(must_have(loader)->samples.size(), kSamples);
+  EXPECT_EQ(source->reads, kSamples);
 }
 
 // The first piece of memory is refused, and none after it.
