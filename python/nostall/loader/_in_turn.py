@@ -24,6 +24,7 @@ _ORDER = (
 )
 # Of images that are not there yet, so that a wrong list is refused before it is used.
 _ANY = Pixels(256, 256)
+_LABELS = 65535  # the greatest label of a mask
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,7 @@ class NativeFields(NativeSteps):
         made = self._pipeline(*pixels[0].shape[:2]).apply_record(
             {
                 "images": [image.reshape(-1) for image in pixels],
-                "masks": [(np.ascontiguousarray(sample[n]), self._of(n).dtype) for n in masks],
+                "masks": [(self._labels(n, sample[n]), self._of(n).dtype) for n in masks],
                 "boxes": [
                     (_rows(sample[n], 4), self._of(n).format, self._of(n).normalised) for n in boxes
                 ],
@@ -212,6 +213,25 @@ class NativeFields(NativeSteps):
 
     def _of(self, name: str) -> Any:
         return self._kinds[name]
+
+    def _labels(self, name: str, mask: Any) -> NDArray[Any]:
+        """A mask as the pipeline takes it: of 16 bits at most, from 0 on."""
+        array = np.asarray(mask)
+        if array.dtype.kind not in "biu" or array.ndim != 2:
+            raise UsageError(
+                f"field {name}: {self._after} gives {array.dtype} of shape {array.shape}, and whole "
+                "numbers (height, width) are the mask that native steps continue from"
+            )
+        if array.dtype not in (np.uint8, np.uint16):
+            least, most = (int(array.min()), int(array.max())) if array.size else (0, 0)
+            if least < 0 or most > _LABELS:
+                raise UsageError(
+                    f"field {name}: {self._after} gives labels from {least} to {most}, and those "
+                    f"that native steps continue from are 0 to {_LABELS}: give pixels to ignore one of "
+                    "these, as 255, or change it behind the last native step"
+                )
+            array = array.astype(np.uint16)
+        return np.ascontiguousarray(array)
 
 
 def _rows(value: Any, columns: int) -> NDArray[np.float32]:

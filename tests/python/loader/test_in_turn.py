@@ -126,7 +126,8 @@ def test_what_stands_in_went_through_the_native_steps(make_folder: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def several(tmp_path_factory: pytest.TempPathFactory) -> nostall.Files:
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Images and masks."""
     root = tmp_path_factory.mktemp("in turn")
     rng = np.random.default_rng(1)
     for folder in ("image", "mask"):
@@ -135,6 +136,11 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> nostall.Files:
             shape = (30, 40, 3) if folder == "image" else (30, 40)
             pixels = rng.integers(0, 200, shape, dtype=np.uint8)
             Image.fromarray(pixels).save(root / folder / f"{i}.png")
+    return root
+
+
+@pytest.fixture(scope="module")
+def several(root: Path) -> nostall.Files:
     boxes = [np.array([[2, 3, 20, 25]] * (i % 3), np.float32).reshape(-1, 4) for i in range(9)]
     return nostall.Files(
         {"image": "image", "mask": "mask"},
@@ -218,6 +224,55 @@ def test_native_steps_go_on_with_what_a_callable_gives(several: nostall.Files) -
         for a, b in zip(before, after, strict=True):
             for x, y in zip(*(v if isinstance(v, tuple) else (v,) for v in (a, b)), strict=True):
                 assert x is y is None or (x.dtype == y.dtype and torch.equal(x, y))
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int16", "int32", "int64"])
+def test_masks_go_on_in_the_type_of_their_kind(root: Path, dtype: str) -> None:
+    parts = {"image": "image", "mask": "mask"}
+    source = nostall.Files(parts, schema={"mask": f.Mask(dtype=dtype)}, root=root)
+    cut, flip, tensor = t.RandomResizedCrop(SIZE), t.RandomHorizontalFlip(), t.ToTensor()
+    plain = batches(source, [cut, flip, tensor], 4)
+
+    def found(*steps: Any) -> list[Any]:
+        made = batches(source, list(steps), 4)
+        assert len(made) == len(plain)
+        for before, after in zip(plain, made, strict=True):
+            assert after["mask"].dtype == dtype and np.array_equal(after["image"], before["image"])
+        return [batch["mask"] for batch in made]
+
+    masks = [batch["mask"] for batch in plain]
+    for before, after in zip(masks, found(cut, lambda sample: {}, flip, tensor), strict=True):
+        assert np.array_equal(after, before)
+    # Of other types too that a callable gives.
+    for of in (lambda mask: mask > 100, lambda mask: mask.astype(np.int64) + 27):
+        changed = found(cut, lambda sample, of=of: {"mask": of(sample["mask"])}, flip, tensor)
+        for before, after in zip(masks, changed, strict=True):
+            assert np.array_equal(after, of(before))
+
+
+def test_masks_that_native_steps_cannot_take_are_told(root: Path) -> None:
+    parts = {"image": "image", "mask": "mask"}
+    source = nostall.Files(parts, schema={"mask": f.Mask(dtype="int64")}, root=root)
+
+    def ignoring(sample: Any) -> Any:
+        return {"mask": np.where(sample["mask"] < 50, -100, sample["mask"])}
+
+    for step, why in [
+        (ignoring, r"field mask: ignoring gives labels from -100 to \d+, .* 0 to 65535: .* as 255"),
+        (lambda sample: {"mask": sample["mask"] + 65500}, r"labels from 65\d+ to 65\d+, and"),
+        (
+            lambda sample: {"mask": sample["mask"] / 2},
+            r"gives float64 of shape \(16, 16\), and whole",
+        ),
+        (lambda sample: {"mask": sample["mask"][None]}, r"gives int64 of shape \(1, 16, 16\), and"),
+    ]:
+        with pytest.raises(TransformError, match=why):
+            batches(source, [*HEAD, step, t.RandomVerticalFlip()], 4)
+    plain = batches(source, [*HEAD, t.RandomVerticalFlip()], 4)
+    for before, after in zip(
+        plain, batches(source, [*HEAD, t.RandomVerticalFlip(), ignoring], 4), strict=True
+    ):
+        assert np.array_equal(after["mask"], ignoring(before)["mask"])
 
 
 def test_callables_of_one_field_take_its_value(several: nostall.Files) -> None:
