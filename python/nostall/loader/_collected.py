@@ -113,6 +113,23 @@ class Collected:
                 own = self._own.get(name)
                 self._forms[name] = own if own is not None and own.fits(value) else learned(value)
 
+    def check_left_out(
+        self, results: Sequence[Mapping[str, Any]], describe: Callable[[int], str]
+    ) -> None:
+        """Refuses samples that have a value where an earlier one's None leaves the field out.
+
+        `results` are what callables gave for samples; `describe` names the sample of a place.
+        """
+        for name in [name for name, form in self._forms.items() if form is None]:
+            for place, changes in enumerate(results):
+                # What is not changed is as the source has it.
+                if changes.get(name, self._own.get(name)) is not None:
+                    raise UsageError(
+                        f"field {name}: {describe(place)} has a value, and the callables give None for "
+                        "another sample, which leaves the field out: give a value for all samples, or "
+                        "None for all"
+                    )
+
     def names(self) -> list[str]:
         """The fields of a batch: the source's in their order, then new ones."""
         every = [*self._own, *(name for name in self._forms if name not in self._own)]

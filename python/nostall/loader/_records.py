@@ -309,6 +309,7 @@ class Records:
         """The batch as a mapping or a tuple, with what callables changed in each sample."""
         for changes in results:
             self._collected.learn(changes)
+        self._collected.check_left_out(results, describe)
         values: dict[str, Any] = {}
         for name in self._collected.names():
             changed = any(name in changes for changes in results)

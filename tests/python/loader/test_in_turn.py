@@ -335,6 +335,30 @@ def test_samples_of_fields_that_fail_are_told_or_replaced_whole(several: nostall
         t.Function(len, schema={"new": int})  # type: ignore[dict-item]
 
 
+@pytest.mark.parametrize("size", [1, 9])
+def test_a_field_is_left_out_of_all_samples_or_of_none(several: nostall.Files, size: int) -> None:
+    def found(function: Any) -> list[Any]:
+        return batches(several, [*HEAD, function], size, shuffle=False, epochs=1)
+
+    def caption_of_others(sample: Any) -> Any:
+        return {"caption": None if sample["label"] == 0 else sample["caption"].upper()}
+
+    def new_of_others(sample: Any) -> Any:
+        return {"new": None if sample["label"] == 0 else 1}
+
+    for function, name in ((caption_of_others, "caption"), (new_of_others, "new")):
+        with pytest.raises(
+            UsageError, match=rf"field {name}: .*sample 1\) has a value, and .* None"
+        ):
+            found(function)
+    # What a callable does not name keeps the value of the source.
+    with pytest.raises(UsageError, match=r"field caption: .*sample 1\) has a value, and .* None"):
+        found(lambda sample: {"caption": None} if sample["label"] == 0 else {})
+    # A new field has no value where it is not given.
+    for batch in found(lambda sample: {"new": None} if sample["label"] == 0 else {}):
+        assert "new" not in batch and "caption" in batch
+
+
 def test_an_empty_share_has_the_fields_of_others(several: nostall.Files) -> None:
     # 9 samples in global batches of 4, resumed on two ranks: the last batch has one sample.
     steps = [*HEAD, t.Function(whole_sample, schema=TOKENS)]
