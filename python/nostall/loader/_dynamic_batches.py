@@ -116,26 +116,28 @@ class DynamicBatches:
         source = iter(epoch)
         while True:
             batch = self.loader.position[1]
-            parts = []
+            parts, counts = [], []
             for _ in range(self.size_at(epoch.index, batch)):
                 part = next(source, None)
                 if part is None:
                     break
                 parts.append(part)
+                counts.append(self.loader._samples_taken)
             if not parts:
                 # The loader ends its epoch when it is asked for one batch too many.
                 next(source, None)
                 return
-            yield parts[0] if len(parts) == 1 else self._joined(parts)
+            yield parts[0] if len(parts) == 1 else self._joined(parts, counts)
 
-    def _joined(self, parts: Sequence[Any]) -> Any:
+    def _joined(self, parts: Sequence[Any], counts: Sequence[int]) -> Any:
+        """The batches as one; `counts` are the samples of each."""
         recipe = self.loader._recipe
         records, one = recipe.records, parts[0]
         if records is None or not records.cumulative:
             return _joined(parts, recipe.lists)
         if isinstance(one, tuple) and recipe.lists is not None:
             values = [dict(zip(records.names, part, strict=True)) for part in parts]
-            return tuple(self._joined(values).values())
+            return tuple(self._joined(values, counts).values())
         if not isinstance(one, Mapping):
             raise UsageError(
                 f"to join batches with {records.cumulative[0]}, let collate= give a mapping"
@@ -143,13 +145,12 @@ class DynamicBatches:
         ends = {name: [part[name] for part in parts] for name in records.cumulative if name in one}
         rest = [{name: part[name] for name in one if name not in ends} for part in parts]
         joined = _joined(rest, recipe.lists)
-        units = self.loader.batch_size
         return {
             name: joined[name]
             if name not in ends
             else _joined_ends(ends[name])
             if ends[name][0].ndim == 1
-            else _joined_places(ends[name], units)
+            else _joined_places(ends[name], counts)
             for name in one
         }
 
@@ -216,11 +217,11 @@ def _joined_ends(parts: Sequence[Any]) -> Any:
     return _one_array(out)
 
 
-def _joined_places(parts: Sequence[Any], units: int) -> Any:
+def _joined_places(parts: Sequence[Any], counts: Sequence[int]) -> Any:
     """Places of images, whose first number is that of a unit, with so many units in each part."""
     moved = []
-    for number, part in enumerate(parts):
-        by = np.array([[number * units, 0, 0]])
+    for part, before in zip(parts, itertools.accumulate(counts[:-1], initial=0), strict=True):
+        by = np.array([[before, 0, 0]])
         moved.append(part + (by if isinstance(part, np.ndarray) else part.new_tensor(by)))
     return _one_array(moved)
 

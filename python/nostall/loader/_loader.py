@@ -318,6 +318,7 @@ class DataLoader:
                 counted(self.world.world_size, "rank"),
             )  # fmt: skip
         self._position = (0, 0)
+        self._samples_taken = 0  # in the last batch handed out
         self._begin = (0, 0)  # epoch and batch of the placement
         self._resumed = False
         self._ended: int | None = None  # the epoch that the loaded state had just ended
@@ -610,6 +611,7 @@ class DataLoader:
                 value = one.hand_out(one.batch, self._recipe.here)
         self._recorder.batch(one.batch, began, one.substituted)
         self._position = position
+        self._samples_taken = len(one.batch)
         self._resumed = False
         return value
 

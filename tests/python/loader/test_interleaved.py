@@ -149,20 +149,21 @@ def test_every_document_comes_once_and_its_images_with_it(made: Set) -> None:
     assert len(units) <= -(-total // LENGTH) + 1
 
 
+def rows(batch: Any) -> list[bytes]:
+    """Of each unit of a batch: ids, and its images with their places."""
+    places, images = batch["image_places"], batch["images"]
+    return [
+        ids.tobytes()
+        + b"".join(
+            images.sample(i).tobytes() + places[i, 1:].tobytes()
+            for i in np.flatnonzero(places[:, 0] == u)
+        )
+        for u, ids in enumerate(batch["ids"])
+    ]
+
+
 def test_batches_are_the_same_on_all_worlds_and_after_a_resume(made: Set) -> None:
     units = made.units(fields=("ids", "images", "image_places"))
-
-    def rows(batch: Any) -> list[bytes]:
-        """Of each unit of a batch: ids, and its images with their places."""
-        places, images = batch["image_places"], batch["images"]
-        return [
-            ids.tobytes()
-            + b"".join(
-                images.sample(i).tobytes() + places[i, 1:].tobytes()
-                for i in np.flatnonzero(places[:, 0] == u)
-            )
-            for u, ids in enumerate(batch["ids"])
-        ]
 
     with alone(units, 6, 0, 1, epochs=2, drop_last=True) as whole:
         steps = [rows(batch) for epoch in whole.epochs() for batch in epoch]
@@ -386,3 +387,29 @@ def test_batches_that_are_joined_count_their_units_on(made: Set) -> None:
         assert np.array_equal(joined[name], whole[name]), name
     assert joined["images"].values.tobytes() == whole["images"].values.tobytes()
     assert joined["images"].offsets.tolist() == whole["images"].offsets.tolist()
+
+
+@pytest.mark.parametrize("scheme", ["uniform", "whole", "imbalanced"])
+def test_joined_batches_of_every_scheme_count_their_units_on(made: Set, scheme: str) -> None:
+    units = made.units(fields=("ids", "images", "image_places"))
+    options: dict[str, Any] = {"scheme": scheme, "drop_last": True}
+    for rank in range(2):
+        with alone(units, 2, rank, 2, **options) as loader:
+            parts = [rows(batch) for batch in loader]
+        with alone(units, 2, rank, 2, **options) as loader:
+            batches = nostall.DynamicBatches(loader)
+            batches.factor = len(parts)
+            ((_, content),) = batches.epochs()
+            (joined,) = content
+        assert len(parts) > 1 and rows(joined) == [row for part in parts for row in part]
+
+
+def test_places_of_images_are_joined_without_the_rows_of_units(made: Set) -> None:
+    units = made.units(fields=("images", "image_places"))
+    found = []
+    for batch, factor in ((2, 3), (6, 1)):
+        with alone(units, batch, 0, 1, drop_last=True) as loader:
+            batches = nostall.DynamicBatches(loader)
+            batches.factor = factor
+            found.append(next(next(batches.epochs())[1])["image_places"].tolist())
+    assert found[0] == found[1]
