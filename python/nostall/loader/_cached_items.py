@@ -23,6 +23,8 @@ from nostall.source._source import ItemMaker, Source
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from nostall.loader._feeder import Feeder
+
 
 def _as_it_is(item: Any) -> Any:
     return item
@@ -70,15 +72,17 @@ class ItemStage(PythonStage):
         whole = threads.submit(_together, records, self._output, self._source.pickles)
         return Work(batch, records, whole=whole)
 
-    def result(self, work: Work, source: Source) -> tuple[Any, Substituted, dict[int, int]]:
+    def result(
+        self, work: Work, source: Source, feeder: Feeder
+    ) -> tuple[Any, Substituted, dict[int, int]]:
         if work.whole is None:
-            return super().result(work, source)
+            return super().result(work, source, feeder)
         try:
             with trace.span("wait for callables", "data"):
                 return work.whole.result(), [], {}
         except (CorruptionError, UsageError):
             # One by one, so that the bad one is named or replaced.
-            return super().result(super().submit(work.batch), source)
+            return super().result(super().submit(work.batch), source, feeder)
 
     def _samples(self, batch: _native.Batch) -> Sequence[NDArray[np.uint8] | Late]:
         raw = RawBatch(batch.data, batch.offsets, batch.lengths)

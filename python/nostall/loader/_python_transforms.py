@@ -381,8 +381,10 @@ class PythonStage:
             occurrence=context.occurrence,
         )
 
-    def result(self, work: Work, source: Source) -> tuple[Any, Substituted, dict[int, int]]:
-        """Waits for a batch and returns its data, collated.
+    def result(
+        self, work: Work, source: Source, feeder: Feeder
+    ) -> tuple[Any, Substituted, dict[int, int]]:
+        """Waits for a batch that `feeder` gave and returns its data, collated.
 
         Beside them: (bad sample, replacement, reason) of each substitution, and
         by place in the batch the replacement sample, whose label is used too.
@@ -400,10 +402,10 @@ class PythonStage:
             with trace.span("wait for callables", "data"):
                 results = [result for part in work.parts for result in part.result()]
         except BrokenExecutor as error:
-            if self._is_ending():
+            if self._is_ending(feeder):
                 raise
-            raise self._worker_died(source) from error
-        if self._is_ending():
+            raise self._worker_died(source, feeder) from error
+        if self._is_ending(feeder):
             raise CancelledError
         for place, reason in batch.failures:
             results[place] = Failed(reason, True)
@@ -429,12 +431,10 @@ class PythonStage:
             return self._nothing(source, batch), substituted, places
         return self._together(source, batch, results), substituted, places
 
-    def _is_ending(self) -> bool:
-        """Whether another thread closes this, or the program ends."""
-        feeder, executor = self._feeder(), self._executor
-        return (feeder is not None and feeder.closed) or (
-            isinstance(executor, Processes) and executor.ended
-        )
+    def _is_ending(self, feeder: Feeder) -> bool:
+        """Whether another thread closes this or iterates anew, or the program ends."""
+        executor = self._executor
+        return feeder.closed or (isinstance(executor, Processes) and executor.ended)
 
     def is_of_an_end(self, error: Exception, feeder: Feeder) -> bool:
         """Whether it failed as another thread has taken the batch away, or the program has ended."""
@@ -442,11 +442,10 @@ class PythonStage:
             return False
         return feeder.closed or isinstance(error, BrokenExecutor | CancelledError)
 
-    def _worker_died(self, source: Source) -> TransformError:
+    def _worker_died(self, source: Source, feeder: Feeder) -> TransformError:
         """Drops the processes: the next iteration starts others."""
         executor = self._executor
-        feeder = self._feeder()
-        works = [(work.batch, work.parts) for work in feeder.at_work] if feeder else []
+        works = [(work.batch, work.parts) for work in feeder.at_work]
         self.close()
         codes = executor.crashed() if isinstance(executor, Processes) else {}
         code, at_work = next(iter(codes.values()), 0), ""

@@ -395,7 +395,7 @@ class Recipe:
                 with trace.span("wait for callables", "data"):
                     while not work.is_done(_SECONDS):
                         waited()
-            data, substituted, places = stage.result(work, self._dataset)
+            data, substituted, places = stage.result(work, self._dataset, feeder)
             made = Made(work.batch, substituted, self._finished(work.batch, data, places))
             del work
             feeder.done()

@@ -221,6 +221,38 @@ def test_closing_ends_the_wait_for_a_callable(end: str) -> None:
     other.join()
 
 
+def test_a_batch_that_another_iteration_has_dropped_calls_nothing() -> None:
+    reader, callers, others = Gated(), set(), []
+    reader.gate.set()
+
+    def seen(raw: Any) -> Any:
+        callers.add(threading.current_thread())
+        return np.array(raw)
+
+    result = PythonStage.result
+
+    def iterate() -> None:
+        others.append(iter(loader))
+        next(others[0])
+
+    def iterating_meanwhile(*given: Any) -> Any:
+        with mock.patch.object(PythonStage, "result", result):
+            iterating = threading.Thread(target=iterate)
+            iterating.start()
+            iterating.join()
+        return result(*given)
+
+    with of_batches(reader, transforms=seen) as loader:
+        batches = iter(loader)
+        with (
+            mock.patch.object(PythonStage, "result", iterating_meanwhile),
+            pytest.raises(nostall.errors.StoppedError, match="the loader is closed"),
+        ):
+            next(batches)
+        assert len(list(others[0])) == 3
+    assert callers and threading.current_thread() not in callers
+
+
 def test_a_device_takes_what_is_at_work_and_no_more_when_it_closes() -> None:
     samples, called = 1600, []
     gate, reader = threading.Event(), Gated()
