@@ -287,10 +287,12 @@ class PythonStage:
         self._executor: ThreadPoolExecutor | Processes | None = None
         # Of the iteration that has begun last, which keeps it.
         self._feeder: Callable[[], Feeder | None] = lambda: None
+        self._drops = 0  # calls of drop()
 
     def start(self, loader: _native.Loader, count: int) -> Feeder:
         """Begins with the next `count` batches of a loader."""
-        self.drop()
+        drops = self._drops
+        self._end_feeder()
         if self._executor is None:
             if self._workers == "threads":
                 self._executor = ThreadPoolExecutor(
@@ -301,6 +303,8 @@ class PythonStage:
                 self._executor = Processes(self._count, work)
         feeder = Feeder(loader, self, count)
         self._feeder = weakref.ref(feeder)
+        if self._drops != drops:  # by another thread, which may not have found this feeder
+            feeder.close()
         return feeder
 
     def wants_more(self, works: Sequence[Work]) -> bool:
@@ -558,6 +562,10 @@ class PythonStage:
 
     def drop(self) -> None:
         """Drops pending work; threads or processes stay for the next epoch."""
+        self._drops += 1
+        self._end_feeder()
+
+    def _end_feeder(self) -> None:
         feeder = self._feeder()
         if feeder is not None:
             feeder.close()

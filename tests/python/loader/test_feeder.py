@@ -17,7 +17,7 @@ import pytest
 
 import nostall
 from nostall.errors import UsageError
-from nostall.loader import _processes, _producer
+from nostall.loader import _processes, _producer, _python_transforms
 from nostall.loader._ahead import Ahead
 from nostall.loader._feeder import Feeder
 from nostall.loader._python_transforms import PythonStage, Work
@@ -219,6 +219,24 @@ def test_closing_ends_the_wait_for_a_callable(end: str) -> None:
     with pytest.raises(nostall.errors.StoppedError, match="the loader is closed"):
         list(loader)
     other.join()
+
+
+def test_a_thread_that_begins_while_another_thread_closes_is_ended() -> None:
+    reader = Gated()
+    reader.gate.set()
+    with of_batches(reader, transforms=np.array) as loader:
+        stage = stage_of(loader)
+
+        def closing_meanwhile(*given: Any) -> Feeder:
+            feeder = Feeder(*given)
+            closing = threading.Thread(target=stage.close)
+            closing.start()
+            closing.join()
+            return feeder
+
+        with mock.patch.object(_python_transforms, "Feeder", closing_meanwhile):
+            assert stage.start(loader._stage(), 4).closed
+        assert len(list(loader)) == 4
 
 
 def test_a_batch_that_another_iteration_has_dropped_calls_nothing() -> None:
