@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import io
 import json
 import os
@@ -37,6 +38,9 @@ _STEADY = 3
 # Numbers that travel beside the gradients; only the count of ranks that gave them matters.
 _SIGNS = ("(rank is active)", "(rank has sparse gradients)")
 _NOT_FINITE = "(rank has gradients that are not finite)"  # with check_finite
+# Torch's schedulers put a function in place of an optimizer's `step`, to see that it is called; they
+# know it by this attribute.
+_SCHEDULED = "_wrapped_by_lr_sched"
 
 _all: weakref.WeakSet[GradientSync] = weakref.WeakSet()
 
@@ -571,7 +575,8 @@ def DistributedOptimizer(
 
     Raises:
         UsageError: a parameter without a name, or twice; parameters on several devices, or on one
-            that torch has no streams for.
+            that torch has no streams for; a `step` of the optimizer's own that no scheduler of torch
+            has made.
         PeerError: ranks have other parameters, with the first difference, or optimizers with other
             states.
     """
@@ -600,6 +605,7 @@ def DistributedOptimizer(
         raise UsageError("two parameters have the same name")
     if backward_passes_per_step < 1:
         raise UsageError("backward_passes_per_step must be at least 1")
+    scheduled = _is_scheduled(optimizer)
     needed = [(n, p) for n, p in named if p.requires_grad]
     options = options or SyncOptions()
     sync = _sync_for(needed, options, process_set, backward_passes_per_step)
@@ -608,10 +614,41 @@ def DistributedOptimizer(
     kind = type(optimizer)
     distributed = type(kind.__name__, (_Distributed, kind), {"__module__": kind.__module__})
     optimizer.__class__ = distributed
+    if scheduled:
+        optimizer.step = _scheduled(optimizer)
     optimizer.gradient_sync = sync
     optimizer._nostall_skip = False
     optimizer._nostall_overlap = overlap_update
     return optimizer
+
+
+def _is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a scheduler has put a function in place of the optimizer's `step`.
+
+    Raises:
+        UsageError: something else has, which would go on to be called.
+    """
+    own = vars(optimizer).get("step")
+    if own is not None and not hasattr(own, _SCHEDULED):
+        raise UsageError(
+            f"{getattr(own, '__qualname__', own)} has taken the place of this optimizer's step, and "
+            "would not reduce gradients: make the DistributedOptimizer first"
+        )
+    return own is not None
+
+
+def _scheduled(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """The `step` of the optimizer's class, as schedulers know it."""
+    me, of_class = weakref.ref(optimizer), type(optimizer).step
+
+    @functools.wraps(of_class)
+    def step(*arguments: Any, **named: Any) -> Any:
+        mine: Any = me()
+        mine._opt_called = True
+        return of_class(mine, *arguments, **named)
+
+    setattr(step, _SCHEDULED, True)
+    return step
 
 
 def _sync_for(

@@ -389,6 +389,51 @@ def test_what_an_optimizer_offers() -> None:
     assert first["start"] == second["start"]
 
 
+SCHEDULED = """
+import warnings
+from nostall.errors import UsageError
+warnings.filterwarnings("error", message=".*optimizer.step")
+def train(first):
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    def schedule():
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    scheduler = schedule() if first else None
+    nt.DistributedOptimizer(optimizer, model.named_parameters(), nt.SyncOptions(fixed_order=True))
+    scheduler = scheduler or schedule()
+    other = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    for step in range(3):
+        x, y = data(step, rank)
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+        scheduler.step()
+        other.step()
+    return weights(model), optimizer.param_groups[0]["lr"]
+def refused():
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    def counted(step=optimizer.step):
+        return step()
+    optimizer.step = counted
+    try:
+        nt.DistributedOptimizer(optimizer, model.named_parameters())
+    except UsageError as error:
+        return str(error)
+result = [train(first=False), train(first=True), refused()]
+"""
+
+
+@pytest.mark.multi
+def test_schedulers_may_be_made_before_and_after() -> None:
+    first, second = run_ranks(2, MODEL + SCHEDULED)
+    assert first == second
+    after, before, refused = first
+    assert before == after
+    assert "counted has taken the place of this optimizer's step" in refused
+
+
 @pytest.mark.multi
 def test_a_rank_that_dies_ends_the_others() -> None:
     code = """
