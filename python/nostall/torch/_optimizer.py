@@ -151,8 +151,9 @@ class GradientSync:
         if i in self._submitted:
             raise UsageError(
                 f"the gradient of {self._names[i]} was computed again before optimizer.step(): "
-                f"pass backward_passes_per_step={self.passes + 1} or more, or use no_sync() for the "
-                "passes that only accumulate"
+                f"pass backward_passes_per_step={self.passes + 1} or more, use no_sync() for the "
+                "passes that only accumulate, or, with a GradScaler, call optimizer.synchronize() "
+                "after each backward pass whose gradients may be left out"
             )
         self._synchronized = False
         self._ready_order.append(i)
@@ -483,7 +484,7 @@ class _Distributed:
     _nostall_overlap: bool
 
     def synchronize(self) -> None:
-        """Waits until all gradients are reduced; for clipping before `step`."""
+        """Waits until all gradients are reduced; for clipping, or a GradScaler, before `step`."""
         sync = self.gradient_sync
         sync.make_dense()
         sync.finish()
@@ -501,6 +502,18 @@ class _Distributed:
             yield
         finally:
             self._nostall_skip = False
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What `GradScaler.step` reads before it looks at gradients, and may leave `step` out."""
+        if not self._nostall_skip:
+            raise UsageError(
+                "a GradScaler looks at gradients that are still being reduced: call "
+                "optimizer.synchronize() after the backward pass, before scaler.unscale_, and "
+                "scaler.step within optimizer.skip_synchronize()"
+            )
+        inherited = getattr(super(), "_step_supports_amp_scaling", False)
+        return bool(vars(self).get("_step_supports_amp_scaling", inherited))
 
     def plan_from(self, loss: torch.Tensor) -> None:
         """Plans the reductions from this loss's graph; see `GradientSync.plan_from`."""

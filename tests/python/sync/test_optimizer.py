@@ -434,6 +434,59 @@ def test_schedulers_may_be_made_before_and_after() -> None:
     assert "counted has taken the place of this optimizer's step" in refused
 
 
+SCALED = """
+def train(scaled, clip, **more):
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, **more)
+    optimizer = nt.DistributedOptimizer(
+        optimizer, model.named_parameters(), nt.SyncOptions(fixed_order=True, threshold=600))
+    # Powers of two: scaling rounds nothing.
+    scaler = torch.amp.GradScaler(torch.get_default_device().type, init_scale=1024, enabled=scaled)
+    for step in range(5):
+        if step == 2 and not scaled:
+            continue
+        x, y = data(step, rank)
+        optimizer.zero_grad()
+        loss = loss_of(model(x), y)
+        if step == 2 and rank == 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        optimizer.synchronize()
+        if clip:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+    return weights(model), scaler.get_scale() if scaled else 512.0
+result = {}
+for name, clip, more in ("plain", False, {}), ("clipped", True, {}), ("fused", False, {"fused": True}):
+    result[name] = train(False, clip, **more), train(True, clip, **more)
+
+from nostall.errors import UsageError
+model = Net()
+optimizer = nt.DistributedOptimizer(
+    torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+scaler = torch.amp.GradScaler(torch.get_default_device().type)
+scaler.scale(loss_of(model(data(0, rank)[0]), data(0, rank)[1])).backward()
+try:
+    scaler.step(optimizer)
+except UsageError as error:
+    result["refused"] = str(error)
+"""
+
+
+@pytest.mark.multi
+def test_a_scaler_leaves_out_the_same_steps_on_all_ranks() -> None:
+    first, second = run_ranks(2, MODEL + SCALED)
+    assert first == second
+    refused = first.pop("refused")
+    assert "call optimizer.synchronize() after the backward pass" in refused
+    for name, (unscaled, scaled) in first.items():
+        assert scaled == unscaled, name
+
+
 @pytest.mark.multi
 def test_a_rank_that_dies_ends_the_others() -> None:
     code = """
