@@ -350,29 +350,29 @@ class CollectiveSync(_DeviceSync):
         return on_stream(torch, self._mine())
 
     def _agreed(self, order: Sequence[int]) -> list[int]:
-        return list(map(int, self._from_first(list(order))))
+        return list(map(int, self._from(0, list(order))))
 
-    def _from_first(self, value: Any) -> Any:
+    def _from(self, root: int, value: Any) -> Any:
         if self._group is None:
             return value
         box = [value]
         with self._here():
-            dist.broadcast_object_list(box, dist.get_global_rank(self._group, 0), self._group)
+            dist.broadcast_object_list(box, dist.get_global_rank(self._group, root), self._group)
         return box[0]
 
-    def _broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+    def _broadcast(self, tensors: Sequence[torch.Tensor], root: int = 0) -> None:
         if self._group is None:
             return
-        first = dist.get_global_rank(self._group, 0)
+        source = dist.get_global_rank(self._group, root)
         tensors = [tensor.detach() for tensor in tensors]
         with torch.no_grad():
             for tensor in tensors:
                 if tensor.device.type != "cpu":
                     memory = tensor.contiguous()
-                    dist.broadcast(memory, first, group=self._group)
+                    dist.broadcast(memory, source, group=self._group)
                     tensor.copy_(memory)
             host = [tensor for tensor in tensors if tensor.device.type == "cpu"]
-            for tensor, value in zip(host, self._from_first(host), strict=True):
+            for tensor, value in zip(host, self._from(root, host), strict=True):
                 tensor.copy_(value)
 
     # ------------------------------------------------------------------ while backward runs
@@ -433,8 +433,8 @@ class CollectiveSync(_DeviceSync):
 
     # ------------------------------------------------------------------ the end of a step
 
-    def join(self) -> None:
-        super().join()
+    def _forget(self) -> None:
+        super()._forget()
         self._begin()
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import io
+import itertools
 import json
 import os
 import sys
@@ -59,6 +60,7 @@ class GradientSync:
 
     Attributes:
         engine: the native engine; None where a device's own process group reduces.
+        members: the ranks that take part, as the job counts them.
         plan: groups of parameter numbers, as they are reduced (mode ``"planned"``).
         analysis: nodes, edges and seconds of the last walk through autograd's graph.
         replans: how often the plan followed a changed graph.
@@ -72,6 +74,7 @@ class GradientSync:
         passes: int,
     ) -> None:
         self.options, self.ranks, self.passes = options, ranks, passes
+        self.members = list(range(ranks.ranks))
         self._parameters = [p for _, p in named]
         self._names = [n for n, _ in named]
         signs = (*_SIGNS, _NOT_FINITE) if options.check_finite else _SIGNS
@@ -365,18 +368,44 @@ class GradientSync:
                 indices, values, shape, check_invariants=False
             ).coalesce()
 
-    def join(self) -> None:
-        """For a rank without more data: submits zeros until no rank has data."""
-        while True:
+    def join(self, optimizer: torch.optim.Optimizer) -> int:
+        """For a rank without more data: submits zeros until no rank has data.
+
+        Then all ranks have the parameters and the optimizer's state of the rank that joined last.
+
+        Returns:
+            That rank; the first one of several.
+        """
+        turns = self._gathered(self._give_zeros())
+        last: int = turns.index(min(turns))
+        if len(set(turns)) > 1:
+            self._take_over(optimizer, last)
+        return self.members[last]
+
+    def _give_zeros(self) -> int:
+        """In each step of ranks that have data, and in one of all; returns how many these were."""
+        for turn in itertools.count(1):
             for i in range(len(self._parameters)):
                 self._submit_nothing(i)
             self._sign(False, False, False)
             self._wait()
             self._refuse_not_finite()
             if not self._signed(0):
-                self._submitted = {}
-                return
+                self._forget()
+                return turn
             self._end()
+        raise AssertionError  # the count has no end
+
+    def _forget(self) -> None:
+        """Ends a step that counts for nothing."""
+        self._submitted = {}
+
+    def _take_over(self, optimizer: torch.optim.Optimizer, root: int) -> None:
+        """Gives all ranks the parameters and the state of rank `root`, also where they had none."""
+        mine = _described(optimizer) if self.ranks.rank == root else None
+        kinds = self._gathered(mine)[root]
+        parameters = _parameters_of(optimizer)
+        self._broadcast([*(p.data for p in parameters), *_like(optimizer, kinds)], root)
 
     def start(self, parameters: Sequence[torch.Tensor], state: Sequence[torch.Tensor]) -> None:
         """Gives the parameters and the optimizer's state of all ranks rank 0's values.
@@ -394,13 +423,13 @@ class GradientSync:
                 )
         self._broadcast([*parameters, *state])
 
-    def _broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+    def _broadcast(self, tensors: Sequence[torch.Tensor], root: int = 0) -> None:
         buffer = io.BytesIO()
-        if self.ranks.rank == 0:
+        if self.ranks.rank == root:
             for tensor in tensors:
                 host = tensor.detach().cpu().contiguous()
                 buffer.write(host.view(-1).view(torch.uint8).numpy().tobytes())
-        data = self.engine.broadcast(buffer.getvalue(), 0)
+        data = self.engine.broadcast(buffer.getvalue(), root)
         at = 0
         with torch.no_grad():
             for tensor in tensors:
@@ -519,9 +548,16 @@ class _Distributed:
         """Plans the reductions from this loss's graph; see `GradientSync.plan_from`."""
         self.gradient_sync.plan_from(loss)
 
-    def join(self) -> None:
-        """Called by each rank when its data ends; the other ranks may continue."""
-        self.gradient_sync.join()
+    def join(self) -> int:
+        """Called by each rank when its data ends; the other ranks may continue.
+
+        When it returns, all ranks have the parameters and the optimizer's state of the rank that
+        called it last, which made all updates.
+
+        Returns:
+            That rank; of several, the lowest.
+        """
+        return self.gradient_sync.join(self)  # type: ignore[arg-type]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Synchronizes, then the optimizer's own step."""
@@ -597,7 +633,7 @@ def DistributedOptimizer(
         raise UsageError(
             f"DistributedOptimizer takes an optimizer of torch, not a {type(optimizer).__name__}"
         )
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = _parameters_of(optimizer)
     if named_parameters is None:
         named = [(f"parameter {i}", p) for i, p in enumerate(parameters)]
     else:
@@ -677,8 +713,11 @@ def _sync_for(
         place = _device_gradients.device_of(named).type
     _meet("cpu" if on_host else place, process_set)
     if on_host:
-        return GradientSync(named, options, find_ranks(process_set), passes)
-    return _device_gradients.make(named, options, process_set, passes)
+        sync = GradientSync(named, options, find_ranks(process_set), passes)
+    else:
+        sync = _device_gradients.make(named, options, process_set, passes)
+    sync.members = members_of(process_set, find_world())
+    return sync
 
 
 _met: collections.Counter[tuple[int, ...]] = collections.Counter()
@@ -707,10 +746,49 @@ def _meet(place: str, process_set: Sequence[int] | None) -> None:
         )
 
 
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def _state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     tensors = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = optimizer.state.get(parameter, {})
-            tensors += [state[k] for k in sorted(state) if isinstance(state[k], torch.Tensor)]
+    for parameter in _parameters_of(optimizer):
+        state = optimizer.state.get(parameter, {})
+        tensors += [state[k] for k in sorted(state) if isinstance(state[k], torch.Tensor)]
+    return tensors
+
+
+def _kind(value: Any) -> Any:
+    """Of a tensor in an optimizer's state: what another rank needs to make one like it."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    return [str(value.dtype).removeprefix("torch."), list(value.shape), value.device.type != "cpu"]
+
+
+def _described(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The state of each parameter by its names: kinds of tensors, and plain values."""
+    return [
+        {
+            name: [_kind(value), None if isinstance(value, torch.Tensor) else value]
+            for name, value in optimizer.state.get(parameter, {}).items()
+            if value is None or isinstance(value, (torch.Tensor, bool, int, float, str))
+        }
+        for parameter in _parameters_of(optimizer)
+    ]
+
+
+def _like(optimizer: torch.optim.Optimizer, kinds: list[dict[str, Any]]) -> list[torch.Tensor]:
+    """The tensors of the described state, made where this optimizer has others, or none."""
+    tensors = []
+    for parameter, names in zip(_parameters_of(optimizer), kinds, strict=True):
+        for name, (kind, value) in names.items():
+            state = optimizer.state[parameter]
+            if kind is None:
+                state[name] = value
+                continue
+            if _kind(state.get(name)) != kind:
+                of, shape, on_device = kind
+                device = parameter.device if on_device else torch.device("cpu")
+                state[name] = torch.empty(shape, dtype=getattr(torch, of), device=device)
+            tensors.append(state[name])
     return tensors

@@ -255,7 +255,8 @@ def case_what_an_optimizer_offers() -> None:
             optimizer.zero_grad()
             loss_of(model, step).backward()
             optimizer.step()
-        optimizer.join()
+        assert optimizer.join() == 1
+        assert equal(values(model), values_of_rank_0(model))
         # Rank 0 is where all start.
         torch.manual_seed(RANK + 1)
         model = Net().to("simdev")

@@ -323,8 +323,7 @@ for step in range(3 + 4 * rank):
     optimizer.zero_grad()
     loss_of(model(x), y).backward()
     optimizer.step()
-optimizer.join()
-result["joined"] = True
+result["joined"] = optimizer.join()
 
 # Rank 0 is where all start.
 torch.manual_seed(rank + 1)
@@ -375,7 +374,7 @@ def test_what_an_optimizer_offers() -> None:
         assert result["finite"]
         assert result["by group"]
         assert result["narrow"] < 0.1
-        assert result["joined"]
+        assert result["joined"] == 1
         assert "backward_passes_per_step" in result["misuse"]
         assert result["steps"] < 1e-6
         assert (
@@ -387,6 +386,67 @@ def test_what_an_optimizer_offers() -> None:
     (by_passes, by_context), other = first["accumulated"], second["accumulated"]
     assert by_passes == by_context == other[0] == other[1]
     assert first["start"] == second["start"]
+
+
+JOINED = """
+def job(batches, **options):
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer = nt.DistributedOptimizer(
+        optimizer, model.named_parameters(), nt.SyncOptions(fixed_order=True, **options))
+    def state():
+        tensors = [t for p in model.parameters() for t in (p, *optimizer.state[p].values())]
+        return [t.detach().double().sum().item() for t in tensors]
+    def train(batches):
+        for step in range(batches):
+            x, y = data(step, rank)
+            optimizer.zero_grad()
+            loss_of(model(x), y).backward()
+            optimizer.step()
+    train(batches[rank])
+    before = state()
+    last = optimizer.join()
+    joined = state()
+    train(2)
+    return last, before, joined, state(), optimizer.join()
+result = [job([0, 5, 2]), job([3, 1, 3]), job([2, 2, 2]), job([1, 1, 4], views=False)]
+"""
+
+
+@pytest.mark.multi
+def test_all_ranks_go_on_from_the_one_whose_data_ended_last() -> None:
+    results = run_ranks(3, MODEL + JOINED)
+    for number, last in enumerate((1, 0, 0, 2)):
+        jobs = [of_rank[number] for of_rank in results]
+        counted = jobs[last][1]
+        assert any(weight != 0 for weight in counted)
+        for told, _, joined, after, again in jobs:
+            assert (told, again) == (last, 0)
+            assert joined == counted
+            assert after == jobs[0][3] != joined
+
+
+APART = """
+result = None
+if rank:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = nt.DistributedOptimizer(optimizer, model.named_parameters(), process_set=[1, 2])
+    for step in range(rank):
+        optimizer.zero_grad()
+        loss_of(model(data(step, rank)[0]), data(step, rank)[1]).backward()
+        optimizer.step()
+    result = [optimizer.join(), weights(model)]
+"""
+
+
+@pytest.mark.multi
+def test_the_last_rank_of_a_process_set_has_its_number_in_the_job() -> None:
+    _, first, second = run_ranks(3, MODEL + APART)
+    assert first == second
+    assert first[0] == 2
 
 
 SCHEDULED = """
