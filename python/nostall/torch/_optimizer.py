@@ -385,6 +385,8 @@ class GradientSync:
     def _give_zeros(self) -> int:
         """In each step of ranks that have data, and in one of all; returns how many these were."""
         for turn in itertools.count(1):
+            for i in self._sparse():
+                self._parameters[i].grad = None  # of an earlier step
             for i in range(len(self._parameters)):
                 self._submit_nothing(i)
             self._sign(False, False, False)

@@ -449,6 +449,25 @@ def test_the_last_rank_of_a_process_set_has_its_number_in_the_job() -> None:
     assert first[0] == 2
 
 
+SPARSE = """
+table = torch.nn.Embedding(10, 4, sparse=True)
+optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+optimizer = nt.DistributedOptimizer(optimizer, table.named_parameters())
+before = table.weight.detach().clone()
+for step in range(1 + 2 * rank):
+    optimizer.zero_grad()
+    table(torch.tensor([rank, 7])).sum().backward()
+    optimizer.step()
+optimizer.join()
+result = [round(x, 4) for x in (before - table.weight.detach())[[0, 1, 7, 9], 0].tolist()]
+"""
+
+
+@pytest.mark.multi
+def test_a_rank_without_data_gives_no_rows() -> None:
+    assert run_ranks(2, MODEL + SPARSE) == [[0.5, 1.5, 2.0, 0.0]] * 2
+
+
 SCHEDULED = """
 import warnings
 from nostall.errors import UsageError
