@@ -579,23 +579,31 @@ class _Distributed:
         sync = self.gradient_sync
         sync.make_dense()
         sync.finish()
+        sparse = set(sync._sparse())
+        for numbers in sync.plan:
+            own = [i for i in numbers if i < len(sync._parameters)]
+            for i in own:
+                sync.wait_for(i)
+            sync._store(own)
+            self._nostall_update(i for i in own if i not in sparse)
+        sync._wait()
+        sync._end()
+        self._nostall_update(sync._sparse())  # their rows are those of all ranks when the step ends
+
+    def _nostall_update(self, numbers: Iterable[int]) -> None:
+        """The optimizer's own step, of these parameters alone."""
+        members = {id(self.gradient_sync._parameters[i]) for i in numbers}
+        if not members:
+            return
         groups: list[dict[str, Any]] = self.param_groups  # type: ignore[attr-defined]
         all_parameters = [g["params"] for g in groups]
         try:
-            for numbers in sync.plan:
-                own = [i for i in numbers if i < len(sync._parameters)]
-                for i in own:
-                    sync.wait_for(i)
-                sync._store(own)
-                members = {id(sync._parameters[i]) for i in own}
-                for group, parameters in zip(groups, all_parameters, strict=True):
-                    group["params"] = [p for p in parameters if id(p) in members]
-                super().step()  # type: ignore[misc]
+            for group, parameters in zip(groups, all_parameters, strict=True):
+                group["params"] = [p for p in parameters if id(p) in members]
+            super().step()  # type: ignore[misc]
         finally:
             for group, parameters in zip(groups, all_parameters, strict=True):
                 group["params"] = parameters
-        sync._wait()
-        sync._end()
 
 
 def DistributedOptimizer(

@@ -468,6 +468,39 @@ def test_a_rank_without_data_gives_no_rows() -> None:
     assert run_ranks(2, MODEL + SPARSE) == [[0.5, 1.5, 2.0, 0.0]] * 2
 
 
+ROWS = """
+class Words(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(20, 8, sparse=True)
+        self.net = torch.nn.Linear(8, 4)
+    def forward(self, x):
+        return self.net(self.table(x).mean(1))
+def train(**more):
+    torch.manual_seed(0)
+    model = Words()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = nt.DistributedOptimizer(
+        optimizer, model.named_parameters(), nt.SyncOptions(fixed_order=True, threshold=100), **more)
+    for step in range(4):
+        optimizer.zero_grad()
+        if step != 2 or rank:  # rows of one rank alone, too
+            x = torch.arange(6).view(2, 3) * (rank + 1) + step
+            model(x).square().sum().backward()
+        optimizer.step()
+    return [p.tolist() for p in model.parameters()]
+result = [train(), train(overlap_update=True)]
+"""
+
+
+@pytest.mark.multi
+def test_updates_by_group_have_the_rows_of_all_ranks() -> None:
+    first, second = run_ranks(2, MODEL + ROWS)
+    assert first == second
+    plain, by_group = first
+    assert by_group == plain
+
+
 SCHEDULED = """
 import warnings
 from nostall.errors import UsageError
