@@ -79,7 +79,8 @@ class GlooNetwork(Network):
                 hang_up(gloo)
 
     def start(self, address: int, count: int, type: str) -> Any:
-        base = max(begin for begin in self._memory if begin <= address)
+        # A copy: an engine that is made or dropped meanwhile changes it from another thread.
+        base = max(begin for begin in list(self._memory) if begin <= address)
         whole = self._memory[base]
         kind: torch.dtype = getattr(torch, type)
         part = whole[address - base : address - base + count * kind.itemsize].view(kind)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import prefork
@@ -52,6 +54,27 @@ class Doubled(Network):
     def broadcast(self, data: bytes, root: int) -> bytes:
         self._called("broadcast")
         return data
+
+
+def test_memory_may_come_while_a_leader_looks_for_its_own() -> None:
+    from nostall.torch._between import GlooNetwork
+
+    class Address(int):
+        """Another thread takes memory where this is looked at."""
+
+        def __le__(self, other: int) -> bool:
+            network.allocate(8)
+            return int(self) <= other
+
+    class Leaders:
+        def allreduce(self, parts: list[Any], options: Any) -> Any:
+            return parts[0]
+
+    network = object.__new__(GlooNetwork)
+    network._memory, network._timeout, network._leaders = {}, timedelta(seconds=60), Leaders()
+    address = network.allocate(64)
+    network._memory = {Address(address): network._memory[address]}
+    assert network.start(address + 16, 4, "float32").data_ptr() == address + 16
 
 
 @pytest.mark.parametrize("mode", ["planned", "negotiated"])
