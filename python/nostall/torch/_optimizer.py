@@ -60,6 +60,7 @@ class GradientSync:
 
     Attributes:
         engine: the native engine; None where a device's own process group reduces.
+        control: the engine through which ranks speak between steps; where they negotiate, another one.
         members: the ranks that take part, as the job counts them.
         plan: groups of parameter numbers, as they are reduced (mode ``"planned"``).
         analysis: nodes, edges and seconds of the last walk through autograd's graph.
@@ -85,6 +86,7 @@ class GradientSync:
         self._specs = self._connect(
             [*tensors, *((sign, 1, "float32") for sign in signs)], [p.shape for _, p in named]
         )
+        self.control: Any = self.engine
         self._numbers = {id(p): i for i, p in enumerate(self._parameters)}
         self._passes_left = [passes] * len(named)
         self._submitted: dict[int, torch.Tensor] = {}
@@ -132,7 +134,7 @@ class GradientSync:
 
     def _gathered(self, mine: Any) -> list[Any]:
         """What each rank gives, in plain values."""
-        return [json.loads(b) for b in self.engine.all_gather(json.dumps(mine).encode())]
+        return [json.loads(b) for b in self.control.all_gather(json.dumps(mine).encode())]
 
     def _agreed(self, order: Sequence[int]) -> list[int]:
         """Rank 0's order."""
@@ -431,7 +433,7 @@ class GradientSync:
             for tensor in tensors:
                 host = tensor.detach().cpu().contiguous()
                 buffer.write(host.view(-1).view(torch.uint8).numpy().tobytes())
-        data = self.engine.broadcast(buffer.getvalue(), root)
+        data = self.control.broadcast(buffer.getvalue(), root)
         at = 0
         with torch.no_grad():
             for tensor in tensors:
@@ -559,7 +561,7 @@ class _Distributed:
         Returns:
             That rank; of several, the lowest.
         """
-        return self.gradient_sync.join(self)  # type: ignore[arg-type]
+        return self.gradient_sync.join(self)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Synchronizes, then the optimizer's own step."""
@@ -668,7 +670,7 @@ def DistributedOptimizer(
     needed = [(n, p) for n, p in named if p.requires_grad]
     options = options or SyncOptions()
     sync = _sync_for(needed, options, process_set, backward_passes_per_step)
-    if broadcast and options.mode == "planned":
+    if broadcast:
         sync.start([p.data for p in parameters], _state_tensors(optimizer))
     kind = type(optimizer)
     distributed = type(kind.__name__, (_Distributed, kind), {"__module__": kind.__module__})
@@ -727,7 +729,24 @@ def _sync_for(
     else:
         sync = _device_gradients.make(named, options, process_set, passes)
     sync.members = members_of(process_set, find_world())
+    if options.mode != "planned":
+        sync.control = _control(options, process_set)
     return sync
+
+
+def _control(options: SyncOptions, process_set: Sequence[int] | None) -> Any:
+    """An engine whose thread sleeps: that of ranks that negotiate has no moment for other words."""
+    quiet = dataclasses.replace(
+        options,
+        mode="planned",
+        nonblocking=False,
+        global_sleep_every=0,
+        cores=(),
+        check_finite=False,
+        timeline="",
+    )
+    engine, _ = make_engine([("(control)", 1, "float32")], quiet, find_ranks(process_set))
+    return engine
 
 
 _met: collections.Counter[tuple[int, ...]] = collections.Counter()

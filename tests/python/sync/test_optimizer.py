@@ -410,14 +410,16 @@ def job(batches, **options):
     joined = state()
     train(2)
     return last, before, joined, state(), optimizer.join()
-result = [job([0, 5, 2]), job([3, 1, 3]), job([2, 2, 2]), job([1, 1, 4], views=False)]
+quick = {"mode": "negotiated", "cycle": 0.001}
+result = [job([0, 5, 2]), job([3, 1, 3]), job([2, 2, 2]), job([1, 1, 4], views=False),
+          job([1, 4, 0], **quick)]
 """
 
 
 @pytest.mark.multi
 def test_all_ranks_go_on_from_the_one_whose_data_ended_last() -> None:
     results = run_ranks(3, MODEL + JOINED)
-    for number, last in enumerate((1, 0, 0, 2)):
+    for number, last in enumerate((1, 0, 0, 2, 1)):
         jobs = [of_rank[number] for of_rank in results]
         counted = jobs[last][1]
         assert any(weight != 0 for weight in counted)
@@ -499,6 +501,36 @@ def test_updates_by_group_have_the_rows_of_all_ranks() -> None:
     assert first == second
     plain, by_group = first
     assert by_group == plain
+
+
+START = """
+from nostall.errors import PeerError
+def made(seed, lately=False):
+    torch.manual_seed(seed)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if lately:
+        loss_of(model(data(0, rank)[0]), data(0, rank)[1]).backward()
+        optimizer.step()
+    options = nt.SyncOptions(mode="negotiated", cycle=0.001)
+    nt.DistributedOptimizer(optimizer, model.named_parameters(), options)
+    return weights(model)
+result = [made(0), made(rank), made(rank, lately=True)]
+try:
+    made(0, lately=rank == 0)
+except PeerError as error:
+    result.append(str(error))
+"""
+
+
+@pytest.mark.multi
+def test_ranks_that_negotiate_start_alike() -> None:
+    first, second = run_ranks(2, MODEL + START)
+    for start in first[:3], second[:3]:
+        assert start == [first[0], first[0], first[2]]
+    assert first[2] != first[0]
+    assert "has a state of 8 tensors, and that of rank 1 one of 0" in first[3]
+    assert "has a state of 0 tensors, and that of rank 0 one of 8" in second[3]
 
 
 SCHEDULED = """
