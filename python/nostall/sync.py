@@ -12,7 +12,7 @@ import itertools
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -30,6 +30,10 @@ __all__ = ["GradientReducer", "Ranks", "SyncOptions", "find_ranks", "reduce_grad
 
 Mode = Literal["planned", "negotiated"]
 WIRES = {"fp16": "float16", "bf16": "bfloat16"}
+
+# A number beside the gradients, with check_finite: a rank that refused to go on alone would leave the
+# others waiting.
+NOT_FINITE = "(rank has gradients that are not finite)"
 
 #: (name, elements, type, type on the wire)
 Spec = tuple[str, int, str, str]
@@ -246,10 +250,14 @@ class GradientReducer:
     ) -> None:
         arrays = {name: np.asarray(value) for name, value in example.items()}
         self._shapes = {name: (a.shape, a.dtype) for name, a in arrays.items()}
+        options, ranks = options or SyncOptions(), find_ranks(process_set)
+        self._rank, self._checks = ranks.rank, options.check_finite
+        self._sign = np.zeros(1, np.float32)
+        tensors = [(name, a.size, _type_name(name, a.dtype)) for name, a in arrays.items()]
         self._engine, _ = make_engine(
-            [(name, a.size, _type_name(name, a.dtype)) for name, a in arrays.items()],
-            options or SyncOptions(),
-            find_ranks(process_set),
+            [*tensors, (NOT_FINITE, 1, "float32")] if self._checks else tensors,
+            replace(options, check_finite=False),
+            ranks,
             [a.shape for a in arrays.values()],
         )
 
@@ -257,7 +265,8 @@ class GradientReducer:
         """The mean (or sum) of each array over the ranks; names that are left out count as zeros.
 
         Raises:
-            UsageError: an unknown name, or another shape or type than at the start.
+            UsageError: an unknown name, or another shape or type than at the start; with check_finite,
+                on all ranks: an array of one of them is not finite.
             PeerError: a rank is gone or too late.
         """
         unknown = set(gradients) - set(self._shapes)
@@ -278,10 +287,28 @@ class GradientReducer:
                     f"{shape} and {dtype}"
                 )
             out[name] = array
+        found = self._not_finite(out) if self._checks else ""
         for i, (name, array) in enumerate(out.items()):
             self._engine.submit(i, array.ctypes.data, name in gradients)
+        if self._checks:
+            self._engine.submit(len(out), self._sign.ctypes.data, bool(found))
         self._engine.wait()
+        if self._checks and self._engine.contributors()[len(out)]:
+            raise UsageError(
+                found or "a gradient of another rank is not finite: the error of that rank names it"
+            )
         return out
+
+    def _not_finite(self, arrays: Mapping[str, NDArray[Any]]) -> str:
+        """What is wrong with the first of them that is not finite."""
+        for name, array in arrays.items():
+            finite = np.isfinite(array)
+            if not finite.all():
+                return (
+                    f"gradient {name} of rank {self._rank} is not finite at element "
+                    f"{int(np.argmin(finite))}"
+                )
+        return ""
 
 
 # Those of `reduce_gradients` by names, shapes and types, the last one used at the end. All ranks have

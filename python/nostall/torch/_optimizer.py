@@ -30,7 +30,7 @@ from nostall import _native
 from nostall.errors import PeerError, UsageError
 from nostall.job._rendezvous import initialised_store
 from nostall.job._world import find_world
-from nostall.sync import Ranks, Spec, SyncOptions, find_ranks, make_engine, members_of
+from nostall.sync import NOT_FINITE, Ranks, Spec, SyncOptions, find_ranks, make_engine, members_of
 from nostall.torch._graph import backward_graph
 from nostall.torch._meeting import nodes_of_ranks
 
@@ -38,7 +38,6 @@ from nostall.torch._meeting import nodes_of_ranks
 _STEADY = 3
 # Numbers that travel beside the gradients; only the count of ranks that gave them matters.
 _SIGNS = ("(rank is active)", "(rank has sparse gradients)")
-_NOT_FINITE = "(rank has gradients that are not finite)"  # with check_finite
 # Torch's schedulers put a function in place of an optimizer's `step`, to see that it is called; they
 # know it by this attribute.
 _SCHEDULED = "_wrapped_by_lr_sched"
@@ -78,7 +77,7 @@ class GradientSync:
         self.members = list(range(ranks.ranks))
         self._parameters = [p for _, p in named]
         self._names = [n for n, _ in named]
-        signs = (*_SIGNS, _NOT_FINITE) if options.check_finite else _SIGNS
+        signs = (*_SIGNS, NOT_FINITE) if options.check_finite else _SIGNS
         self._signs = torch.zeros(len(signs), device="cpu")
         self._not_finite: list[int] = []
         tensors = [(n, p.numel(), str(p.dtype).removeprefix("torch.")) for n, p in named]

@@ -216,6 +216,34 @@ reduce_gradients({"a": np.zeros(3), "b": np.zeros((2, 6) if rank else (3, 4))})
     assert "of shape [2, 6]" in second
 
 
+NOT_FINITE = """
+import numpy as np
+from nostall.errors import UsageError
+from nostall.sync import GradientReducer, SyncOptions
+result = []
+for more in {}, {"mode": "negotiated", "cycle": 0.001}:
+    like = {"a": np.zeros(3), "b": np.zeros((2, 2), np.float32)}
+    reducer = GradientReducer(like, SyncOptions(check_finite=True, timeout=60, **more))
+    mine = {"a": np.full(3, float(rank)), "b": np.full((2, 2), rank, np.float32)}
+    for value in float("nan"), float("inf"), 4.0:
+        if rank == 0:
+            mine["b"][1, 0] = value
+        try:
+            result.append(reducer(mine)["b"].tolist())
+        except UsageError as error:
+            result.append(str(error))
+"""
+
+
+@pytest.mark.multi
+def test_what_is_not_finite_on_one_rank_is_an_error_on_all() -> None:
+    first, second = run_ranks(2, NOT_FINITE)
+    mean = [[0.5, 0.5], [2.5, 0.5]]
+    assert first == [*["gradient b of rank 0 is not finite at element 2"] * 2, mean] * 2
+    told = "a gradient of another rank is not finite: the error of that rank names it"
+    assert second == [told, told, mean] * 2
+
+
 def test_bad_options_are_refused() -> None:
     with pytest.raises(UsageError, match='mode must be "planned" or "negotiated"'):
         SyncOptions(mode="x")  # type: ignore[arg-type]
