@@ -607,6 +607,10 @@ class _Distributed:
                 group["params"] = parameters
 
 
+# Else load_state_dict() would have it call the hooks of a step too, before gradients are reduced.
+_Distributed.step.hooked = True  # type: ignore[attr-defined]
+
+
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,

@@ -631,6 +631,29 @@ def test_a_scaler_leaves_out_the_same_steps_on_all_ranks() -> None:
         assert scaled == unscaled, name
 
 
+HOOKED = """
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = nt.DistributedOptimizer(optimizer, model.named_parameters())
+result = []
+def seen(*_):
+    result.append([p.grad.sum().item() for p in model.parameters()])
+optimizer.register_step_pre_hook(seen)
+for step in range(2):
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.zero_grad()
+    loss_of(model(data(step, rank)[0]), data(step, rank)[1]).backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.multi
+def test_hooks_of_a_step_see_reduced_gradients_once() -> None:
+    first, second = run_ranks(2, MODEL + HOOKED)
+    assert first == second
+    assert len(first) == 2
+
+
 @pytest.mark.multi
 def test_a_rank_that_dies_ends_the_others() -> None:
     code = """
