@@ -2,9 +2,10 @@
 
 Each maker is a process with a copy of the data set, a pipe from which it reads numbers of samples, and
 a memory file to which it writes the record of each. A thread that needs an item takes a free maker and
-waits without the GIL. A maker ends on request, and with this process, however that ends. Forked
-children, and daemons of multiprocessing, which may not start processes, make items themselves, one at a
-time: a data set need not be safe for threads.
+waits without the GIL; the main thread, which a signal may interrupt, lets another one do that. A maker
+ends on request, and with this process, however that ends. Forked children, and daemons of
+multiprocessing, which may not start processes, make items themselves, one at a time: a data set need
+not be safe for threads.
 """
 
 from __future__ import annotations
@@ -215,13 +216,24 @@ class Makers:
                     return encode(self._dataset[sample], self._pickles)
                 except Exception as error:
                     raise MakeError(_said(error)) from error
-        try:
+        if threading.get_ident() != threading.main_thread().ident:
             return self._make_elsewhere(sample)
+        self._refuse_closed()
+        # What a handler of a signal raises here must not part a question from its answer.
+        future = self._threads.submit(self._make_elsewhere, sample)
+        try:
+            return future.result()
+        finally:
+            future.cancel()
+
+    def _make_elsewhere(self, sample: Any) -> bytes:
+        try:
+            return self._ask(sample)
         except _Died:
             if self._closed:  # which kills what takes long
                 raise
         try:
-            return self._make_elsewhere(sample)
+            return self._ask(sample)
         except _Killed:
             self._killed.add(sample)
             raise
@@ -230,9 +242,9 @@ class Makers:
         """Whether processes were killed at an item, so that it was not made, if only for a time."""
         return sample in self._killed
 
-    def _make_elsewhere(self, sample: Any) -> bytes:
+    def _ask(self, sample: Any) -> bytes:
         maker = self._free.get()
-        if maker is None or self._closed:  # which waits for every maker
+        if maker is None or self._closed:
             self._free.put(maker)
             raise MakeError("the data set is closed")
         try:
@@ -242,6 +254,10 @@ class Makers:
             raise
         finally:
             self._free.put(maker)
+
+    def _refuse_closed(self) -> None:
+        if self._closed:  # which waits for every maker
+            raise MakeError("the data set is closed")
 
     def begin_anew(self) -> None:
         """In a forked child: a thread of the parent may have held the lock."""

@@ -597,6 +597,51 @@ def test_closing_tells_those_who_wait(
         source.make(0)
 
 
+class Held(Items):
+    """An item that says when it begins, and is made when it may be."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(None, 20)
+        self.armed, self.begun, self.go = folder / "armed", folder / "begun", folder / "go"
+
+    def __getitem__(self, i: int) -> Any:
+        deadline = time.monotonic() + 60
+        if i == 7 and self.armed.exists():
+            self.begun.touch()
+            while not self.go.exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+        return i
+
+
+def test_an_item_that_was_interrupted_is_not_taken_for_the_next_one(
+    cached: Make, tmp_path: Path
+) -> None:
+    data = Held(tmp_path)
+    source = cached(data, makers=1)
+    data.armed.touch()
+    main = threading.main_thread().ident
+    assert main == threading.get_ident()
+
+    def interrupt() -> None:
+        while not data.begun.exists():
+            time.sleep(0.01)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            source[7]
+    finally:
+        thread.join()
+        signal.signal(signal.SIGINT, before)
+    data.go.touch()
+    pids = source.maker_pids
+    assert [source[i] for i in range(20)] == list(range(20))
+    assert source.maker_pids == pids
+
+
 def test_the_end_of_a_maker_is_seen_though_another_started_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
