@@ -95,9 +95,14 @@ def _make(dataset: Any, pickles: Iterable[str], asked: Connection, memory: Any) 
 
 
 class _Maker:
-    """One process, and this process's ends of its pipe and its memory."""
+    """One process, and this process's ends of its pipe and its memory.
+
+    Attributes:
+        unanswered: it was asked for an item and did not answer: what it says next is of that one.
+    """
 
     def __init__(self, context: Any, dataset: Any, pickles: tuple[str, ...]) -> None:
+        self.unanswered = False
         self._file = os.memfd_create("nostall-items", os.MFD_CLOEXEC)
         try:
             self._pipe, theirs = context.Pipe()
@@ -122,6 +127,7 @@ class _Maker:
         return self._process.pid or 0
 
     def make(self, sample: Any) -> bytes:
+        self.unanswered = True
         try:
             self._pipe.send(sample)
             # Another maker may hold the pipe's other end open, so that it outlives the process.
@@ -140,6 +146,7 @@ class _Maker:
             )
             told = f"the process that made it {children.ended_by(code)}: {why}"
             raise (_Killed if killed else _Died)(told) from error
+        self.unanswered = False
         record = _read(self._file, size)
         if made:
             return record
@@ -165,7 +172,7 @@ class _Died(MakeError):
 
 
 class _Killed(_Died):
-    """By another program, or the system: this says nothing of the item."""
+    """By another program or the system, which may refuse a process too: not the item's fault."""
 
 
 class Makers:
@@ -180,7 +187,9 @@ class Makers:
         self._free: queue.SimpleQueue[_Maker | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._all: list[_Maker] = []
-        self._killed: set[Any] = set()  # items that were not made as processes were killed
+        self._killed: set[Any] = (
+            set()
+        )  # items that were not made as processes were killed or refused
         self._closed = False
         self.count = count
         self._alone = multiprocessing.current_process().daemon
@@ -196,11 +205,14 @@ class Makers:
         self._threads = ThreadPoolExecutor(count, "nostall-makers")
 
     def _start(self) -> _Maker:
-        with _starting:
-            maker = _Maker(self._context, self._dataset, self._pickles)
+        maker = self._new()
         with self._lock:
             self._all.append(maker)
         return maker
+
+    def _new(self) -> _Maker:
+        with _starting:
+            return _Maker(self._context, self._dataset, self._pickles)
 
     def make(self, sample: Any) -> bytes:
         """The record of an item, `sample` being its number, or what the data set takes.
@@ -208,7 +220,8 @@ class Makers:
         A process may be killed for what is not the item's fault, so another one tries once more.
 
         Raises:
-            MakeError: the data set raised, gave what cannot be stored, or two processes died of it.
+            MakeError: the data set raised, gave what cannot be stored, two processes died of it, or
+                none could be started in the place of one that died.
         """
         if self._makes_here():
             with self._here:
@@ -239,19 +252,17 @@ class Makers:
             raise
 
     def were_killed(self, sample: Any) -> bool:
-        """Whether processes were killed at an item, so that it was not made, if only for a time."""
+        """Whether an item was not made, if only for a time, as processes were killed or refused."""
         return sample in self._killed
 
     def _ask(self, sample: Any) -> bytes:
         maker = self._free.get()
-        if maker is None or self._closed:
-            self._free.put(maker)
-            raise MakeError("the data set is closed")
         try:
+            self._refuse_closed()
+            assert maker is not None
+            if maker.unanswered:
+                maker = self._instead_of(maker)
             return maker.make(sample)
-        except _Died:
-            maker = self._instead_of(maker)
-            raise
         finally:
             self._free.put(maker)
 
@@ -266,13 +277,23 @@ class Makers:
     def _makes_here(self) -> bool:
         return self._alone or os.getpid() != self._owner
 
-    def _instead_of(self, dead: _Maker) -> _Maker:
+    def _instead_of(self, old: _Maker) -> _Maker:
+        try:
+            new = self._new()
+        except Exception as error:  # what a start method raises has no common base
+            raise _Killed(
+                f"a process that made items has ended, and no other can be started: {error}; give the "
+                "job more processes, memory or open files (ulimit -a), or Cached fewer makers="
+            ) from error
         with self._lock:
-            if self._closed:
-                return dead
-            self._all.remove(dead)
-        dead.close()
-        return self._start()
+            closed = self._closed
+            if not closed:
+                self._all[self._all.index(old)] = new
+        ended = new if closed else old
+        ended.kill()
+        ended.close()
+        self._refuse_closed()
+        return new
 
     def make_all(self, samples: Sequence[int]) -> list[bytes | MakeError]:
         """The records of some items, made side by side; in the place of one that was not, why."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import logging
 import os
@@ -640,6 +641,48 @@ def test_an_item_that_was_interrupted_is_not_taken_for_the_next_one(
     pids = source.maker_pids
     assert [source[i] for i in range(20)] == list(range(20))
     assert source.maker_pids == pids
+
+
+def test_a_maker_of_whose_answer_nothing_is_known_is_not_asked_again(
+    cached: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = cached(Items(n=20), makers=1)
+    pids, wait = source.maker_pids, connection.wait
+
+    def once(*_: Any) -> Any:
+        monkeypatch.setattr(connection, "wait", wait)
+        raise MemoryError("none left")
+
+    monkeypatch.setattr(connection, "wait", once)
+    with pytest.raises(MemoryError, match="none left"):
+        source.make(7)
+    assert [source[i]["name"] for i in range(20)] == [f"{i:03d}" for i in range(20)]
+    assert source.maker_pids != pids
+
+
+@pytest.mark.parametrize("on_error", ["raise", "substitute"])
+def test_a_maker_that_cannot_be_started_again_is_told_and_tried_later(
+    cached: Make, monkeypatch: pytest.MonkeyPatch, on_error: Any
+) -> None:
+    source = cached(Items(n=20), makers=1, start_method="fork")
+    (pid,) = source.maker_pids
+
+    def refuse() -> int:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fork", refuse)
+        os.kill(pid, signal.SIGKILL)
+        for _ in range(3):
+            with pytest.raises(TransformError, match=r"no other can be started: .*fewer makers="):
+                source[7]
+        with (
+            nostall.DataLoader(source, 5, tiers=[], shuffle=False, on_error=on_error) as loader,
+            pytest.raises(TransformError, match=r"item 0 of Items .* no other can be started"),
+        ):
+            list(loader)
+    assert [source[i]["name"] for i in range(20)] == [f"{i:03d}" for i in range(20)]
+    assert not Path(f"/proc/{pid}").exists()
 
 
 def test_the_end_of_a_maker_is_seen_though_another_started_with_it(
