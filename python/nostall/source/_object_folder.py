@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 class ObjectFolder(RecordStore):
     """One object per sample, one folder per class: ``ImageFolder`` on an object store.
 
+    Labels, classes and order are those of ``ImageFolder`` of the same files, which passes over files
+    beside the class folders. Where there are no folders, all objects are of one class, "".
+
     Args:
         url: for example ``s3://bucket/train``.
         extensions: of names that count, lower case with the dot.
@@ -38,17 +41,19 @@ class ObjectFolder(RecordStore):
         store: Any = None,
     ) -> None:
         self._arguments = {"url": url, "extensions": extensions, "store": store}
+        base = url.rstrip("/") + "/"
         listed = [
-            (u, meta)
-            for u, meta in list_objects(url.rstrip("/") + "/", store=store)
+            (u.removeprefix(base), u, meta)
+            for u, meta in list_objects(base, store=store)
             if PurePosixPath(u).suffix.lower() in set(extensions)
         ]
-        urls = [u for u, _ in listed]
-        if not urls:
+        if not listed:
             raise UsageError(f"{url} has no object that ends with {', '.join(extensions)}")
-        self.storage = open_objects(urls, store, [meta for _, meta in listed])
-        base = url.rstrip("/") + "/"
-        labels, self.classes = _labels_of([u.removeprefix(base) for u in urls])
+        listed = [one for one in listed if "/" in one[0]] or listed
+        listed.sort(key=lambda one: _place(one[0]))
+        keys, urls, metas = zip(*listed, strict=True)
+        self.storage = open_objects(urls, store, metas)
+        labels, self.classes = _labels_of(keys)
         sizes = np.asarray(self.storage.sizes)
         self._open(
             kind="objects",
@@ -66,9 +71,15 @@ class ObjectFolder(RecordStore):
         )
 
 
-def _labels_of(keys: list[str]) -> tuple[NDArray[np.int64], list[str]]:
-    """One class per folder right below the root, as in ``ImageFolder``."""
-    folders = [k.split("/", 1)[0] if "/" in k else "" for k in keys]
+def _place(key: str) -> tuple[str, str, str]:
+    """The class, folder and name of an object: by these ``ImageFolder`` sorts."""
+    folder, _, name = key.rpartition("/")
+    return folder.split("/", 1)[0], folder, name
+
+
+def _labels_of(keys: Sequence[str]) -> tuple[NDArray[np.int64], list[str]]:
+    """One class per folder right below the root."""
+    folders = [_place(key)[0] for key in keys]
     classes = sorted(set(folders))
     number = {name: i for i, name in enumerate(classes)}
     return np.array([number[f] for f in folders], np.int64), classes

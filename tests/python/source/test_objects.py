@@ -115,6 +115,28 @@ def test_a_folder_of_images(bucket: Any, make_folder: Callable[[int], Path]) -> 
         assert far.stats().source_bytes == source.total_bytes  # read once
 
 
+def test_a_folder_of_images_has_the_labels_and_the_order_of_files(tmp_path: Path) -> None:
+    from obstore import put
+    from obstore.store import MemoryStore
+
+    store = MemoryStore()
+    # Objects sort by their whole names, where "-" comes before "/".
+    names = ["cat-b/0.png", "cat/1.png", "cat/deep-a/2.png", "cat/deep/3.png", "cat/z.png"]
+    beside = ["preview.png", "zoo.png"]
+    for name in [*names, *beside]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(name.encode())
+        put(store, f"train/{name}", name.encode())
+        put(store, f"flat/{Path(name).name}", name.encode())
+    local = nostall.ImageFolder(tmp_path, index=False)
+    source = nostall.ObjectFolder("s3://here/train", store=store)
+    assert source.classes == local.classes == ["cat", "cat-b"]
+    assert source.labels.tolist() == local.labels.tolist()
+    assert [source.read(i) for i in range(5)] == [local.read(i) for i in range(5)]
+    flat = nostall.ObjectFolder("s3://here/flat/", store=store)
+    assert (flat.classes, flat.labels.tolist()) == ([""], [0] * 7)
+
+
 def test_a_store_of_the_users_own(shards: tuple[str, list[bytes], list[int]]) -> None:
     from obstore.store import S3Store
 
