@@ -18,7 +18,7 @@ def dataset_files(files: Any, split: str | None) -> list[str] | None:
     its splits; one of the cache has files that are named by their splits.
 
     Raises:
-        UsageError: it has several splits and none is named, or not this one.
+        UsageError: it has several splits and none is named, or not this one, or it has no rows.
         CorruptionError: a description is damaged, or a file of it is not there.
     """
     folder = Path(files) if isinstance(files, (str, os.PathLike)) else Path()
@@ -30,7 +30,7 @@ def dataset_files(files: Any, split: str | None) -> list[str] | None:
         if (folder / "state.json").is_file():
             _refuse_split(folder, split)
             listed = _described(folder / "state.json", "_data_files")
-            return _there([folder / entry["filename"] for entry in listed])
+            return _there(folder, [folder / entry["filename"] for entry in listed])
         if (folder / "dataset_info.json").is_file():
             splits = _described(folder / "dataset_info.json", "splits")
             name = _chosen(folder, [str(name) for name in splits], split)
@@ -76,8 +76,10 @@ def _cached(folder: Path, split: str) -> list[str]:
     return [str(path) for path in matches]
 
 
-def _there(paths: list[Path]) -> list[str]:
+def _there(folder: Path, paths: list[Path]) -> list[str]:
+    if not paths:
+        raise UsageError(f"{folder} has no rows: its state.json names no files")
     for path in paths:
         if not path.is_file():
-            raise CorruptionError(f"{path.parent}/state.json names {path.name}, which is not there")
+            raise CorruptionError(f"{folder}/state.json names {path.name}, which is not there")
     return [str(path) for path in paths]

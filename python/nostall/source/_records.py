@@ -312,7 +312,12 @@ def shard_paths(
             braces of a shell.
     """
     if isinstance(paths, Iterable) and not isinstance(paths, (str, bytes)):
-        return [path_of(p, "each file") for p in paths]
+        listed = [path_of(p, "each file") for p in paths]
+        if not listed:
+            raise UsageError(
+                "the list of files is empty: if it was found by a pattern, no file matches that"
+            )
+        return listed
     path = path_of(paths, "files")
     if _BRACES.search(path) and (is_url(path) or not os.path.exists(path)):
         raise UsageError(f"{path}: braces are not expanded: write a pattern with *, or a list")

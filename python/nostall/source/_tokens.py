@@ -565,8 +565,6 @@ def _paths_of(
             raise UsageError(f"column={column!r} is of Arrow files, not of format={format!r}")
         listed = dataset_files(files, split)
         paths = shard_paths(files, (".arrow",), store) if listed is None else listed
-    if not paths:
-        raise UsageError("the list of token files is empty")
     compressed = next((path for path in paths if path.endswith(".parquet")), None)
     if compressed is not None:
         raise UsageError(

@@ -443,6 +443,9 @@ def test_what_datasets_save_to_disk(hub: Any, tmp_path: Path) -> None:
     (tmp_path / "one" / "data-00001-of-00003.arrow").unlink()
     with pytest.raises(CorruptionError, match=r"names data-00001-of-00003.arrow, which is not"):
         nostall.ArrowIPC(tmp_path / "one", columns="all")
+    (tmp_path / "one" / "state.json").write_text('{"_data_files": []}')
+    with pytest.raises(UsageError, match=r"one has no rows: its state\.json names no files"):
+        nostall.ArrowIPC(tmp_path / "one", columns="all")
 
 
 def test_the_cache_of_datasets(hub: Any, tmp_path: Path) -> None:

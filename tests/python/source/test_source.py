@@ -8,6 +8,7 @@ import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -167,6 +168,30 @@ def test_file_lists(tmp_path: Path) -> None:
 def test_objects_among_files_are_refused_with_what_reads_them(opened: Callable[[], object]) -> None:
     with pytest.raises(UsageError, match=r"s3://bucket.* is no file: nostall\.ObjectFolder reads"):
         opened()
+
+
+@pytest.mark.parametrize(
+    "opened",
+    [
+        nostall.FileList,
+        lambda files: nostall.Files({"image": files}),
+        nostall.TarShards,
+        nostall.TFRecord,
+        nostall.Parquet,
+        nostall.ArrowIPC,
+        lambda files: nostall.ArrowIPC(files, columns="all"),
+        nostall.Tokens,
+        lambda files: nostall.Tokens(files, column="ids"),
+        lambda files: nostall.tokenize(files, str.split, "cache", version="1"),
+    ],
+)
+@pytest.mark.parametrize("files", [[], ()])
+def test_an_empty_list_of_files_is_refused(
+    opened: Callable[[Any], object], files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=r"list of files is empty|image has 0"):
+        opened(files)
 
 
 def test_a_pipe_is_no_sample_and_is_never_waited_for(make_folder: Callable[[int], Path]) -> None:
