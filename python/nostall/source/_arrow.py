@@ -117,6 +117,28 @@ def _is_pair(
     return columns is None
 
 
+class _Unpacked:
+    """A column of a row group: the bytes of its chunks, of which Arrow joins none beyond 2 GiB."""
+
+    def __init__(self, column: Any, what: Column, where: str) -> None:
+        self._first: list[int] = []  # row of each chunk
+        self._chunks: list[tuple[NDArray[np.uint8], Rows]] = []
+        self.nbytes = row = 0
+        for chunk in column.chunks:
+            rows = rows_of(leaf_of(chunk, what), what, where)
+            data = np.frombuffer(rows.data if rows.data is not None else b"", np.uint8)
+            self._first.append(row)
+            self._chunks.append((data, rows))
+            self.nbytes += data.nbytes
+            row += len(rows.begin)
+
+    def value(self, row: int) -> NDArray[np.uint8]:
+        place = bisect_right(self._first, row) - 1
+        data, rows = self._chunks[place]
+        begin = rows.begin[row - self._first[place]]
+        return data[begin : begin + rows.length[row - self._first[place]]]
+
+
 class _Groups(SampleReader):
     """Columns of row groups of Parquet files, the last ones unpacked; see ``Parquet``.
 
@@ -126,7 +148,7 @@ class _Groups(SampleReader):
     def __init__(self, paths: list[str], kept: int, store: Any) -> None:
         self._paths, self._kept, self._store = paths, kept, store
         self._lock = threading.Lock()
-        self._unpacked: OrderedDict[tuple[int, int], tuple[NDArray[np.uint8], Rows]] = OrderedDict()
+        self._unpacked: OrderedDict[tuple[int, int], _Unpacked] = OrderedDict()
         self._opened: dict[int, Any] = {}
         self._pid = os.getpid()
         self._of_group: list[tuple[int, int]] = []  # (file, row group in it)
@@ -193,8 +215,7 @@ class _Groups(SampleReader):
             where = f"{self._paths[number]}, row group {group}"
             raise _told(self._opened.get(number, ("",))[0], error, where) from None
 
-    def _values(self, field: int, group: int) -> tuple[NDArray[np.uint8], Rows]:
-        """The bytes of a column in a row group, and where the rows lie in them."""
+    def _values(self, field: int, group: int) -> _Unpacked:
         if (found := self._unpacked.get((field, group))) is not None:
             self._unpacked.move_to_end((field, group))
             return found
@@ -204,15 +225,13 @@ class _Groups(SampleReader):
         number, inside = self._of_group[group]
         column = self._columns[field]
         table = self._read(number, inside, column)
-        array = leaf_of(table.column(column.names[0]).combine_chunks(), column)
-        rows = rows_of(array, column, f"row group {inside}")
-        data = np.frombuffer(rows.data if rows.data is not None else b"", np.uint8)
-        self._unpacked[field, group] = data, rows
+        values = _Unpacked(table.column(column.names[0]), column, f"row group {inside}")
+        self._unpacked[field, group] = values
         while len(self._unpacked) > 1 and self._kept < sum(
-            data.nbytes for data, _ in self._unpacked.values()
+            unpacked.nbytes for unpacked in self._unpacked.values()
         ):
             self._unpacked.popitem(last=False)
-        return data, rows
+        return values
 
     def read(self, samples: list[int]) -> list[Any]:
         answers: dict[int, Any] = {}
@@ -221,9 +240,7 @@ class _Groups(SampleReader):
                 field, row = divmod(sample, self._rows)
                 group = bisect_right(self._first, row) - 1
                 try:
-                    data, rows = self._values(field, group)
-                    begin = rows.begin[row - self._first[group]]
-                    answers[sample] = data[begin : begin + rows.length[row - self._first[group]]]
+                    answers[sample] = self._values(field, group).value(row - self._first[group])
                 except IoError as error:
                     answers[sample] = error
                 except Exception as error:

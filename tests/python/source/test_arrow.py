@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import weakref
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,30 @@ def test_parquet_readers_are_let_go_of(tmp_path: Path) -> None:
     del source
     gc.collect()
     assert gone() is None
+
+
+def test_a_row_group_may_have_more_bytes_than_arrow_joins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pq.write_table(table("binary", [b"ab", b"", b"cde", b""]), tmp_path / "a.parquet")
+    others = {id(each) for each in groups()}
+    source = nostall.Parquet(tmp_path / "a.parquet", label=None)
+    (reader,) = (each for each in groups() if id(each) not in others)
+    # Two rows have 1.2 GiB, of one sparse file that nothing reads.
+    hole = 1200 << 20
+    with (tmp_path / "sparse").open("w+b") as file:
+        file.write(b"abcde")
+        file.truncate(5 + hole)
+        memory = pa.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    chunks = [
+        pa.Array.from_buffers(pa.binary(), 2, [None, pa.py_buffer(np.array(e, np.int32)), memory])
+        for e in ([0, 2, 2 + hole], [2, 5, 5 + hole])
+    ]
+    large = pa.table({"image": pa.chunked_array(chunks)})
+    monkeypatch.setattr(reader, "_read", lambda *_: large)
+    assert [value.tobytes() for value in reader.read([2, 0])] == [b"cde", b"ab"]
+    assert [value.nbytes for value in reader.read([1, 3])] == [hole, hole]
+    assert len(source) == 4
 
 
 # ------------------------------------------------------------------------------------ Arrow IPC
