@@ -401,21 +401,19 @@ def _run(
     remote = any(is_url(piece.path) for part in parts.parts for piece in part)
     made = 0
     makers = Makers(parts, count=count, pickles=(), start_method="spawn" if remote else None)
-    try:
-        with ThreadPoolExecutor(count) as threads:
+    with ThreadPoolExecutor(count) as threads:
+        try:
             running = {threads.submit(_make, makers, number) for number in todo}
-            try:
-                while running:
-                    done, running = wait(running, timeout=0.2, return_when=FIRST_EXCEPTION)
-                    for future in done:
-                        future.result()
-                    made += len(done)
-                    if done and progress is not None:
-                        progress(len(parts) - len(todo) + made)
-            finally:
-                threads.shutdown(wait=False, cancel_futures=True)
-    finally:
-        makers.close()
+            while running:
+                done, running = wait(running, timeout=0.2, return_when=FIRST_EXCEPTION)
+                for future in done:
+                    future.result()
+                made += len(done)
+                if done and progress is not None:
+                    progress(len(parts) - len(todo) + made)
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
+            makers.close()  # before the threads are waited for, which wait for processes
 
 
 def _make(makers: Makers, number: int) -> None:

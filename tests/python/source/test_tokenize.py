@@ -20,6 +20,7 @@ import pytest
 from object_server import Proxy, upload
 
 import nostall
+from nostall.base import _children
 from nostall.errors import CorruptionError, IoError, UsageError
 from nostall.source import _texts, _tokenize, _tokenizers
 
@@ -356,6 +357,31 @@ def test_work_that_was_killed_goes_on(tmp_path: Path) -> None:
     assert runs[0].stdout == runs[1].stdout
     assert {path: path.stat().st_mtime_ns for path in whole} == times
     assert not list(tmp_path.glob("cut/*/*.making"))
+
+
+def test_no_part_is_waited_for_where_another_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_tokenize, "_PART_BYTES", 1)
+    monkeypatch.setattr(_children, "SECONDS_TO_END", 0.2)
+    for name in ("bad", "slow"):
+        json_lines(tmp_path / f"{name}.jsonl", [name])
+
+    def ids(text: str) -> list[int]:
+        deadline = time.monotonic() + 20
+        if text == "bad":
+            while not (tmp_path / "begun").exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            return [-1]
+        (tmp_path / "begun").touch()
+        while time.monotonic() < deadline:
+            time.sleep(0.01)
+        (tmp_path / "ended").touch()
+        return [1]
+
+    with pytest.raises(CorruptionError, match=r"bad\.jsonl.*-1 is not from 0"):
+        nostall.tokenize(tmp_path, ids, tmp_path / "cache", version="1", workers=2)
+    assert (tmp_path / "begun").exists() and not (tmp_path / "ended").exists()
 
 
 def test_a_part_is_whole_where_another_process_writes_it_too(
