@@ -187,9 +187,8 @@ class Makers:
         self._free: queue.SimpleQueue[_Maker | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._all: list[_Maker] = []
-        self._killed: set[Any] = (
-            set()
-        )  # items that were not made as processes were killed or refused
+        # Items that were not made as processes were killed or refused.
+        self._killed: set[Any] = set()
         self._closed = False
         self.count = count
         self._alone = multiprocessing.current_process().daemon
