@@ -36,21 +36,23 @@ const char* python_class(nostall::ErrorKind kind) {
   return "BugError";
 }
 
-void raise(nostall::ErrorKind kind, const char* what) {
+void raise(nostall::ErrorKind kind, const char* what, int number = 0) {
   nb::object type = nb::module_::import_("nostall.errors").attr(python_class(kind));
   // A path may be of bytes that are no text.
   const auto size = static_cast<Py_ssize_t>(std::strlen(what));
   const nb::object text = nb::steal(PyUnicode_DecodeUTF8(what, size, "backslashreplace"));
-  PyErr_SetObject(type.ptr(), text.ptr());
+  const nb::object error = type(text);
+  if (kind == nostall::ErrorKind::io && number > 0) nb::setattr(error, "errno", nb::int_(number));
+  PyErr_SetObject(type.ptr(), error.ptr());
 }
 
 void translate(const std::exception_ptr& error, void*) {
   try {
     std::rethrow_exception(error);
   } catch (const nostall::Error& e) {
-    raise(e.kind(), e.what());
+    raise(e.kind(), e.what(), e.error_number());
   } catch (const std::system_error& e) {
-    raise(nostall::ErrorKind::io, nostall::io_error(e).what());
+    raise(nostall::ErrorKind::io, nostall::io_error(e).what(), e.code().value());
   }
 }
 

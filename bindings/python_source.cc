@@ -25,10 +25,19 @@ struct Answer {
   std::string why;
 };
 
+// What the process lacks is no fault of the bytes that were to be read.
+int error_of(nb::handle exception) {
+  if (PyObject_IsInstance(exception.ptr(), PyExc_MemoryError) == 1) return ENOMEM;
+  if (PyObject_IsInstance(exception.ptr(), PyExc_OSError) != 1) return EIO;
+  int number = 0;
+  const bool known = nb::try_cast(nb::getattr(exception, "errno", nb::none()), number);
+  return known && (number == ENOMEM || number == EMFILE || number == ENFILE) ? number : EIO;
+}
+
 Answer answer_of(nb::handle item) {
   Answer a;
   if (PyObject_IsInstance(item.ptr(), PyExc_BaseException) == 1) {
-    a.error = EIO;
+    a.error = error_of(item);
     a.why = nb::cast<std::string>(nb::str(item));
     return a;
   }
@@ -86,16 +95,16 @@ class PythonStorage : public records::Storage {
         for (size_t i = 0; i < ranges.size(); ++i) fill(ranges[i], answer_of(answers[i]));
       } catch (nb::python_error& error) {
         pass_on_interrupt(error);
-        fail(ranges, error_text(error));
+        fail(ranges, error_of(error.value()), error_text(error));
       } catch (const std::exception& error) {
-        fail(ranges, error.what());
+        fail(ranges, EIO, error.what());
       }
     }
 
    private:
-    static void fail(std::span<records::RangeRead> ranges, const std::string& why) {
+    static void fail(std::span<records::RangeRead> ranges, int number, const std::string& why) {
       for (records::RangeRead& r : ranges) {
-        r.error = EIO;
+        r.error = number;
         r.why = why;
       }
     }
@@ -179,6 +188,7 @@ class CallbackSource : public source::Source {
     void read(std::span<source::ReadRequest> requests) override {
       const nb::gil_scoped_acquire gil;
       std::string why;
+      int number = EIO;
       try {
         nb::list ids;
         for (const source::ReadRequest& r : requests) ids.append(r.sample);
@@ -188,12 +198,13 @@ class CallbackSource : public source::Source {
         return;
       } catch (nb::python_error& error) {
         pass_on_interrupt(error);
+        number = error_of(error.value());
         why = error_text(error);
       } catch (const std::exception& error) {
         why = error.what();
       }
       for (source::ReadRequest& r : requests) {
-        r.error = EIO;
+        r.error = number;
         r.why = why;
       }
     }

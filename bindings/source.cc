@@ -91,8 +91,10 @@ void bind_any(nb::module_& m) {
               source::ReadRequest request{sample, bytes, 0};
               s.make_reader(source::ReaderKind::pread, 1)->read({&request, 1});
               if (request.error != 0) {
-                throw Error(ErrorKind::io, "cannot read " + s.describe(sample) + ": " +
-                                               source::read_error_text(request));
+                throw Error(
+                    ErrorKind::io,
+                    "cannot read " + s.describe(sample) + ": " + source::read_error_text(request),
+                    request.error);
               }
               const uint32_t now = sample_sum(bytes);
               if (!s.sums().agrees(sample, now)) {

@@ -1,16 +1,18 @@
 // Makes, keeps and frees the state of the program's communicators, as an attribute of each.
-#include <fcntl.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
 #include <functional>
 #include <set>
+#include <string>
+#include <system_error>
 
 #include "base/clock.h"
 #include "base/error.h"
-#include "base/file.h"
 #include "base/mutex.h"
 #include "between.h"
 #include "collective/selection.h"
@@ -138,8 +140,15 @@ MPI_Comm split_by_node(MPI_Comm comm, int rank) {
 // A communicator keeps two. The program may have as many communicators as it likes, and needs
 // descriptors for its own files.
 bool has_descriptors() {
-  const Descriptor next(::open("/dev/null", O_RDONLY | O_CLOEXEC));
-  return next && !is_crowded(next.get());
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_NOFILE, &limit) != 0) return true;
+  std::error_code error;
+  rlim_t used = 0;
+  for (std::filesystem::directory_iterator at("/proc/self/fd", error), end; !error && at != end;
+       at.increment(error)) {
+    ++used;
+  }
+  return error ? error.value() != EMFILE : used <= limit.rlim_cur / 2;
 }
 
 // False if the MPI failed; no node if the ranks cannot share memory.
@@ -162,11 +171,16 @@ bool join_node(CommunicatorState& state, MPI_Comm node, bool is_world) {
   state.timeout_ns = config.timeout.count();
   config.join_timeout = std::chrono::minutes(1);
   config.progress = [&state] { progress(state); };
-  int joined = config.ranks < 1024 && has_descriptors() ? 1 : 0;
-  std::string why = config.ranks < 1024 ? "a rank has more than half of the files open that it may"
-                                        : "more than 1023 ranks share a node";
+  const bool few = config.ranks < 1024;
+  int joined = few && has_descriptors() ? 1 : 0;
+  std::string why =
+      few ? "a rank has more than half of the files open that it may: raise the limit "
+            "(ulimit -n)"
+          : "more than 1023 ranks share a node";
   // All ranks try or none: one that failed alone would leave the others waiting.
   if (PMPI_Allreduce(MPI_IN_PLACE, &joined, 1, MPI_INT, MPI_MIN, node) != MPI_SUCCESS) return false;
+  static std::atomic<bool> told_of_files{false};  // or there would be a line for each communicator
+  const bool told = joined == 0 && few && told_of_files.exchange(true);
   if (joined == 1) {
     try {
       config.selection = selection_text_once();
@@ -176,8 +190,7 @@ bool join_node(CommunicatorState& state, MPI_Comm node, bool is_world) {
       why = error.what();
     }
   }
-  static std::atomic<bool> told{false};
-  if (joined == 0 && state.node_rank == 0 && !told.exchange(true)) {
+  if (joined == 0 && state.node_rank == 0 && !told) {
     std::fprintf(stderr, "nostall: the MPI's own collectives are used: %s\n", why.c_str());
   }
   return true;

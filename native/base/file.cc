@@ -42,9 +42,20 @@ void Descriptor::reset() noexcept {
   if (fd_ >= 0) ::close(std::exchange(fd_, -1));
 }
 
-bool is_crowded(int fd) noexcept {
+bool raise_open_files() noexcept {
   rlimit limit{};
-  return ::getrlimit(RLIMIT_NOFILE, &limit) == 0 && static_cast<rlim_t>(fd) > limit.rlim_cur / 2;
+  if (::getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur >= limit.rlim_max) return false;
+  limit.rlim_cur = limit.rlim_max;
+  return ::setrlimit(RLIMIT_NOFILE, &limit) == 0;
+}
+
+bool is_crowded(int fd) noexcept {
+  do {
+    rlimit limit{};
+    if (::getrlimit(RLIMIT_NOFILE, &limit) != 0) return false;
+    if (static_cast<rlim_t>(fd) <= limit.rlim_cur / 2) return false;
+  } while (raise_open_files());
+  return true;
 }
 
 int FileSystem::open(const std::string& path, int flags, unsigned mode) {

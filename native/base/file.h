@@ -33,8 +33,10 @@ class Descriptor {
   int fd_ = -1;
 };
 
-// Whether a new descriptor's number says that more than half of those that this process may have are in
-// use: files and sockets of the program need the rest more than what can do without.
+// Gives this process as many open files as it may have; false if it has them.
+bool raise_open_files() noexcept;
+// Whether a new descriptor is one of the upper half of those that this process may have, however many it
+// is given: files and sockets of the program need these more than what can do without.
 bool is_crowded(int fd) noexcept;
 
 class FileSystem {

@@ -13,6 +13,7 @@
 #include <cerrno>
 #include <chrono>
 #include <cstdint>
+#include <string>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -21,6 +22,14 @@
 #include "base/log.h"
 
 namespace nostall {
+
+// Why a ring cannot be started, by what start() gave.
+inline std::string why_no_ring(int error) {
+  if (error == -EMFILE) {
+    return "the process has most of the files open that it may: raise the limit (ulimit -n)";
+  }
+  return "the kernel refuses it: " + std::generic_category().message(-error);
+}
 
 class Ring {
  public:

@@ -114,7 +114,10 @@ class JpegDecoder::State {
 
   bool is_cmyk() const { return jpeg_.out_color_space == JCS_CMYK; }
 
-  Error error() const { return Error(ErrorKind::corruption, std::string("JPEG: ") + message_); }
+  Error error() const {
+    if (no_memory_) throw std::bad_alloc();
+    return Error(ErrorKind::corruption, std::string("JPEG: ") + message_);
+  }
 
  private:
   static State& of(j_common_ptr jpeg) { return *static_cast<State*>(jpeg->client_data); }
@@ -158,10 +161,12 @@ class JpegDecoder::State {
 
   [[noreturn]] void fail() {
     errors_.format_message(reinterpret_cast<j_common_ptr>(&jpeg_), message_);
+    no_memory_ = errors_.msg_code == JERR_OUT_OF_MEMORY;
     longjmp(jump_, 1);
   }
   [[noreturn]] void fail(const char* message) {
     snprintf(message_, sizeof message_, "%s", message);
+    no_memory_ = false;
     longjmp(jump_, 1);
   }
 
@@ -181,6 +186,7 @@ class JpegDecoder::State {
   jpeg_progress_mgr progress_{};
   jmp_buf jump_{};
   char message_[JMSG_LENGTH_MAX] = {};
+  bool no_memory_ = false;  // is what the message says
   decltype(jpeg_memory_mgr::alloc_small) allocate_ = nullptr;
   alignas(max_align_t) unsigned char tables_[NUM_QUANT_TBLS * sizeof(JQUANT_TBL) +
                                              2 * NUM_HUFF_TBLS * sizeof(JHUFF_TBL) +

@@ -16,6 +16,7 @@ namespace {
 using Png = std::unique_ptr<spng_ctx, decltype(&spng_ctx_free)>;
 
 Error failed(int code) {
+  if (code == SPNG_EMEM) throw std::bad_alloc();
   return Error(ErrorKind::corruption, std::string("PNG: ") + spng_strerror(code));
 }
 

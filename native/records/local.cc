@@ -5,7 +5,6 @@
 #include "records/local.h"
 
 #include <fcntl.h>
-#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -38,11 +37,7 @@ int64_t mtime_of(const struct stat& s) {
 int open_many(const std::string& path, int flags) {
   int fd = FileSystem::real().open(path, flags, 0);
   if (fd != -EMFILE) return fd;
-  rlimit limit{};
-  if (::getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur >= limit.rlim_max) return fd;
-  limit.rlim_cur = limit.rlim_max;
-  if (::setrlimit(RLIMIT_NOFILE, &limit) != 0) return fd;
-  return FileSystem::real().open(path, flags, 0);
+  return raise_open_files() ? FileSystem::real().open(path, flags, 0) : fd;
 }
 
 // Plain calls, one range after the other.

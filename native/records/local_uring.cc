@@ -177,7 +177,7 @@ std::unique_ptr<RangeReader> make_uring_ranges(const LocalFiles& files, unsigned
                                                std::string& why) {
   auto reader = std::make_unique<UringRanges>(files, std::clamp(depth, 1u, kMostInFlight));
   if (const int error = reader->start(); error < 0) {
-    why = "the kernel refuses it: " + std::generic_category().message(-error);
+    why = why_no_ring(error);
     return nullptr;
   }
   return reader;

@@ -145,7 +145,7 @@ std::unique_ptr<Reader> make_uring_reader(const FolderSource& source, unsigned d
                                           std::string& why) {
   auto reader = std::make_unique<UringReader>(source, std::max(1u, depth));
   if (const int error = reader->start(); error < 0) {
-    why = "the kernel refuses it: " + std::generic_category().message(-error);
+    why = why_no_ring(error);
     return nullptr;
   }
   return reader;
@@ -155,7 +155,7 @@ std::string uring_problem() {
   std::atomic<bool> refused{false};
   Ring ring(refused);
   const int error = ring.start(1, 0);
-  return error < 0 ? "the kernel refuses it: " + std::generic_category().message(-error) : "";
+  return error < 0 ? why_no_ring(error) : "";
 }
 #else
 std::unique_ptr<Reader> make_uring_reader(const FolderSource&, unsigned, std::string& why) {

@@ -190,6 +190,7 @@ std::span<std::byte> Loader::Run::raw_destination(Fetch& fetch) {
     const MutexLock lock(mutex_);
     item.charged = sizes_[item.sample];
     transient_ += item.charged;
+    charged_ += item.charged > 0 ? 1 : 0;
   }
   return {item.raw->data(), sizes_[item.sample]};
 }

@@ -19,9 +19,10 @@
 //
 // Bounds: at most `staging_bytes` of batches are in flight (never fewer than two batches; ragged
 // fields count as those of the largest batch so far), and at most `io_bytes` of transient raw bytes,
-// or one sample. Transform threads keep at most as much again for the next images, and free what a
-// larger image took as soon as it is done. Batches handed out belong to the consumer. Nothing spins;
-// every wait ends on stop. A stage that is full costs no CPU time.
+// or, of the batch that is waited for, a sample for each thread. Transform threads keep at most as
+// much again for the next images, and free what a larger image took as soon as it is done. Batches
+// handed out belong to the consumer. Nothing spins; every wait ends on stop. A stage that is full
+// costs no CPU time.
 // Order: batch h of epoch e is what the plan says, whatever fails. A sample that cannot be read or
 // decoded ends the iteration (OnError::raise), or is replaced by another one that follows from
 // (seed, sample) alone and so is the same on every rank (OnError::substitute). What this process

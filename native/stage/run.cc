@@ -499,8 +499,10 @@ bool Loader::Run::may_take(const Task& task, uint64_t transient) const {
   if (!transformed()) return staged;
   const bool fits = transient_ == 0 || transient_ + transient <= config_.io_bytes;
   // Samples are taken in the order of the plan: what holds the budget now is of this batch, and
-  // unpacked without waiting for anything else.
-  if (task.sequence == handed_out_) return fits || transient == 0;
+  // unpacked without waiting for anything else. Each thread has a sample, however large they are.
+  if (task.sequence == handed_out_) {
+    return fits || transient == 0 || charged_ < fetchers() + workers();
+  }
   if (light_ && !staged) return false;  // as quickly unpacked as read
   if (copy_plan_ != nullptr && !staged) return false;
   const uint64_t local = std::max<uint64_t>(1, task.items.size());
@@ -567,6 +569,7 @@ void Loader::Run::take_now(std::vector<Fetch>& chunk, bool one) {
     const uint64_t transient = transient_bytes(fetching_->items[fetch_index_]);
     if (!may_take(*fetching_, transient)) return;
     transient_ += transient;
+    charged_ += transient > 0 ? 1 : 0;
     fetching_->items[fetch_index_].charged = transient;
     Fetch fetch;
     fetch.work = {fetching_, fetch_index_++};

@@ -345,6 +345,7 @@ class Loader::Run {
   Task* fetching_ NOSTALL_GUARDED_BY(mutex_) = nullptr;
   size_t fetch_index_ NOSTALL_GUARDED_BY(mutex_) = 0;
   uint64_t transient_ NOSTALL_GUARDED_BY(mutex_) = 0;  // bytes of raw buffers taken
+  uint64_t charged_ NOSTALL_GUARDED_BY(mutex_) = 0;    // samples that have them
   bool exhausted_ NOSTALL_GUARDED_BY(mutex_) = false;
   uint64_t chunk_ NOSTALL_GUARDED_BY(mutex_) = 0;  // of the next batch to hand out
   StopCondition next_chunk_;

@@ -186,16 +186,19 @@ void Loader::Run::transform(std::span<const Work> works, fields::Scratch& scratc
     Task& task = *works[0].task;
     take_memory(task);
     const int64_t begin = thread_cpu_ns();
-    uint64_t charged = 0;
+    uint64_t charged = 0, bytes = 0;
     size_t samples = 0;
     for (; samples < works.size() && works[samples].task == &task; ++samples) {
       transform(works[samples], scratch, reader);
-      charged += task.items[works[samples].index].charged;
+      const uint64_t held = task.items[works[samples].index].charged;
+      bytes += held;
+      charged += held > 0 ? 1 : 0;
     }
     if (charged != 0) {
       {
         const MutexLock lock(mutex_);
-        transient_ -= charged;
+        transient_ -= bytes;
+        charged_ -= charged;
       }
       fetchable_.notify_one();
     }

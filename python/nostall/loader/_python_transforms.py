@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import functools
 import io
 import pickle
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 Substituted = list[tuple[int, int, str]]
 _BATCHES_AHEAD = 2
+# What the process has too little of, whatever is read.
+_LACKING = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 
 
 @dataclass(frozen=True)
@@ -551,7 +554,10 @@ class PythonStage:
             tries.made += 1
             try:
                 sample, value = self._alone(source, dataclasses.replace(bad, sample=candidate))
-            except (IoError, CorruptionError):
+            except (IoError, CorruptionError) as error:
+                # Another candidate would make the data depend on what this process lacks.
+                if isinstance(error, IoError) and error.errno in _LACKING:
+                    raise
                 tries.failed += 1
                 continue
             if not isinstance(value, Failed):

@@ -209,7 +209,7 @@ class _Groups(SampleReader):
     def _read(self, number: int, group: int, column: Column) -> Any:
         try:
             return self._open(number).read_row_group(group, columns=[column.path])
-        except IoError:
+        except (IoError, MemoryError):
             raise
         except Exception as error:  # pyarrow's errors have no common base
             where = f"{self._paths[number]}, row group {group}"
@@ -241,7 +241,7 @@ class _Groups(SampleReader):
                 group = bisect_right(self._first, row) - 1
                 try:
                     answers[sample] = self._values(field, group).value(row - self._first[group])
-                except IoError as error:
+                except (IoError, MemoryError) as error:
                     answers[sample] = error
                 except Exception as error:
                     answers[sample] = CorruptionError(str(error))

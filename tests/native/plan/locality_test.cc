@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "base/error.h"
 #include "plan/cluster.h"
 
 namespace nostall::plan {

@@ -661,10 +661,10 @@ TEST(Loader, WhatTheProcessLacksIsNoFaultOfTheFile) {
     for (const bool images : {false, true}) {
       for (const bool of_stand_ins : {false, true}) {
         const auto source = std::make_shared<MemorySource>(20);
-        source->broken = {0, 3, 4, 11, 17};
+        LoaderConfig config = config_for(source, 1, 1);
+        source->broken = {plan::epoch_order(config.job, 0)[0]};
         source->error = of_stand_ins ? EIO : lacking;
         source->error_of_others = of_stand_ins ? lacking : 0;
-        LoaderConfig config = config_for(source, 20, 1);
         config.on_error = OnError::substitute;
         if (images) config.program = bytes_and_label();
         Loader loader(std::move(config));
@@ -797,23 +797,28 @@ TEST(Loader, ATierWithoutMemoryDoesNotOverdrawTheReadBuffers) {
 }
 
 TEST(Loader, TheBatchThatIsWaitedForStaysWithinTheReadBuffersToo) {
-  constexpr uint64_t kSamples = 400, kSize = 1000, kFit = 20;
-  const auto source = std::make_shared<SlowToUnpack>(kSamples);
-  for (uint64_t s = 0; s < kSamples; ++s) source->pretend(s, kSize);
-  std::promise<void> go_on;
-  source->unpacking = [going = go_on.get_future().share()] { going.wait(); };
-  LoaderConfig config = config_for(source, kSamples, 1);
-  config.program = bytes_and_label();
-  config.depth = 4;
-  config.staging_bytes = 1 << 20;
-  config.io_bytes = kFit * kSize;
-  Loader loader(config);
-  EXPECT_EQ(loader.next(0s), nullptr);  // starts it
-  EXPECT_EQ(reads_at_rest(*source, kFit - 1), kFit);
-  EXPECT_EQ(loader.next(0s), nullptr);
-  go_on.set_value();
-  EXPECT_EQ(must_have(loader)->samples.size(), kSamples);
-  EXPECT_EQ(source->reads, kSamples);
+  constexpr uint64_t kSamples = 400, kSize = 1000, kThreads = 5;
+  // A sample for each thread, where fewer fit.
+  for (const auto& [fit, most] : {std::pair<uint64_t, uint64_t>{20, 20}, {2, kThreads}}) {
+    const auto source = std::make_shared<SlowToUnpack>(kSamples);
+    for (uint64_t s = 0; s < kSamples; ++s) source->pretend(s, kSize);
+    std::promise<void> go_on;
+    source->unpacking = [going = go_on.get_future().share()] { going.wait(); };
+    LoaderConfig config = config_for(source, kSamples, 1);
+    config.program = bytes_and_label();
+    config.fetchers = 2;
+    config.workers = kThreads - 2;
+    config.depth = 4;
+    config.staging_bytes = 1 << 20;
+    config.io_bytes = fit * kSize;
+    Loader loader(config);
+    EXPECT_EQ(loader.next(0s), nullptr);  // starts it
+    EXPECT_EQ(reads_at_rest(*source, most - 1), most);
+    EXPECT_EQ(loader.next(0s), nullptr);
+    go_on.set_value();
+    EXPECT_EQ(must_have(loader)->samples.size(), kSamples);
+    EXPECT_EQ(source->reads, kSamples);
+  }
 }
 
 // The first piece of memory is refused, and none after it.
