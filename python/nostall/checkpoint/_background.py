@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Literal
 
 from nostall import _native
+from nostall.base._words import words_of
 from nostall.checkpoint._cleaner import Cleaner
 from nostall.checkpoint._drain import copy_all, read_back
 from nostall.checkpoint._format import Manifest, Part
@@ -275,7 +276,7 @@ class BackgroundWriter:
             with trace.span("write checkpoint", "background"):
                 self._persist(job)
         except Exception as error:
-            self._say(job.saved, f"step {job.saved.step} is not saved: {_words(error)}")
+            self._say(job.saved, f"step {job.saved.step} is not saved: {words_of(error)}")
             job.saved._miss("fast", "durable")
         finally:
             self._release(job)
@@ -296,7 +297,7 @@ class BackgroundWriter:
             try:
                 job.arriving.take(job.snapshot)
             except Exception as error:
-                job.failed = f"a copy from the device failed: {_words(error)}"
+                job.failed = f"a copy from the device failed: {words_of(error)}"
             job.arriving = job.leaves = None
         # A snapshot goes to directories alone: uploads are from the fast one.
         stores = [s for s in (self.fast, self.durable) if s is not None and s.is_directory]
@@ -379,7 +380,7 @@ class BackgroundWriter:
                 else:
                     mine = job.failed
         except Exception as error:  # notifies the other ranks at once
-            mine = _words(error)
+            mine = words_of(error)
         finally:
             with self._lock:
                 self._writing = None
@@ -406,8 +407,8 @@ class BackgroundWriter:
                     timeout=settings.timeout,
                     stopped=lambda: self._stopping,
                 )
-        except (Error, OSError) as error:
-            reason = str(error)
+        except Exception as error:  # a part that no checkpoint names must not stay
+            reason = words_of(error)
             certain = nodes is None and self.rank == 0 and store.lacks(manifest)
         if reason and certain and job.snapshot is not None:
             store.discard(manifest.step, name)
@@ -480,7 +481,7 @@ class BackgroundWriter:
         stays = "is whole no more" if gone else "stays"
         problem = (
             f"the checkpoint of step {drain.manifest.step} {stays} in {self.fast.root}: it cannot be "
-            f"copied to {self.durable.root}: {_words(error)}"
+            f"copied to {self.durable.root}: {words_of(error)}"
         )
         self._say(drain.saved, problem)
         if drain.saved is not None:
@@ -583,7 +584,7 @@ class BackgroundWriter:
         except StoppedError:
             raise
         except Exception as error:
-            failed = _words(error)
+            failed = words_of(error)
         mine = failed or (parts[0] if parts else None)
         try:
             reason = durable.commit(
@@ -755,7 +756,7 @@ class BackgroundWriter:
         try:
             self._cleaner.retain({drain.manifest.id for drain in waiting})
         except Exception as error:
-            _log.warning("old checkpoints stay: %s", _words(error))
+            _log.warning("old checkpoints stay: %s", words_of(error))
         finally:
             with self._lock:
                 self._removing = False
@@ -765,8 +766,3 @@ class BackgroundWriter:
         _log.warning("%s", problem)
         if saved is not None:
             saved.problems.append(problem)
-
-
-def _words(error: Exception) -> str:
-    """The text of an error, with its kind if it is not an expected one."""
-    return str(error) if isinstance(error, Error | OSError) else f"{type(error).__name__}: {error}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import itertools
 import logging
 import os
@@ -12,7 +13,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Unpack
+from typing import Any, SupportsFloat, Unpack
 
 from nostall import _native
 from nostall.base._garbage import Closer, apart, end_with
@@ -246,7 +247,7 @@ class Checkpointer:
         state: Any,
         step: int,
         *,
-        metric: float | None = None,
+        metric: SupportsFloat | None = None,
         level: Level | None = None,
         window: bool = False,
         force: bool = False,
@@ -258,7 +259,8 @@ class Checkpointer:
                 strings, bytes, None, and objects with a state_dict (modules, optimizers, the
                 loader); or a function that returns it, called only if the step is due.
             step: 0 to 10**12 - 1; saving a step again replaces it.
-            metric: for `Keep.best`.
+            metric: a number for `Keep.best`, or what float() makes one of: a scalar of NumPy, torch or
+                JAX. Of several ranks, rank 0's counts.
             level: instead of the checkpointer's.
             window: return before the tensors are copied. They are read while the training continues,
                 until an update; until then they do not change [Li 2019, sec. III]. For level memory.
@@ -268,7 +270,8 @@ class Checkpointer:
             force: save also if the step is not due.
 
         Raises:
-            UsageError: the state holds what a checkpoint cannot, named by its place.
+            UsageError: the state holds what a checkpoint cannot, named by its place; or the metric is
+                no number.
             IoError: level fast or durable was not reached, with the reasons; or the saves before it
                 are safe nowhere (`max_failures`, `max_unsafe_seconds`). This save continues in the
                 background all the same.
@@ -301,7 +304,7 @@ class Checkpointer:
             )
 
     def _save(
-        self, state: Any, step: int, metric: float | None, wanted: Level, window: bool
+        self, state: Any, step: int, metric: SupportsFloat | None, wanted: Level, window: bool
     ) -> Saved:
         began = time.perf_counter()
         self.before_update()
@@ -314,23 +317,23 @@ class Checkpointer:
             self.world_size,
             (),
             self.replicated,
-            metric,
             sequence=sequence,
             abandoned=abandoned,
         )
         saved = Saved(step, id, 0)
         job = Job(saved, manifest, None, number)
         snapshot = leaves = None
-        if self.rank == 0 or not self.replicated:
-            # A call that waits for storage writes each block as soon as it is copied.
-            window = window and wanted == "memory"
-            now = wanted == "memory" and not window
-            try:
+        try:
+            job.manifest = dataclasses.replace(manifest, metric=_as_number(metric))
+            if self.rank == 0 or not self.replicated:
+                # A call that waits for storage writes each block as soon as it is copied.
+                window = window and wanted == "memory"
+                now = wanted == "memory" and not window
                 snapshot = self._snapshot(called(state), job, window, now)
-            except BaseException as error:
-                self._tell_others(job, error)
-                raise
-            leaves = job.leaves  # the job drops them once it fails
+                leaves = job.leaves  # the job drops them once it fails
+        except BaseException as error:
+            self._tell_others(job, error)
+            raise
         self._background.submit(job, awaited=wanted)
         self._remember(saved)
         if wanted != "memory":
@@ -344,8 +347,8 @@ class Checkpointer:
 
     def _tell_others(self, job: Job, error: BaseException) -> None:
         """Ends a save that fails in its call for the other ranks too: they wait for this one's part."""
-        if self.world_size > 1:
-            job.failed = f"its state cannot be copied: {type(error).__name__}: {error}"
+        if self.world_size > 1 and (self.rank == 0 or not self.replicated):
+            job.failed = f"it cannot save: {type(error).__name__}: {error}"
             job.window = job.leaves = None
             self._background.submit(job, awaited="memory")
 
@@ -673,6 +676,19 @@ class Checkpointer:
             if kind in (None, GeneratorExit):
                 raise
             _log.error("%s", error)
+
+
+def _as_number(metric: SupportsFloat | None) -> float | None:
+    """What a manifest can hold of it."""
+    if metric is None:
+        return None
+    try:
+        return float(metric.detach() if hasattr(metric, "detach") else metric)  # torch warns else
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise UsageError(
+            f"metric= is a {type(metric).__name__} of which float() makes no number ({error}): give "
+            "one number, or a scalar of NumPy, torch or JAX"
+        ) from None
 
 
 def _sort(store: Store) -> str:

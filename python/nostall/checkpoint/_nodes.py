@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nostall import _native
+from nostall.base._words import words_of
 from nostall.checkpoint._format import Manifest, Part
 from nostall.checkpoint._store import LARGEST_STEP, Store, rename, sync_directory
 from nostall.errors import CorruptionError, Error, IoError, PeerError
@@ -314,7 +315,10 @@ class Nodes:
         if self.rank != 0:
             return self._ask_for_outcome(manifest, note)
         self._take_note(manifest.id, 0, note)
-        outcome = self._decide(manifest, stopped)
+        try:
+            outcome = self._decide(manifest, stopped)
+        except Exception as error:  # the other ranks wait for an outcome
+            outcome = Outcome(words_of(error), manifest.id not in self._publishing)
         with self._changed:
             self._decided[manifest.id] = outcome
             self._publishing.discard(manifest.id)

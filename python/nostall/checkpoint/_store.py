@@ -26,6 +26,7 @@ from typing import Any
 
 from nostall import _native
 from nostall.base._garbage import await_all
+from nostall.base._words import words_of
 from nostall.checkpoint._format import Branch, Manifest, Part
 from nostall.checkpoint._lineage import is_past
 from nostall.checkpoint._place import CheckedPart, Copy, Pacing, Place, UnreachableError
@@ -761,13 +762,13 @@ class Store:
             return reason
         try:
             self.publish(dataclasses.replace(manifest, parts=tuple(parts[r] for r in writers)))
-        except (Error, OSError) as error:
-            certain = False
+        except Exception as error:  # the other ranks wait for a decision
+            certain, reason = False, words_of(error)
             with contextlib.suppress(Error, OSError):
                 certain = self.lacks(manifest)
-            self._decide(manifest, complete=False, certain=certain, reason=str(error))
+            self._decide(manifest, complete=False, certain=certain, reason=reason)
             if certain:
-                return str(error)
+                return reason
             raise
         self._decide(manifest, complete=True, certain=True, reason="")
         with contextlib.suppress(Error, OSError):

@@ -960,9 +960,10 @@ def test_a_word_is_taken_back_or_stands(tmp_path: Path, monkeypatch: pytest.Monk
     assert [p.name for p in store.directory(2).iterdir()] == ["manifest.json"]
 
 
+@pytest.mark.parametrize("kind", [IoError, TypeError])
 @pytest.mark.parametrize("named", [False, True])
 def test_a_manifest_that_fails_takes_no_part_that_it_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool, kind: type[Exception]
 ) -> None:
     make = ranked(tmp_path, 2)
     publish = Store.publish
@@ -970,7 +971,7 @@ def test_a_manifest_that_fails_takes_no_part_that_it_names(
     def fail(self: Store, manifest: Manifest) -> None:
         if named:
             publish(self, manifest)
-        raise IoError("the directory cannot be synced")
+        raise kind("the directory cannot be synced")
 
     def work(rank: int, gather: Any) -> Any:
         ckpt = make(rank, gather)
@@ -1017,6 +1018,39 @@ def test_a_part_that_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
         assert (step, value, tier) == (2, 10 + rank, "durable")
 
 
+@pytest.mark.parametrize("kind", ["NumPy", "torch", "int"])
+def test_a_metric_is_what_float_makes_a_number_of(tmp_path: Path, kind: str) -> None:
+    if kind == "torch":
+        torch = pytest.importorskip("torch")
+        make: Callable[[float], Any] = lambda loss: torch.tensor(loss, requires_grad=True)  # noqa: E731
+    else:
+        make = np.float32 if kind == "NumPy" else int
+    with nostall.Checkpointer(durable=tmp_path, keep=Keep(last=1, best=1), level="durable") as ckpt:
+        for step, loss in enumerate([3.0, 1.0, 2.0, 4.0]):
+            ckpt.save(state_of(step), step, metric=make(loss))
+        ckpt.wait(60)
+        assert [m.metric for m in ckpt.durable.manifests()] == [1.0, 4.0]
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_a_metric_that_is_no_number_is_refused_and_keeps_no_rank_waiting(
+    tmp_path: Path, wrong: int
+) -> None:
+    make = ranked(tmp_path, 2)
+
+    def work(rank: int, gather: Any) -> Any:
+        with make(rank, gather) as ckpt:  # ranks wait for each other for 600 s
+            words = "metric= is a str of which float.. makes no number .*: give one number"
+            metric: Any = "low" if rank == wrong else None
+            with pytest.raises(UsageError if rank == wrong else IoError, match=words):
+                ckpt.save(state_of(rank), 1, level="fast", metric=metric)
+            ckpt.save(state_of(rank), 2, level="durable")
+        return True
+
+    assert World(2).run(work) == [True, True]
+    assert steps_in(tmp_path / "durable") == [2]
+
+
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_state_that_one_rank_cannot_copy_fails_on_all_at_once(
     tmp_path: Path, failing: int
@@ -1029,7 +1063,7 @@ def test_a_state_that_one_rank_cannot_copy_fails_on_all_at_once(
                 with pytest.raises(UsageError, match=r"is a builtins\.object"):
                     ckpt.save({"w": object()}, 1, level="fast")
             else:
-                words = f"rank {failing}: its state cannot be copied: UsageError: .*builtins.object"
+                words = f"rank {failing}: it cannot save: UsageError: .*builtins.object"
                 with pytest.raises(IoError, match=words):
                     ckpt.save(state_of(rank), 1, level="fast")
             ckpt.save(state_of(rank), 2, level="durable")
