@@ -237,22 +237,32 @@ class Store:
 
     def saves(self, step: int) -> list[Entry]:
         """All checkpoints of a step, the newest first: others are of branches that were given up."""
-        names = [name for name in self._names(step) if name.startswith("manifest-")]
-        aside = [name for name in names if _OURS.fullmatch(name) and name.endswith(".json")]
+        names: list[str] = []
+        with contextlib.suppress(IoError):  # the manifest's own reading says why
+            names = self._names(step)
+        return self._saves(step, names)
+
+    def _saves(self, step: int, names: Iterable[str]) -> list[Entry]:
+        """The same, given what is in the step's directory."""
+        aside = [n for n in names if n.startswith("manifest-") and n.endswith(".json")]
         found: dict[str, Entry] = {}
-        for name in (_MANIFEST, *sorted(aside)):
+        for name in (_MANIFEST, *sorted(filter(_OURS.fullmatch, aside))):
             entry = self.read(step, name)
             if entry is not None:
                 found.setdefault(entry.manifest.id if entry.manifest else name, entry)
         return list(found.values())
 
     def _names(self, step: int) -> list[str]:
-        try:
-            return sorted(os.listdir(self.directory(step)))
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        except OSError:  # the manifest's own reading says why
-            return []
+        """What is in a step's directory, in order; nothing if there is none.
+
+        Raises:
+            IoError: it cannot be listed.
+        """
+        with io_errors("list", self.directory(step)):
+            try:
+                return sorted(os.listdir(self.directory(step)))
+            except (FileNotFoundError, NotADirectoryError):
+                return []
 
     def find(self, step: int, id: str) -> Manifest | None:
         """The manifest of one save, if it is complete."""
@@ -479,20 +489,25 @@ class Store:
         """
         removed = []
         for step in self.steps():
-            entries = self.saves(step)
+            stays = f"what an earlier job left in {self.directory(step)} stays"
+            try:
+                names = self._names(step)
+            except IoError as error:
+                _log.warning("%s: %s", stays, error)
+                continue
+            # Of that same list, so that no manifest is missed whose file is then taken for rubbish.
+            entries = self._saves(step, names)
             if any(entry.manifest is None for entry in entries):
                 continue  # damaged: for the user to look at
             keep = {entry.name for entry in entries}
             for entry in entries:
                 assert entry.manifest is not None
                 keep |= {part.name for part in entry.manifest.parts}
-            rubbish = [n for n in self._names(step) if n not in keep and _OURS.fullmatch(n)]
+            rubbish = [n for n in names if n not in keep and _OURS.fullmatch(n)]
             try:
                 _unlink(self.directory(step) / name for name in rubbish)
             except OSError as error:
-                _log.warning(
-                    "what an earlier job left in %s stays: %s", self.directory(step), error
-                )
+                _log.warning("%s: %s", stays, error)
             removed += [str(self.directory(step) / name) for name in rubbish]
             if not entries:
                 with contextlib.suppress(OSError):  # the user's files are in it
@@ -620,13 +635,14 @@ class Store:
         self.check_owned()
         directory = self.directory(step)
         with self._changing, io_errors("remove the checkpoint in", directory):
-            entries = [e for e in self.saves(step) if e.manifest and e.manifest.id == id]
+            names = self._names(step)
+            entries = [e for e in self._saves(step, names) if e.manifest and e.manifest.id == id]
             parts = {p.name for e in entries if e.manifest for p in e.manifest.parts}
             _unlink(directory / entry.name for entry in entries)
             if entries:
                 _unlink([directory / _aside(id)])
                 sync_directory(directory)
-            for name in self._names(step):
+            for name in names:
                 match = _OURS.fullmatch(name)
                 if match and match["id"] == id:
                     parts.add(name)
@@ -643,12 +659,13 @@ class Store:
         """All saves of a step, damaged ones too; a user's files stay."""
         directory = self.directory(step)
         with io_errors("remove the checkpoint in", directory):
-            entries = self.saves(step)
+            names = self._names(step)
+            entries = self._saves(step, names)
             parts = {p.name for e in entries if e.manifest for p in e.manifest.parts}
             _unlink(directory / entry.name for entry in entries)
             if entries:
                 sync_directory(directory)
-            parts |= {name for name in self._names(step) if _OURS.fullmatch(name)}
+            parts |= {name for name in names if _OURS.fullmatch(name)}
             _unlink(directory / name for name in sorted(parts))
             self._leave(step)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -457,20 +459,51 @@ def test_retention_takes_no_manifest_that_comes_meanwhile(
     store.prepare(6)
     store.publish(old)
     store.prepare(6)  # for the new one
-    saves = Store.saves
+    saves = Store._saves
     publisher = threading.Thread(target=store.publish, args=(new,))
 
-    def look_and_publish(looking: Store, step: int) -> Any:
-        found = saves(looking, step)
+    def look_and_publish(looking: Store, step: int, names: Any) -> Any:
+        found = saves(looking, step, names)
         if not publisher.ident:
             publisher.start()
             publisher.join(0.5)  # it waits for the end of the removal
         return found
 
-    monkeypatch.setattr(Store, "saves", look_and_publish)
+    monkeypatch.setattr(Store, "_saves", look_and_publish)
     store.remove(6, old.id)
     publisher.join(60)
     assert store.find(6, new.id) == new
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_directory_that_cannot_be_listed_once_keeps_what_was_superseded(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    failing: int,
+) -> None:
+    run(tmp_path, [1, 2])
+    run(tmp_path, [2], value=1, back_to=1)
+    store, listdir, lists = Store(tmp_path, "durable"), os.listdir, []
+    (store.directory(2) / "rank-00007.aaaaaaaa-000001.safetensors").write_text("rubbish")
+    saves = store.saves(2)
+    assert len(saves) == 2
+
+    def flaky(path: Any) -> list[str]:
+        if Path(path) == store.directory(2):
+            lists.append(path)
+            if len(lists) == failing:
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return listdir(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "listdir", flaky)
+        removed = store.clean()
+    if failing == 1:
+        assert removed == []
+        assert f"left in {store.directory(2)} stays: cannot list" in caplog.text
+    assert store.saves(2) == saves
+    assert all(store.has_all(entry.manifest) for entry in saves if entry.manifest)
 
 
 @pytest.mark.parametrize("world", [1, 2])
