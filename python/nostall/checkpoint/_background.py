@@ -687,6 +687,8 @@ class BackgroundWriter:
                 self._copying = None
         if self.settings.verify:
             read_back(self.durable, drain.manifest.step, part, name, priority)
+        if self._stopping:  # meanwhile: the directories may be another checkpointer's
+            raise StoppedError("the checkpointer is closed")
 
     def _superseded(self, manifest: Manifest) -> str:
         """Why this checkpoint need not be drained, by the rule of retention; or ""."""

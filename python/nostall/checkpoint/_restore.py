@@ -86,7 +86,7 @@ def view(stores: Sequence[Store], step: int | None) -> View:
     for store in stores:
         if store.is_directory:
             try:
-                store.check_owned()  # or nothing may seem to be there
+                store.check_there()  # or nothing may seem to be there
             except Error as error:
                 away.append(str(error))
         try:

@@ -29,7 +29,14 @@ from nostall.base._garbage import await_all
 from nostall.base._words import words_of
 from nostall.checkpoint._format import Branch, Manifest, Part
 from nostall.checkpoint._lineage import is_past
-from nostall.checkpoint._place import CheckedPart, Copy, Pacing, Place, UnreachableError
+from nostall.checkpoint._place import (
+    CheckedPart,
+    Copy,
+    LostStoreError,
+    Pacing,
+    Place,
+    UnreachableError,
+)
 from nostall.errors import CorruptionError, Error, IoError, PeerError, UsageError
 
 _STEP = re.compile(r"step-(\d{12})")
@@ -192,6 +199,7 @@ class Store:
         # they tell it from others. Inodes of some file systems change.
         self._noted: bytes | None = None
         self._identity = (0, 0)
+        self._ended = False  # other jobs may have it
         # Manifests change one at a time: one thread publishes, another one removes.
         self._changing = threading.RLock()
         self._in_use: set[int] = set()  # steps whose directory is about to get parts
@@ -413,12 +421,13 @@ class Store:
     def recognize(self) -> None:
         """From here on `check_owned` tells this directory from others, also on a rank that leaves the
         owning to another one of its job."""
+        self._ended = False
         with io_errors("look for", self.root):
             self._noted, self._identity = self._number(), _identity(self._path)
 
     def disown(self) -> None:
-        """Lets other jobs have it."""
-        self._noted = None
+        """Lets other jobs have it: a thread that is late changes nothing there."""
+        self._noted, self._ended = None, True
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -426,11 +435,23 @@ class Store:
     def check_owned(self) -> None:
         """Looks whether this job still has what it took.
 
+        Raises:
+            PeerError: another job has the store since, or may have it, for good.
+            IoError: there is another directory now, or none.
+        """
+        if self._ended:
+            raise LostStoreError(
+                f"{self.root} is not this job's any more: the checkpointer is closed"
+            )
+        self.check_there()
+
+    def check_there(self) -> None:
+        """Looks whether the directory is still the one that this job took.
+
         What is not mounted any more, or was mounted again elsewhere, leaves a directory of the same
         path, in which nothing that is saved would be found again.
 
         Raises:
-            PeerError: another job has the store since, for good.
             IoError: there is another directory now, or none.
         """
         if self._noted is None:
@@ -671,6 +692,8 @@ class Store:
 
     def discard(self, step: int, name: str) -> None:
         """Removes a part that no checkpoint will name, and the directory if nothing else is there."""
+        if self._ended:
+            return  # the next job may write a part of that name
         directory = self.directory(step)
         with contextlib.suppress(OSError):
             os.unlink(directory / name)

@@ -17,13 +17,16 @@ import pytest
 from test_checkpointer import World, ranked, steps_in
 
 import nostall
+import nostall.checkpoint._background
 import nostall.checkpoint._saved
 import nostall.checkpoint._store
 from nostall import _native
+from nostall.checkpoint._background import BackgroundWriter
 from nostall.checkpoint._begin import undrained
 from nostall.checkpoint._cleaner import Cleaner
 from nostall.checkpoint._drain import copy_all, read_back
-from nostall.checkpoint._format import Manifest, Part
+from nostall.checkpoint._format import Branch, Manifest, Part
+from nostall.checkpoint._place import LostStoreError
 from nostall.checkpoint._retention import Keep
 from nostall.checkpoint._saved import Saved, Settings
 from nostall.checkpoint._store import Store, rename
@@ -259,6 +262,63 @@ def test_after_the_end_nothing_is_waited_for(
         go.set()
         ckpt._background.stop(60)
         ckpt._closer()
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_drain_that_outlives_its_checkpointer_completes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: bool
+) -> None:
+    """The next checkpointer writes a part of that name; with `stopped` the thread sees the end."""
+    reading, go_on = threading.Event(), threading.Event()
+    refused: list[Exception] = []
+
+    def postpone(self: BackgroundWriter, _: Any, error: Exception) -> None:
+        refused.append(error)
+        self._stopping = True
+
+    def slowly(*_: Any) -> None:
+        reading.set()
+        assert go_on.wait(60)
+
+    monkeypatch.setattr(nostall.checkpoint._background, "read_back", slowly)
+    monkeypatch.setattr(BackgroundWriter, "_postpone", postpone)
+    stop = BackgroundWriter.stop
+    monkeypatch.setattr(BackgroundWriter, "stop", lambda self, timeout: stop(self, 0.0))
+    first = nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable")
+    first.save(state_of(1), 1, level="fast")
+    assert reading.wait(60)
+    first.close(0)
+    (part,) = (tmp_path / "durable").glob("*1/rank-*")
+    first._background._stopping = stopped
+    go_on.set()
+    first._background._threads["drain"].join(60)
+    assert [type(error) for error in refused] == ([] if stopped else [LostStoreError])
+    assert part.exists() and steps_in(tmp_path / "durable") == []
+    with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable") as ckpt:
+        ckpt.wait(60)
+    assert steps_in(tmp_path / "durable") == [1]
+
+
+def test_a_directory_that_was_given_back_is_changed_no_more(tmp_path: Path) -> None:
+    with nostall.Checkpointer(durable=tmp_path, level="durable") as ckpt:
+        ckpt.save(state_of(1), 1)
+        (manifest,) = ckpt.durable.manifests()
+    store = ckpt.durable
+    for change in (
+        lambda: store.publish(manifest),
+        lambda: store.prepare(1),
+        lambda: store.remove(1, manifest.id),
+        lambda: store.note_branch(Branch(manifest.sequence + 1, (), 1, manifest.id)),
+    ):
+        with pytest.raises(LostStoreError, match="the checkpointer is closed"):
+            change()
+    store.discard(1, manifest.parts[0].name)
+    assert store.has_all(manifest)
+    found = ckpt.restore()  # which changes nothing
+    assert found is not None and found.step == 1
+    store.own()
+    store.publish(manifest)
+    store.disown()
 
 
 def test_a_forked_child_is_refused(tmp_path: Path) -> None:
