@@ -19,7 +19,7 @@ from nostall import _native
 from nostall.base._garbage import Closer, apart, end_with
 from nostall.base._options import checked
 from nostall.base._sizes import parse_size
-from nostall.base._words import counted
+from nostall.base._words import counted, words_of
 from nostall.checkpoint import _format as files
 from nostall.checkpoint._background import BackgroundWriter
 from nostall.checkpoint._begin import begin, undrained
@@ -33,7 +33,7 @@ from nostall.checkpoint._options import (
     with_arguments,
 )
 from nostall.checkpoint._place import UnreachableError
-from nostall.checkpoint._restore import Restored, load_into
+from nostall.checkpoint._restore import Restored, check_fit
 from nostall.checkpoint._retention import Keep
 from nostall.checkpoint._saved import Drain, Failures, Job, Level, Saved, Settings
 from nostall.checkpoint._search import Search
@@ -488,9 +488,12 @@ class Checkpointer:
         Raises:
             CorruptionError: there are checkpoints, and all are damaged; tensors of a device may have
                 been filled from one of them in part.
-            UsageError: the checkpoint is of another number of ranks, or does not fit `into`.
+            UsageError: the checkpoint is of another number of ranks, or does not fit `into`; of several
+                ranks all raise it, and change nothing but tensors of a device.
             IoError: an object store does not answer: its checkpoints are not passed over. Or a
-                directory is not this job's any more, and the newest checkpoint is nowhere else.
+                directory is not this job's any more, and the newest checkpoint is nowhere else. Or a
+                rank cannot read a directory; all raise it.
+            PeerError: a load_state_dict has raised on another rank.
         """
         self._check_process()
         self.before_update()  # for restoring changes the state as well
@@ -516,11 +519,27 @@ class Checkpointer:
 
     def _go_on_from(self, restored: Restored, into: Any, chosen: bool) -> None:
         """Fills `into`, and keeps the checkpoint from the rules of the branch that it may leave."""
+        changes: list[Callable[[], object]] = []
+        problem = ""
         if into is not None:
             try:
-                load_into(into, restored.state)
+                changes = check_fit(into, restored.state)
             except UsageError as error:
-                raise UsageError(f"step {restored.step} cannot be restored: {error}") from None
+                problem = str(error)
+        # All ranks raise, before one of them has changed anything or waits for the others.
+        if problem := self._of_all(problem):
+            raise UsageError(f"step {restored.step} cannot be restored: {problem}")
+        failed: Exception | None = None
+        try:
+            for change in changes:
+                change()
+        except Exception as error:  # of somebody's load_state_dict
+            failed = error
+        problem = self._of_all(words_of(failed) if failed is not None else "")
+        if failed is not None:
+            raise failed
+        if problem:
+            raise PeerError(f"step {restored.step} cannot be restored: {problem}")
         for store in self._owned:
             try:
                 store.adopt(restored.manifest)
@@ -529,6 +548,13 @@ class Checkpointer:
         behind = self._lineage.restored(restored.manifest)
         if chosen:
             self._begin_branch(restored.manifest, behind)
+
+    def _of_all(self, problem: str) -> str:
+        """The problems of all ranks; "" if none has any."""
+        if self.world_size == 1:
+            return problem
+        notes = [note.decode() for note in self._allgather(problem.encode())]
+        return "; ".join(f"rank {rank}: {note}" for rank, note in enumerate(notes) if note)
 
     def _begin_branch(self, manifest: files.Manifest, behind: bool) -> None:
         """Writes durably that the training went back, so that the next start goes back too."""
@@ -547,10 +573,7 @@ class Checkpointer:
                 store.note_branch(branch)
         except (Error, OSError) as error:
             problem = str(error)
-        if self.world_size > 1:
-            notes = [note.decode() for note in self._allgather(problem.encode())]
-            problem = "; ".join(dict.fromkeys(note for note in notes if note))
-        if problem:
+        if problem := self._of_all(problem):
             _log.warning(
                 "the next save will tell that the training went back to step %d; until then a restart "
                 "does not know: %s",

@@ -195,18 +195,12 @@ def describe(part: Part, blocks: Sequence[int], names: Sequence[str] = ()) -> st
     return text
 
 
-def load_into(target: Any, state: Any) -> None:
-    """Gives each value of `target` its saved state; changes nothing if one of them does not fit.
+def check_fit(target: Any, state: Any) -> list[Callable[[], object]]:
+    """What gives each value of `target` its saved state, and was not called yet.
 
     Raises:
         UsageError: the checkpoint has other names, or an array of another shape or type.
     """
-    for change in check_fit(target, state):
-        change()
-
-
-def check_fit(target: Any, state: Any) -> list[Callable[[], object]]:
-    """What gives each value of `target` its saved state; UsageError as `load_into`."""
     todo: list[Callable[[], object]] = []
     if callable(getattr(target, "load_state_dict", None)):
         _plan(target, state, "state", todo)

@@ -56,8 +56,8 @@ class Search:
         Raises:
             CorruptionError: there are checkpoints, and all are damaged.
             UsageError: there is none of that step, or it is of another number of ranks.
-            UnreachableError: a store does not answer any rank, or is not the job's any more and may
-                have a newer checkpoint than the others; all ranks raise it.
+            UnreachableError: a store does not answer, or cannot be listed, or is not the job's any more
+                and may have a newer checkpoint than the others; all ranks raise it.
         """
         choices, problems = self._choices(step)
         for problem in problems:
@@ -89,26 +89,29 @@ class Search:
     def _choices(self, step: int | None) -> tuple[list[Choice], list[str]]:
         own = self._nodes.store if self._nodes is not None else None
         found, away = View([], [], None), ""
+        leads = own is not None and self._nodes is not None and self._nodes.leader
+        top_here, held_here = None, []
         try:
             found = view([s for s in self._stores if s is not own], step)
+            if own is not None and leads:
+                top_here, held_here = view([own], step).top, holdings(own)
             last_found = max((c.sequence for c in found.choices), default=-1)
             if step is None and found.away and last_found < self._newest:
                 raise UnreachableError(
                     f"{'; '.join(found.away)}: the newest checkpoint of this job is nowhere else"
                 )
-        except UnreachableError as error:
+        except (Error, OSError) as error:
             if self._world_size == 1:
                 raise
-            away = str(error)
+            away = str(error)  # the other ranks wait for this one's note
         self._top = found.top
         if self._world_size == 1:
             return found.choices, found.problems
-        leads = self._nodes is not None and self._nodes.leader
         mine = {
             "away": away,
             "choices": found.choices,
-            "tops": [found.top, view([own], step).top if own is not None and leads else None],
-            "held": holdings(own) if own is not None and leads else [],
+            "tops": [found.top, top_here],
+            "held": held_here,
         }
         views = [json.loads(v) for v in self._allgather(json.dumps(mine).encode())]
         if aways := [f"rank {rank}: {v['away']}" for rank, v in enumerate(views) if v["away"]]:

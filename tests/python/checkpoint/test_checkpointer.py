@@ -1097,6 +1097,85 @@ def test_all_ranks_fall_back_together(tmp_path: Path, caplog: pytest.LogCaptureF
     assert "rank 1" in caplog.text and "weights" in caplog.text
 
 
+@pytest.mark.parametrize("method", ["steps", "entries"])
+def test_a_directory_that_one_rank_cannot_read_ends_the_restore_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    make, failing = ranked(tmp_path, 2), threading.local()
+    inner = getattr(Store, method)
+
+    def refuse(store: Store) -> Any:
+        if getattr(failing, "now", False):
+            raise IoError(f"cannot list the checkpoints in {store.root}: Stale file handle")
+        return inner(store)
+
+    def work(rank: int, gather: Any) -> Any:
+        with make(rank, gather) as ckpt:  # ranks wait for each other for 600 s
+            ckpt.save(state_of(rank), 1, level="durable")
+            failing.now = rank == 1
+            with pytest.raises(IoError, match=r"^rank 1: cannot list .*: Stale file handle$"):
+                ckpt.restore()
+            failing.now = False
+            found = ckpt.restore()  # the ranks are in step again
+            assert found is not None
+            return found.step, found.state["step"]
+
+    monkeypatch.setattr(Store, method, refuse)
+    assert World(2).run(work) == [(1, 0), (1, 1)]
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_a_state_that_fits_one_rank_only_is_restored_on_none(tmp_path: Path, wrong: int) -> None:
+    make = ranked(tmp_path, 2)
+
+    def work(rank: int, gather: Any) -> Any:
+        with make(rank, gather) as ckpt:
+            for step in (1, 2):
+                ckpt.save(state_of(step), step, level="durable")
+            into = state_of(0, 5 if rank == wrong else 1000)
+            words = (
+                rf"^step 1 cannot be restored: rank {wrong}: state\['weights'\] is of shape \(5,\)"
+            )
+            with pytest.raises(UsageError, match=words):
+                ckpt.restore(1, into=into)
+            assert into["step"] == 0 and not into["weights"].any()
+            assert all(store.branch() is None for store in (ckpt.fast, ckpt.durable))
+            into = state_of(0)
+            found = ckpt.restore(into=into)  # the newest: no branch has begun
+            assert found is not None
+            return found.step, into["step"]
+
+    assert World(2).run(work) == [(2, 2), (2, 2)]
+
+
+def test_a_state_that_one_rank_refuses_to_load_ends_the_restore_of_all(tmp_path: Path) -> None:
+    make = ranked(tmp_path, 2)
+
+    class Model:
+        def __init__(self, refuses: bool) -> None:
+            self.refuses = refuses
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"layers": 3}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            if self.refuses:
+                raise RuntimeError("4 layers and not 3")
+
+    def work(rank: int, gather: Any) -> Any:
+        model = Model(refuses=rank == 1)
+        with make(rank, gather) as ckpt:
+            for step in (1, 2):
+                ckpt.save({"model": model}, step, level="durable")
+            kind = RuntimeError if rank == 1 else PeerError
+            with pytest.raises(kind, match="4 layers and not 3"):
+                ckpt.restore(1, into={"model": model})
+            found = ckpt.restore()  # the newest: no branch has begun
+            return found and found.step
+
+    assert World(2).run(work) == [2, 2]
+
+
 def test_ranks_that_cannot_find_each_other_say_so(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="gather="):
         nostall.Checkpointer(durable=tmp_path, rank=0, world_size=2, job="x")
