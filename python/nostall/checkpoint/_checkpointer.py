@@ -276,7 +276,8 @@ class Checkpointer:
                 are safe nowhere (`max_failures`, `max_unsafe_seconds`). This save continues in the
                 background all the same.
             SignalExit: this is the call at which the ranks end because of a signal (`on_signal`); the
-                checkpoint is on the durable directory, or on the fast one if there is no other.
+                checkpoint is on the durable directory, or on the fast one if there is no other or that
+                one did not take it.
         """
         if type(step) is not int or not 0 <= step <= LARGEST_STEP:
             raise UsageError(f"step must be a number from 0 to {LARGEST_STEP}, not {step!r}")
@@ -290,8 +291,22 @@ class Checkpointer:
         self._check_level(wanted, self.fast is not None, self.durable is not None)
         if ending:
             wanted, window = "fast" if self.durable is None else "durable", False
-        with trace.span("save", "checkpoint"):
-            saved = self._save(state, step, metric, wanted, window)
+        before = self._history[-1] if self._history else None
+        try:
+            with trace.span("save", "checkpoint"):
+                saved = self._save(state, step, metric, wanted, window)
+        except (IoError, PeerError) as error:
+            newest = self._history[-1] if self._history else None
+            if not ending or newest is None or newest is before or newest.level == "memory":
+                raise
+            # The ranks agree on one call alone, and the next start goes on from what is safe.
+            _log.warning(
+                "%s: the training ends, with step %d safe at level %s: %s",
+                ending,
+                step,
+                newest.level,
+                error,
+            )
         if ending:
             raise SignalExit(ending)
         return saved

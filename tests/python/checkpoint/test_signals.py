@@ -16,7 +16,8 @@ import pytest
 import nostall
 from nostall.checkpoint._background import BackgroundWriter
 from nostall.checkpoint._signals import Signals
-from nostall.errors import SignalExit, UsageError
+from nostall.checkpoint._store import Store
+from nostall.errors import IoError, SignalExit, UsageError
 
 KEY = b"a secret of the test"
 
@@ -33,6 +34,33 @@ def test_signal_saves_a_step_that_is_not_due_durably_and_exits_with_75(tmp_path:
         assert list(checkpoints.steps()) == [2]
         assert checkpoints.save(state, 3) is None, "a signal ends one save"
     assert signal.getsignal(signal.SIGUSR1) == before
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_signal_ends_the_training_if_only_the_fast_directory_takes_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fast: bool
+) -> None:
+    prepare = Store.prepare
+
+    def full(store: Store, step: int) -> Path:
+        if store.kind == "durable" and step == 2:
+            raise IoError("the quota is exceeded")
+        return prepare(store, step)
+
+    monkeypatch.setattr(Store, "prepare", full)
+    state = {"w": np.arange(4)}
+    with nostall.Checkpointer(
+        tmp_path / "fast" if fast else None, tmp_path / "durable", on_signal="SIGUSR1",
+        on_failure=lambda _: None,
+    ) as checkpoints:  # fmt: skip
+        checkpoints.save(state, 1, level="durable")
+        os.kill(os.getpid(), signal.SIGUSR1)
+        with pytest.raises(SignalExit if fast else IoError) as ended:
+            checkpoints.save(state, 2)
+        if fast:
+            assert ended.value.code == 75  # type: ignore[attr-defined]
+            assert "SIGUSR1: the training ends, with step 2 safe at level fast" in caplog.text
+    assert list(Store(tmp_path / "fast", "fast").steps()) == ([2] if fast else [])
 
 
 def test_forked_child_is_ended_by_a_signal_that_the_training_waits_for(tmp_path: Path) -> None:
