@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import logging
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Literal
 
 from nostall import _native
@@ -35,6 +38,9 @@ _PRIORITY = {
 
 # Seconds between two saves, assumed as long as there was only one.
 _INTERVAL = 60.0
+
+# A rank waits so long for room on a full fast directory, and looks for it at such intervals.
+_ROOM_SECONDS, _LOOK_SECONDS = 10.0, 0.2
 
 _log = logging.getLogger("nostall")
 
@@ -353,25 +359,7 @@ class BackgroundWriter:
                 if store is self.fast and self._cleans:
                     size = job.snapshot.size * self._parts_here(manifest)
                     self._cleaner.make_room(store, size, manifest)
-                path = store.prepare(manifest.step) / name
-                urgent = job.number <= self._urgent
-                slow = store is self.durable and not urgent
-                write = _native.SnapshotWrite(
-                    job.snapshot,
-                    str(path),
-                    rate=settings.rate if slow else 0,
-                    priority=_PRIORITY["normal" if urgent else settings.priority],
-                    threads=settings.writes_in_flight if not slow else 1,
-                    gate=self.gate if not urgent else None,
-                    gate_patience=self._patience(job.snapshot.size),
-                    considerate=settings.windows and slow,
-                )
-                with self._lock:
-                    self._writing = (job.number, write)
-                    urgent = job.number <= self._urgent
-                if urgent:
-                    write.hurry()
-                written = write.run()
+                written = self._write_part(store, job, job.snapshot, name)
                 job.saved.writer_cpu_seconds += written.cpu_seconds
                 self.write_seconds = written.seconds
                 job.failed = job.window.torn() if job.window is not None else ""
@@ -381,9 +369,8 @@ class BackgroundWriter:
                     mine = job.failed
         except Exception as error:  # notifies the other ranks at once
             mine = words_of(error)
-        finally:
-            with self._lock:
-                self._writing = None
+        if isinstance(mine, str) and job.snapshot is not None:
+            store.discard(manifest.step, name)  # before a word, which may need its room
         nodes = self.nodes if store is self.fast else None
         if (
             nodes is not None
@@ -410,11 +397,57 @@ class BackgroundWriter:
         except Exception as error:  # a part that no checkpoint names must not stay
             reason = words_of(error)
             certain = nodes is None and self.rank == 0 and store.lacks(manifest)
-        if reason and certain and job.snapshot is not None:
+        if reason and certain and isinstance(mine, Part):
             store.discard(manifest.step, name)
-            if nodes is not None and isinstance(mine, Part):
+            if nodes is not None:
                 nodes.take_back(manifest.step, mine)
         return reason
+
+    def _write_part(
+        self, store: Store, job: Job, snapshot: _native.Snapshot, name: str
+    ) -> _native.Written:
+        """Writes the rank's part. On a fast directory that is full it waits a while for the rank that
+        makes room there, which may be about to."""
+        deadline = time.monotonic() + _ROOM_SECONDS
+        while True:
+            path = store.prepare(job.manifest.step) / name
+            try:
+                return self._write_file(store, job, snapshot, path)
+            except OSError as error:
+                if store is not self.fast or self._cleans or not _is_full(error):
+                    raise
+                with contextlib.suppress(OSError):
+                    path.unlink()  # the rank that makes room counts what is free
+                with self._lock:
+                    over = self._lock.wait_for(lambda: self._stopping, _LOOK_SECONDS)
+                if over or time.monotonic() > deadline or store.aborted(job.manifest):
+                    raise
+
+    def _write_file(
+        self, store: Store, job: Job, snapshot: _native.Snapshot, path: Path
+    ) -> _native.Written:
+        settings, urgent = self.settings, job.number <= self._urgent
+        slow = store is self.durable and not urgent
+        write = _native.SnapshotWrite(
+            snapshot,
+            str(path),
+            rate=settings.rate if slow else 0,
+            priority=_PRIORITY["normal" if urgent else settings.priority],
+            threads=settings.writes_in_flight if not slow else 1,
+            gate=self.gate if not urgent else None,
+            gate_patience=self._patience(snapshot.size),
+            considerate=settings.windows and slow,
+        )
+        with self._lock:
+            self._writing = (job.number, write)
+            urgent = job.number <= self._urgent
+        try:
+            if urgent:
+                write.hurry()
+            return write.run()
+        finally:
+            with self._lock:
+                self._writing = None
 
     def _parts_here(self, manifest: Manifest) -> int:
         """How many parts of a checkpoint come to this fast directory."""
@@ -585,6 +618,8 @@ class BackgroundWriter:
             raise
         except Exception as error:
             failed = words_of(error)
+            for part in parts:  # before a word, which may need their room
+                durable.discard(manifest.step, part.name)
         mine = failed or (parts[0] if parts else None)
         try:
             reason = durable.commit(
@@ -768,3 +803,9 @@ class BackgroundWriter:
         _log.warning("%s", problem)
         if saved is not None:
             saved.problems.append(problem)
+
+
+def _is_full(error: OSError) -> bool:
+    """Whether there is no room; errors of native code say it in words."""
+    full = errno.ENOSPC, errno.EDQUOT
+    return error.errno in full or any(os.strerror(number) in str(error) for number in full)

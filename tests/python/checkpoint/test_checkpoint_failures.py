@@ -10,6 +10,7 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -651,6 +652,114 @@ def test_room_is_made_without_a_look_at_the_durable_storage(
     cleaner.make_room(fast, 1 << 62, dataclasses.replace(coming, step=4, id="coming-000000"))
     assert set(looks) == {"fast"}
     assert fast.steps() == []  # all of them were durable
+
+
+class Full:
+    """Writes of snapshots that leave a file and find no room, where `refuses` says so of its path."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, refuses: Any) -> None:
+        inner = _native.SnapshotWrite
+
+        def write(snapshot: Any, path: str, **more: Any) -> Any:
+            write = inner(snapshot, path, **more)
+            if not refuses(Path(path)):
+                return write
+            Path(path).write_bytes(b"what was reserved")
+            words = f"no room for 9 bytes of a checkpoint {path}: {os.strerror(errno.ENOSPC)}"
+            return SimpleNamespace(run=Raising(IoError(words)), hurry=write.hurry, stop=write.stop)
+
+        monkeypatch.setattr(_native, "SnapshotWrite", write)
+
+
+def test_ranks_wait_for_the_one_that_makes_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, make_room = ranked(tmp_path, 2), Cleaner.make_room
+    found_full, roomy = threading.Event(), threading.Event()
+    left: list[Path] = []
+
+    def slowly(self: Cleaner, fast: Store, size: int, coming: Manifest) -> None:
+        assert found_full.wait(60)
+        make_room(self, fast, size, coming)
+        roomy.set()
+
+    def refuses(path: Path) -> bool:
+        if "fast" not in path.parts or "rank-00001" not in path.name or roomy.is_set():
+            return False
+        left.extend(path.parent.glob("rank-00001*"))
+        found_full.set()
+        return True
+
+    monkeypatch.setattr(Cleaner, "make_room", slowly)
+    monkeypatch.setattr(nostall.checkpoint._background, "_ROOM_SECONDS", 60.0)
+    Full(monkeypatch, refuses)
+
+    def work(rank: int, gather: Any) -> Any:
+        with make(rank, gather) as ckpt:
+            saved = ckpt.save(state_of(rank), 1, level="durable")
+            assert saved is not None
+            return saved.problems, ckpt.restore().tier
+
+    assert World(2).run(work) == [([], "fast")] * 2
+    assert left == []  # the bytes of an attempt are free while the others look for room
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_part_without_room_goes_before_its_rank_leaves_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    make, commit, left = ranked(tmp_path, 2), Store.commit, []
+
+    def noted(store: Store, manifest: Manifest, rank: int, mine: Any, **more: Any) -> str:
+        if isinstance(mine, str):
+            left.append([p.name for p in store.root.rglob(f"rank-{rank:05d}*")])
+        return commit(store, manifest, rank, mine, **more)
+
+    monkeypatch.setattr(Store, "commit", noted)
+    monkeypatch.setattr(nostall.checkpoint._background, "_ROOM_SECONDS", 0.0)
+    Full(monkeypatch, lambda path: f"rank-{failing:05d}" in path.name and "fast" in path.parts)
+
+    def work(rank: int, gather: Any) -> Any:
+        with make(rank, gather) as ckpt:
+            saved = ckpt.save(state_of(rank), 1, level="durable")
+            assert saved is not None
+            return saved.problems
+
+    for problems in World(2).run(work):
+        assert len(problems) == 1 and os.strerror(errno.ENOSPC) in problems[0]
+    assert left == [[]]
+    assert steps_in(tmp_path / "durable") == [1] and steps_in(tmp_path / "fast") == []
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_copy_without_room_goes_before_its_rank_leaves_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    make, commit, copy, left = ranked(tmp_path, 2), Store.commit, Store.copy, []
+
+    def noted(store: Store, manifest: Manifest, rank: int, mine: Any, **more: Any) -> str:
+        if isinstance(mine, str):
+            left.append([p.name for p in store.root.rglob(f"rank-{rank:05d}*")])
+        return commit(store, manifest, rank, mine, **more)
+
+    def full(store: Store, source: Path, step: int, name: str, part: Part, pacing: Any) -> Any:
+        inner = copy(store, source, step, name, part, pacing)
+        if part.rank != failing or left:
+            return inner
+        (store.directory(step) / name).write_bytes(b"what was reserved")
+        return SimpleNamespace(run=Raising(IoError("full")), hurry=inner.hurry, stop=inner.stop)
+
+    monkeypatch.setattr(Store, "commit", noted)
+    monkeypatch.setattr(Store, "copy", full)
+
+    def work(rank: int, gather: Any) -> Any:
+        with make(rank, gather) as ckpt:
+            with pytest.raises(IoError, match=f"rank {failing}: full"):
+                ckpt.save(state_of(rank), 1, level="durable")
+            ckpt.wait(60)  # rank 0 copies all parts alone
+
+    assert World(2).run(work) == [None, None]
+    assert left == [[]] and steps_in(tmp_path / "durable") == [1]
 
 
 def test_a_failed_drain_of_several_ranks_is_tried_again(
