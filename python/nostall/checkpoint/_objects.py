@@ -60,10 +60,6 @@ _TOGETHER = "0" * 16
 _ATTEMPTS = 3
 # What a job that ends waits for the store's answer to that: seconds.
 _LAST_WORD_SECONDS = 5.0
-# Looks of all ranks of a job together for rank 0's decision: the pauses of each rise until there are so
-# many a second, or to so many seconds.
-_LOOKS_PER_SECOND = 20
-_LONGEST_PAUSE = 5.0
 
 _log = logging.getLogger("nostall")
 
@@ -72,7 +68,7 @@ class ObjectStore(Store):
     """Checkpoints below a URL such as ``s3://bucket/run1``; `kind` is for messages."""
 
     is_directory = False
-    _look_seconds = 0.2
+    _look_seconds, _looks_per_second, _longest_look = 0.2, 20, 5.0
 
     def __init__(self, url: Url, kind: str) -> None:
         self.root, self.kind = url, kind
@@ -749,9 +745,6 @@ class ObjectStore(Store):
                 self._delete([self.key(_step(step), name)])
 
     # ------------------------------------------------------------------ agreeing
-
-    def _longest_pause(self, manifest: Manifest) -> float:
-        return min(_LONGEST_PAUSE, max(self._look_seconds, manifest.world_size / _LOOKS_PER_SECOND))
 
     def _leave_word(self, manifest: Manifest, rank: int, word: bytes) -> str:
         self._create(self._word(manifest, rank), word)

@@ -55,8 +55,12 @@ MARK = re.compile(r"[0-9a-f]{8}")
 GRACE_SECONDS = 5.0
 # A mark that is so much older than those of a job that begins is of one that was killed meanwhile.
 _MARK_SECONDS = 24 * 3600.0
-# A rank that writes no part looks for newer checkpoints at this interval.
-LOOK_SECONDS = 1.0
+# A rank that writes no part looks for newer checkpoints at this interval. Of many ranks the intervals
+# are longer, so that all together look so many times a second, and at most so long.
+LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 1.0, 30.0
+_NEWER_PER_SECOND = 10
+# Looks of rank 0 for the words of other ranks.
+_WORDS_PER_SECOND = 2000
 
 _log = logging.getLogger("nostall")
 
@@ -187,8 +191,9 @@ class Store:
     """
 
     is_directory = True
-    # A rank looks for what another one has left at this interval, or at rising ones.
-    _look_seconds = 0.02
+    # A rank looks for what another one has left at this interval, or at rising ones: until all ranks of
+    # the job together look so many times a second, or each at so long an interval.
+    _look_seconds, _looks_per_second, _longest_look = 0.02, 100, 2.0
 
     def __init__(self, root: str | os.PathLike[str], kind: str) -> None:
         self._path = Path(os.path.abspath(root))
@@ -755,7 +760,8 @@ class Store:
                             for newer in self.manifests()
                         ):
                             return ""
-                        listen = now + LOOK_SECONDS
+                        every = min(_LONGEST_LOOK_SECONDS, manifest.world_size / _NEWER_PER_SECOND)
+                        listen = now + max(LOOK_SECONDS, every)
                 look, pause = now + pause, min(2 * pause, self._longest_pause(manifest))
             if not last:
                 time.sleep(self._look_seconds)
@@ -796,7 +802,8 @@ class Store:
                     reason = "stopped"
                 elif time.monotonic() > deadline:
                     reason = f"ranks {late} did not finish their part in time{away}"
-                time.sleep(self._look_seconds)
+                shared = len(late) / _WORDS_PER_SECOND
+                time.sleep(min(self._longest_look, max(self._look_seconds, shared)))
         if reason:
             self.abort(manifest, reason)
             return reason
@@ -823,7 +830,8 @@ class Store:
 
     def _longest_pause(self, manifest: Manifest) -> float:
         """Between two looks for rank 0's decision: seconds."""
-        return self._look_seconds
+        shared = manifest.world_size / self._looks_per_second
+        return min(self._longest_look, max(self._look_seconds, shared))
 
     def _leave_word(self, manifest: Manifest, rank: int, word: bytes) -> str:
         """Why it cannot be left, so that rank 0 completes nothing; or "": it is there, or was taken."""

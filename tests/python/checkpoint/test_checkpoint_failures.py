@@ -30,7 +30,7 @@ from nostall.checkpoint._format import Branch, Manifest, Part
 from nostall.checkpoint._place import LostStoreError
 from nostall.checkpoint._retention import Keep
 from nostall.checkpoint._saved import Saved, Settings
-from nostall.checkpoint._store import Store, rename
+from nostall.checkpoint._store import Store, part_name, rename
 from nostall.checkpoint._tree import Stored, decode
 from nostall.errors import CorruptionError, IoError, PeerError, StoppedError, UsageError
 
@@ -869,6 +869,50 @@ def test_a_rank_that_is_stopped_does_not_speak_of_a_timeout(tmp_path: Path) -> N
         Manifest(1, "aaaaaaaa-000001", 2, ()), 1, part, timeout=600, stopped=lambda: True
     )
     assert words.endswith("before this job's end")
+
+
+class Clock:
+    """In the place of the module `time`."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize("world", [2, 8, 64, 1000])
+def test_ranks_that_wait_look_at_a_directory_a_bounded_number_of_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: int
+) -> None:
+    clock, looks, lists = Clock(), [], []
+    read, aborted, manifests = Store.find, Store.aborted, Store.manifests
+
+    def count(inner: Any, seen: list[Any]) -> Any:
+        return lambda *these: (seen.append(these), inner(*these))[1]
+
+    monkeypatch.setattr(nostall.checkpoint._store, "time", clock)
+    monkeypatch.setattr(Store, "find", count(read, looks))
+    monkeypatch.setattr(Store, "aborted", count(aborted, looks))
+    monkeypatch.setattr(Store, "manifests", count(manifests, lists))
+    store, seconds = Store(tmp_path, "durable"), 60 + nostall.checkpoint._store.GRACE_SECONDS
+    store.prepare(1)
+    manifest = Manifest(1, "aaaaaaaa-000001", world, ())
+    part = Part(1, part_name(1, manifest.id), 0, ())
+    assert "rank 0 did not complete step 1" in store.commit(manifest, 1, part, timeout=60)
+    pause = min(2.0, max(0.02, world / 100))
+    assert seconds / 2.1 <= len(looks) / 2 <= seconds / pause + 8 and not lists
+    clock.now = 0.0
+    assert "rank 0 did not complete" in store.commit(manifest, 1, None, timeout=60)
+    assert len(lists) <= seconds / max(1.0, min(30.0, world / 10)) + 2
+    words, rename = [], os.rename
+    clock.now = 0.0
+    monkeypatch.setattr(os, "rename", count(rename, words))
+    part = Part(0, part_name(0, manifest.id), 0, ())
+    assert "did not finish" in store.commit(manifest, 0, part, timeout=2)
+    assert len(words) <= 2000 * 2 + 2 * world
 
 
 # ---------------------------------------------------------------------- whose files
