@@ -92,6 +92,7 @@ class ObjectStore(Store):
         self._uncertain: set[str] = set()
         self._manifests: dict[tuple[int, str], Entry] = {}  # they never change
         self._mine: set[str] = set()  # names of manifests that this job has put
+        self._given_up: dict[int, list[tuple[int, str]]] = {}
 
     # ------------------------------------------------------------------ requests
 
@@ -763,6 +764,11 @@ class ObjectStore(Store):
 
     def _forget_words(self, manifest: Manifest, ranks: Iterable[int]) -> None:
         self._delete(self._word(manifest, rank) for rank in ranks)
+
+    def _forget(self, step: int, id: str) -> None:
+        ours = [m for m in map(_OURS.fullmatch, self._sizes(step)) if m and m["id"] == id]
+        notes = "word-", "decision."
+        self._delete(self.key(_step(step), m[0]) for m in ours if m[0].startswith(notes))
 
     def _give_up(self, manifest: Manifest, rank: int, mine: Part | str | None, reason: str) -> str:
         if isinstance(mine, Part):  # no word can be taken back

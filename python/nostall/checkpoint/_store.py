@@ -59,6 +59,8 @@ _MARK_SECONDS = 24 * 3600.0
 # are longer, so that all together look so many times a second, and at most so long.
 LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 1.0, 30.0
 _NEWER_PER_SECOND = 10
+# Of the saves of replicated state that rank 0 gave up, so many are still told to late ranks.
+_LATE_SAVES = 10
 # Looks of rank 0 for the words of other ranks.
 _WORDS_PER_SECOND = 2000
 
@@ -208,6 +210,8 @@ class Store:
         # Manifests change one at a time: one thread publishes, another one removes.
         self._changing = threading.RLock()
         self._in_use: set[int] = set()  # steps whose directory is about to get parts
+        # Step and id of saves that rank 0 has given up, by its threads, until what they left goes.
+        self._given_up: dict[int, list[tuple[int, str]]] = {}
 
     def __repr__(self) -> str:
         return f"Store({str(self.root)!r}, {self.kind!r})"
@@ -813,18 +817,35 @@ class Store:
             certain, reason = False, words_of(error)
             with contextlib.suppress(Error, OSError):
                 certain = self.lacks(manifest)
-            self._decide(manifest, complete=False, certain=certain, reason=reason)
             if certain:
+                self.abort(manifest, reason)
                 return reason
+            self._decide(manifest, complete=False, certain=False, reason=reason)
             raise
         self._decide(manifest, complete=True, certain=True, reason="")
         with contextlib.suppress(Error, OSError):
             self._forget_words(manifest, [rank for rank in writers if rank])
+        self._forget_given_up(manifest)
         return ""
 
     def abort(self, manifest: Manifest, reason: str) -> None:
         """Notifies ranks that go on with a checkpoint that it will not be completed."""
         self._decide(manifest, complete=False, certain=True, reason=reason)
+        if manifest.world_size > 1:
+            given_up = self._given_up.setdefault(threading.get_ident(), [])
+            given_up.append((manifest.step, manifest.id))
+
+    def _forget_given_up(self, complete: Manifest) -> None:
+        """Removes what saves have left that this thread gave up before this complete one.
+
+        Ranks are past them: they commit in the same order, and have left word of this one. Those
+        without a part leave none, so the last few stay for them.
+        """
+        given_up = self._given_up.get(threading.get_ident(), [])
+        stay = _LATE_SAVES if complete.replicated else 0
+        while len(given_up) > stay:
+            with contextlib.suppress(Error, OSError):
+                self._forget(*given_up.pop(0))
 
     # How a rank's word gets to rank 0, and what it decides to the others; another store has its own.
 
@@ -863,6 +884,13 @@ class Store:
     def _forget_words(self, manifest: Manifest, ranks: Iterable[int]) -> None:
         for rank in ranks:
             os.unlink(self._taken(manifest, rank))
+
+    def _forget(self, step: int, id: str) -> None:
+        """Removes the words and the decision of a save; its parts are for others to remove."""
+        notes = "part-", "taken-", "aborted."
+        ours = [m for m in map(_OURS.fullmatch, self._names(step)) if m and m["id"] == id]
+        _unlink(self.directory(step) / m[0] for m in ours if m[0].startswith(notes))
+        self._leave(step)
 
     def _decide(self, manifest: Manifest, *, complete: bool, certain: bool, reason: str) -> None:
         """Notifies the other ranks. Of a complete checkpoint its manifest does."""

@@ -794,6 +794,79 @@ def test_a_failed_drain_of_several_ranks_is_tried_again(
     assert names == {3}  # of a second attempt
 
 
+def commit_all(store: Any, manifest: Manifest, failing: str = "") -> list[str]:
+    """What a commit of two ranks returns; rank 1 has failed if `failing` says why."""
+    parts = [Part(rank, part_name(rank, manifest.id), 0, ()) for rank in range(2)]
+    words = [parts[0], failing or (None if manifest.replicated else parts[1])]
+    told: list[str] = ["", ""]
+
+    def commit(rank: int) -> None:
+        told[rank] = store.commit(manifest, rank, words[rank], timeout=60)
+
+    thread = threading.Thread(target=commit, args=(1,))
+    thread.start()
+    commit(0)
+    thread.join(60)
+    return told
+
+
+def test_a_complete_save_removes_what_those_before_have_left(tmp_path: Path) -> None:
+    store = Store(tmp_path, "durable")
+    saves = [Manifest(step, f"aaaaaaaa-00000{step}", 2, (), sequence=step) for step in range(4)]
+    store.abort(saves[0], "step 3 is complete already")
+    store.prepare(1)
+    assert commit_all(store, saves[1], "the disk is full") == ["rank 1: the disk is full"] * 2
+    store.discard(1, part_name(0, saves[1].id))
+    store._leave_word(saves[2], 1, b"{}")  # of a rank that had not heard yet
+    store.abort(saves[2], "step 3 is complete already")
+    (store.directory(2) / part_name(0, saves[2].id)).write_text("of an attempt under way")
+    assert store.steps() == [0, 1, 2]
+    store.prepare(3)
+    assert commit_all(store, saves[3]) == ["", ""]
+    assert store.steps() == [2, 3] and store.find(3, saves[3].id) is not None
+    assert os.listdir(store.directory(2)) == [part_name(0, saves[2].id)]
+
+
+def test_late_ranks_of_a_replicated_state_are_told_of_the_last_saves_that_were_given_up(
+    tmp_path: Path,
+) -> None:
+    store = Store(tmp_path, "durable")
+    saves = [
+        Manifest(step, f"aaaaaaaa-{step:06d}", 2, (), sequence=step, replicated=True)
+        for step in range(13)
+    ]
+    for manifest in saves[:12]:
+        store.abort(manifest, f"step {manifest.step + 1} is complete already")
+    store.prepare(12)
+    assert commit_all(store, saves[12]) == ["", ""]
+    assert store.steps() == list(range(2, 13))
+    assert store.commit(saves[2], 1, None, timeout=60) == "step 3 is complete already"
+
+
+def test_drains_that_are_skipped_leave_no_directories(tmp_path: Path) -> None:
+    make, held = ranked(tmp_path, 2, keep=1, keep_fast=2), threading.Barrier(4)
+
+    def work(rank: int, gather: Any) -> Any:
+        with make(rank, gather) as ckpt:
+            engine = ckpt._background
+            superseded = engine._superseded
+
+            def once_all_wait(manifest: Manifest) -> str:
+                if manifest.step == 1:
+                    held.wait(60)
+                return superseded(manifest)
+
+            engine._superseded = once_all_wait  # type: ignore[method-assign]
+            for step in (1, 2, 3):
+                ckpt.save(state_of(rank), step, level="fast")
+            held.wait(60)
+            ckpt.wait(60)
+            return [s.level for s in ckpt.history]
+
+    assert World(2).run(work) == [["fast", "fast", "durable"]] * 2
+    assert Store(tmp_path / "durable", "durable").steps() == [3]
+
+
 def test_a_drain_that_the_end_stops_is_left_to_the_next_start(tmp_path: Path) -> None:
     with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable") as ckpt:
         engine = ckpt._background

@@ -21,6 +21,7 @@ import object_rank
 import prefork
 import pytest
 from object_server import Answer, Proxy, Request, cut, error
+from test_checkpoint_failures import Clock, commit_all
 from test_checkpointer import World
 
 import nostall
@@ -622,16 +623,17 @@ def test_a_newer_save_of_another_job_is_no_word_of_rank_0(
     assert store.commit(mine, 1, None, timeout=0, stopped=lambda: True) == ""
 
 
-class Clock:
-    """In the place of the module `time`."""
-
-    now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
+def test_a_complete_save_removes_what_those_before_have_left(bucket: Any, url: str) -> None:
+    store = store_at(url)
+    store.own()
+    saves = [
+        Manifest(step, f"aaaaaaaa-00000{step}", 2, (), sequence=STRIDE + step) for step in range(3)
+    ]
+    store.abort(saves[0], "step 2 is complete already")
+    assert commit_all(store, saves[1], "the disk is full") == ["rank 1: the disk is full"] * 2
+    assert kinds(bucket) == ["decision", "decision", "word"]
+    assert commit_all(store, saves[2]) == ["", ""]
+    assert {key.partition("/")[0] for key in keys(bucket)} == {"step-000000000002"}
 
 
 @pytest.mark.parametrize("world", [2, 100, 1000])
