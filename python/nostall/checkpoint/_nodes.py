@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import resource
 import secrets
 import socket
 import threading
@@ -60,6 +61,28 @@ class Held:
     def lost(self) -> list[int]:
         """Ranks whose part is on no node."""
         return [p.rank for p in self.manifest.parts if not self.holders.get(p.name)]
+
+
+def allow_connections(count: int) -> None:
+    """Raises the process's limit of open files where so many connections would take a quarter of it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    if soft == unlimited or soft >= 4 * count:
+        return
+    wanted = 4 * count if hard == unlimited else min(4 * count, hard)
+    if wanted > soft:
+        with contextlib.suppress(OSError, ValueError):  # what is in force is told below
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    now, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if now < 2 * count:
+        _log.warning(
+            "rank 0 may have %d open files, and needs a connection to each of %d ranks: checkpoints "
+            "may fail; start it with `ulimit -n %d` or more (the hard limit is %d)",
+            now,
+            count,
+            4 * count,
+            hard,
+        )
 
 
 def holdings(store: Store) -> list[dict[str, Any]]:
@@ -136,6 +159,8 @@ class Nodes:
         self._notes: OrderedDict[str, dict[int, Any]] = OrderedDict()
         self._publishing: set[str] = set()  # what rank 0 may have completed already
         self._decided: OrderedDict[str, Outcome] = OrderedDict()
+        if rank == 0:  # it has a connection to each rank that waits for its outcome
+            allow_connections(sum(len(group) for group in groups))
         self._listener = (
             Listener(self._answer, secret, timeout + 30, several) if self.leader else None
         )

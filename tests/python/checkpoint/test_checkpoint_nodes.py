@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -262,6 +263,41 @@ def test_a_listener_survives_what_accept_says(
     listener.close()
     listener._thread.join(60)
     assert not listener._thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "soft", "hard", "now"),
+    [
+        (200, 1024, 4096, 1024),  # there is room
+        (1000, 1024, 4096, 4000),
+        (1000, 1024, resource.RLIM_INFINITY, 4000),
+        (1000, resource.RLIM_INFINITY, resource.RLIM_INFINITY, resource.RLIM_INFINITY),
+        (1500, 1024, 4096, 4096),
+        (2500, 1024, 4096, 4096),  # there is none
+    ],
+)
+def test_rank_0_may_open_a_connection_to_each_rank(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    ranks: int,
+    soft: int,
+    hard: int,
+    now: int,
+) -> None:
+    monkeypatch.setenv("NOSTALL_HOST", "127.0.0.1")
+    limits = [(soft, hard)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, pair: limits.append(pair))
+    groups = [[0], list(range(1, ranks))]
+    for rank in (2, 0):
+        store = Store(tmp_path, "fast")
+        Nodes(store, rank, groups, b"secret", partner=False, timeout=10).close()
+        assert limits[-1] == ((now if rank == 0 else soft), hard)
+    told = (
+        "needs a connection to each of 2500 ranks: checkpoints may fail; start it with `ulimit -n"
+    )
+    assert (told in caplog.text) == (ranks == 2500)
 
 
 def test_notes_that_wait_keep_nobody_from_being_heard(
