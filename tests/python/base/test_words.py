@@ -1,4 +1,4 @@
-"""Numbers of things in messages."""
+"""What messages are made of."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import nostall
-from nostall.base._words import counted
-from nostall.errors import UsageError
+from nostall.base._words import counted, words_of
+from nostall.errors import IoError, UsageError
 
 
 @pytest.mark.parametrize(
@@ -44,3 +44,8 @@ def test_one_of_each_is_told_so(tmp_path: Path) -> None:
         state = {**loader.state_dict(), "epoch": 5}
         with pytest.raises(UsageError, match=r"outside this job of 1 epoch of 1 batch"):
             loader.load_state_dict(state)
+
+
+def test_an_error_that_is_not_expected_is_told_with_its_kind() -> None:
+    assert words_of(IoError("the disk is full")) == "the disk is full"
+    assert words_of(TypeError("no number")) == "TypeError: no number"
