@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import errno
 import logging
-import os
 import threading
 import time
 from collections import deque
@@ -806,6 +805,5 @@ class BackgroundWriter:
 
 
 def _is_full(error: OSError) -> bool:
-    """Whether there is no room; errors of native code say it in words."""
-    full = errno.ENOSPC, errno.EDQUOT
-    return error.errno in full or any(os.strerror(number) in str(error) for number in full)
+    """Whether there is no room."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)

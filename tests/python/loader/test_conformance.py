@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import random
 import signal
@@ -161,6 +162,38 @@ class Lost(Reader):
 
     def one(self, sample: int) -> Any:
         return RuntimeError("gone") if sample == 1 else super().one(sample)
+
+
+class Lacking(Reader):
+    """The process has too little for the samples, one of which cannot be read anyway."""
+
+    def __init__(self, lacks: Exception, damaged: int) -> None:
+        self.lacks, self.damaged = lacks, damaged
+
+    def one(self, sample: int) -> Any:
+        return OSError(errno.EIO, "bad block") if sample == self.damaged else self.lacks
+
+
+@pytest.mark.parametrize("transforms", [None, [len]])
+@pytest.mark.parametrize("damaged", [-1, 0])
+@pytest.mark.parametrize(
+    ("lacks", "number"), [(MemoryError(), errno.ENOMEM), (OSError(errno.EMFILE, "x"), errno.EMFILE)]
+)
+def test_what_a_process_lacks_replaces_no_sample(
+    lacks: Exception, number: int, damaged: int, transforms: Any
+) -> None:
+    source = custom(Lacking(lacks, damaged))
+    with pytest.raises(IoError, match="cannot read number 1") as told:
+        source.read(1)
+    assert told.value.errno == number
+    with (
+        nostall.DataLoader(
+            source, 1, shuffle=False, tiers=[], on_error="substitute", transforms=transforms
+        ) as loader,
+        pytest.raises(IoError, match="number") as told,
+    ):
+        next(iter(loader))
+    assert told.value.errno == number
 
 
 class Alone(Pairs):

@@ -457,7 +457,9 @@ def test_many_communicators_leave_descriptors_to_the_program(which: str) -> None
     assert result.returncode == 0, result.stderr
     said = re.search(r"kept (\d+) of 256", result.stdout)
     assert said and 2 <= int(said[1]) <= 128, result.stdout
-    words = "collectives are used: a rank has more than half of the files open that it may: raise the"
+    words = (
+        "collectives are used: a rank has more than half of the files open that it may: raise the"
+    )
     assert result.stderr.count(words) == 1
 
 
