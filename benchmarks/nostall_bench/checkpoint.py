@@ -15,9 +15,10 @@ import os
 import shutil
 import statistics
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     limit = parse_size(arguments.write_limit)
     slow, fast = Path(arguments.slow).absolute(), Path(arguments.fast).absolute()
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in chosen}
-    with _limited(slow, limit) as prefix:
+    with _made((slow, fast)), _limited(slow, limit) as prefix:
         for name in harness.turns(chosen, arguments.repeats):
             row = _measure(name, arguments, slow, fast, prefix)
             rows[name].append(row)
@@ -95,9 +96,32 @@ def _against_device(arguments: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
+def _made(directories: Sequence[Path]) -> Iterator[None]:
+    """The directories exist inside a ``with``; one that was not there is removed, if nothing is in it.
+
+    Raises:
+        UsageError: one of them cannot be made.
+    """
+    with contextlib.ExitStack() as stack:
+        for directory in directories:
+            there = directory.exists()
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UsageError(f"cannot make {directory}: {error.strerror}") from error
+            if not there:
+                stack.callback(_remove_if_empty, directory)
+        yield
+
+
+def _remove_if_empty(directory: Path) -> None:
+    with contextlib.suppress(OSError):
+        directory.rmdir()
+
+
+@contextlib.contextmanager
 def _limited(slow: Path, limit: int) -> Iterator[list[str]]:
     """What to put before a command so that its writes to the slow directory's disk are limited."""
-    slow.mkdir(parents=True, exist_ok=True)
     if not limit:
         yield []
         return
@@ -122,14 +146,8 @@ def _limited(slow: Path, limit: int) -> Iterator[list[str]]:
 def _measure(
     name: str, arguments: argparse.Namespace, slow: Path, fast: Path, prefix: list[str]
 ) -> dict[str, Any]:
-    for directory in (slow, fast):
-        shutil.rmtree(directory, ignore_errors=True)
-        directory.mkdir(parents=True)
-    os.sync()
     settings = {
         "method": name,
-        "slow": str(slow),
-        "fast": str(fast),
         "bytes": parse_size(arguments.bytes),
         "iterations": arguments.iterations,
         "every": arguments.every,
@@ -137,14 +155,18 @@ def _measure(
         "busy": arguments.busy,
         "threads": arguments.threads,
     }
-    try:
-        with _Writes(slow, fast) as writes:
+    with contextlib.ExitStack() as stack:
+        # The directories may hold what others need: only these two are written to and removed.
+        for tier, directory in (("slow", slow), ("fast", fast)):
+            own = tempfile.TemporaryDirectory(
+                dir=directory, prefix="nostall-bench-", ignore_cleanup_errors=True
+            )
+            settings[tier] = stack.enter_context(own)
+        os.sync()
+        with _Writes(Path(settings["slow"]), Path(settings["fast"])) as writes:
             row: dict[str, Any] = harness.child(
                 "nostall_bench.checkpoint_worker", settings, name=name, prefix=prefix
             )
-    finally:
-        for directory in (slow, fast):
-            shutil.rmtree(directory, ignore_errors=True)
     row["writes"] = [
         (t - row["origin"], disk, memory)
         for t, disk, memory in writes.samples

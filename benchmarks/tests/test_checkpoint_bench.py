@@ -1,0 +1,59 @@
+"""``nostall bench checkpoint``: what it leaves of the directories that it is given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nostall.cli import main
+from nostall_bench import harness
+
+ROW = {
+    **{"train_seconds": 1.0, "durable_seconds": 1.0, "origin": 0.0, "quiet": 0.1},
+    **{"steps": [0.1, 0.1], "calls": [0.1], "memcpy": 0.1, "cpu": 0.1},
+}
+OPTIONS = ["--write-limit", "0", "--repeats", "2", "--iterations", "2", "--every", "1"]
+
+
+def save(used: list[Path]) -> Any:
+    """In the place of a training: a file in each of its directories, which are new to it."""
+
+    def child(_: str, settings: dict[str, Any], **__: object) -> dict[str, Any]:
+        for tier in ("slow", "fast"):
+            used.append(Path(settings[tier]))
+            assert list(used[-1].iterdir()) == []
+            (used[-1] / "checkpoint").write_bytes(b"1")
+        return dict(ROW)
+
+    return child
+
+
+@pytest.mark.parametrize("fast", ["fast", "slow"])
+def test_what_the_directories_hold_stays(
+    fast: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[Path] = []
+    monkeypatch.setattr(harness, "child", save(used))
+    for name in ("slow", "fast"):
+        (tmp_path / name / "results").mkdir(parents=True)
+        (tmp_path / name / "results" / "table").write_text(name)
+    before = sorted(tmp_path.rglob("*"))
+    words = ["--slow", str(tmp_path / "slow"), "--fast", str(tmp_path / fast)]
+    assert main(["bench", "checkpoint", *words, *OPTIONS, "--methods", "torch.save"]) == 0
+    assert sorted(tmp_path.rglob("*")) == before
+    assert len(used) == len(set(used)) > 4
+    assert {path.parent.name for path in used} == {"slow", fast}
+
+
+def test_directories_that_were_made_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(harness, "child", save([]))
+    words = ["--slow", str(tmp_path / "slow"), "--fast", str(tmp_path / "slow" / "fast")]
+    assert main(["bench", "checkpoint", *words, *OPTIONS, "--methods", "DCP"]) == 0
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "slow").touch()
+    assert main(["bench", "checkpoint", *words, *OPTIONS]) == 2
+    assert f"cannot make {tmp_path / 'slow'}: File exists" in capsys.readouterr().err
