@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nostall.base._sizes import TierSpec
-from nostall.cli._calibrate import _read_files, tier_curves
+from nostall.cli._calibrate import _Source, tier_curves
 from nostall.errors import UsageError
 from nostall_bench import harness
 from nostall_bench.slowfs import SlowFS
@@ -92,11 +92,10 @@ def _shared(arguments: argparse.Namespace, folder: Path) -> list[list[float]]:
     ) as storage:  # fmt: skip
         points = []
         for nodes in range(1, arguments.nodes + 1):
-            # Thread i reads what lies at i, i + nodes, ...: all from mount i.
+            # Each thread reads every `nodes`-th file: all from one mount, which is its own.
             files = [str(m / name) for name in names for m in storage.mounts[:nodes]]
-            points.append(
-                [_read_files(files, nodes, arguments.seconds) for _ in range(arguments.runs)]
-            )
+            source = _Source(files)
+            points.append([source.read(nodes, arguments.seconds) for _ in range(arguments.runs)])
     return points
 
 

@@ -88,6 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     nodes = _nodes(allgather)
     first_of_node = nodes.index(nodes[world.rank]) == world.rank
     files = _files(Path(arguments.source))
+    source = _Source(files)
     result: dict[str, Any] = {"sample_bytes": size, "nodes": max(nodes) + 1}
 
     curves = {}
@@ -101,14 +102,14 @@ def run(arguments: argparse.Namespace) -> int:
     # Threads on one node first, then the best number of them on 1, 2, ... nodes at once.
     alone = Curve([])
     if world.rank == 0:
-        alone = Curve([_read_files(files, n, seconds) for n in _counts(most)])
+        alone = Curve([source.read(n, seconds) for n in _counts(most)])
     counts = _counts(most)
     threads = counts[alone.threads - 1] if world.rank == 0 else 0
     threads = int(allgather(str(threads).encode())[0])
     result["source"] = {
         "threads": threads,
         "one_node": dict(zip(map(str, counts), alone.points, strict=False)),
-        "nodes": _across(allgather, nodes, world, first_of_node, files, threads, seconds),
+        "nodes": _across(allgather, nodes, world, first_of_node, source, threads, seconds),
     }
     result["network"] = _network(allgather, nodes, world, first_of_node, size, seconds)
     result["beta"] = _beta(arguments, files, seconds) if world.rank == 0 else 0.0
@@ -210,26 +211,39 @@ def _timed(work: Callable[[int, threading.Event], int], threads: int, seconds: f
     return sum(done) / (time.perf_counter() - began)
 
 
-def _read_files(files: Sequence[str], threads: int, seconds: float) -> float:
-    """t: files in random order, each once as long as they last.
+class _Source:
+    """Files in random order, each once as long as they last, for one measurement after the other."""
 
-    Where there are fewer files than threads, those of one file read different pieces of it.
-    """
-    step = min(threads, len(files))
+    def __init__(self, files: Sequence[str]) -> None:
+        self._files = files
+        self._next = 0
 
-    def work(thread: int, stop: threading.Event) -> int:
-        moved, at = 0, thread % step
-        share, shares = thread // step, len(range(at, threads, step))
-        while True:
-            try:
-                moved += _read_share(files[at % len(files)], share, shares, stop)
-            except OSError as error:
-                raise IoError(f"cannot read {files[at % len(files)]}: {error.strerror}") from error
-            if stop.is_set():
-                return moved
-            at += step
+    def read(self, threads: int, seconds: float) -> float:
+        """t: bytes/s, from the file on at which the last measurement ended.
 
-    return _timed(work, threads, seconds)
+        Where there are fewer files than threads, those of one file read different pieces of it.
+        """
+        files, first = self._files, self._next
+        step = min(threads, len(files))
+        ends = [first] * threads
+
+        def work(thread: int, stop: threading.Event) -> int:
+            moved, at = 0, first + thread % step
+            share, shares = thread // step, len(range(thread % step, threads, step))
+            while True:
+                path = files[at % len(files)]
+                try:
+                    moved += _read_share(path, share, shares, stop)
+                except OSError as error:
+                    raise IoError(f"cannot read {path}: {error.strerror}") from error
+                ends[thread] = at + 1
+                if stop.is_set():
+                    return moved
+                at += step
+
+        rate = _timed(work, threads, seconds)
+        self._next = max(ends) % len(files)
+        return rate
 
 
 def _read_share(path: str, share: int, shares: int, stop: threading.Event) -> int:
@@ -237,6 +251,8 @@ def _read_share(path: str, share: int, shares: int, stop: threading.Event) -> in
     moved = 0
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
+        # What others have read would come from memory.
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
         if shares > 1:  # else no size is asked for, which may be a request to a server
             shares = min(shares, max(1, -(-os.fstat(descriptor).st_size // _PIECE)))
@@ -310,7 +326,7 @@ def _across(
     nodes: Sequence[int],
     world: World,
     first_of_node: bool,
-    files: Sequence[str],
+    source: _Source,
     threads: int,
     seconds: float,
 ) -> list[float]:
@@ -319,7 +335,7 @@ def _across(
     for count in range(1, max(nodes) + 2):
         allgather(b"ready")
         reading = first_of_node and nodes[world.rank] < count
-        mine = _read_files(files, threads, seconds) if reading else 0.0
+        mine = source.read(threads, seconds) if reading else 0.0
         curve.append(sum(float(part) for part in allgather(repr(mine).encode())))
     return curve
 

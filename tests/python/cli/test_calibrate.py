@@ -55,7 +55,7 @@ def test_threads_that_get_no_processor_in_time_count(
     over = threading.Event()
     over.set()
     monkeypatch.setattr(_calibrate, "_timed", lambda work, *_: work(0, over))
-    assert _calibrate._read_files(_calibrate._files(image_folder), 1, 0.0) > 0
+    assert _calibrate._Source(_calibrate._files(image_folder)).read(1, 0.0) > 0
     tiers = ["ram:1MiB", f"{tmp_path / 'tier'}:1MiB"]
     for tier in parse_tiers(tiers, dataset_bytes=0, local_world_size=1):
         read, write = _calibrate.tier_curves(tier, 1000, 2, 0.0)
@@ -197,7 +197,7 @@ def test_threads_read_different_pieces_of_few_large_files(
     os.truncate(large, 4 * piece + 5)
     monkeypatch.setattr(os, "pread", pread)
     monkeypatch.setattr(_calibrate, "_timed", in_turn)
-    assert _calibrate._read_files([str(large)], 4, 0.0) == 4 * piece
+    assert _calibrate._Source([str(large)]).read(4, 0.0) == 4 * piece
     assert sorted(read) == [0, piece, 2 * piece, 3 * piece]
     never = threading.Event()
     for shares in (1, 3, 8):
@@ -206,7 +206,38 @@ def test_threads_read_different_pieces_of_few_large_files(
     small = [tmp_path / name for name in "abc"]
     for path in small:
         path.write_bytes(b"1" * 10)
-    assert _calibrate._read_files([*map(str, small)], 8, 0.0) == 80
+    assert _calibrate._Source([*map(str, small)]).read(8, 0.0) == 80
+
+
+def test_files_that_are_in_memory_are_read_from_the_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each file is dropped from memory before its first byte, and none is read again too early."""
+    paths = [str(tmp_path / name) for name in "abcde"]
+    for path in paths:
+        Path(path).write_bytes(b"1" * 10)
+    events: list[tuple[str, str]] = []
+    advise, pread = os.posix_fadvise, os.pread
+
+    def note(what: str, descriptor: int) -> None:
+        events.append((what, os.readlink(f"/proc/self/fd/{descriptor}")))
+
+    def advised(descriptor: int, offset: int, length: int, advice: int) -> None:
+        if (offset, length, advice) == (0, 0, os.POSIX_FADV_DONTNEED):
+            note("drop", descriptor)
+        advise(descriptor, offset, length, advice)
+
+    def read(descriptor: int, size: int, offset: int) -> bytes:
+        note("read", descriptor)
+        return pread(descriptor, size, offset)
+
+    monkeypatch.setattr(os, "posix_fadvise", advised)
+    monkeypatch.setattr(os, "pread", read)
+    monkeypatch.setattr(_calibrate, "_timed", in_turn)
+    source = _calibrate._Source(paths)
+    assert [source.read(threads, 0.0) for threads in (1, 2, 3)] == [10, 20, 30]
+    turn = [*paths, paths[0]]
+    assert events == [event for path in turn for event in (("drop", path), ("read", path))]
 
 
 def test_what_is_no_file_is_not_read_and_what_cannot_be_read_is_named(tmp_path: Path) -> None:
@@ -220,7 +251,7 @@ def test_what_is_no_file_is_not_read_and_what_cannot_be_read_is_named(tmp_path: 
     for path in files:
         os.unlink(path)
     with pytest.raises(IoError, match=f"cannot read {files[0]}: No such file"):
-        _calibrate._read_files(files[:1], 3, 600.0)
+        _calibrate._Source(files[:1]).read(3, 600.0)
     with pytest.raises(IoError, match=f"cannot list {tmp_path}/none: No such file"):
         _calibrate._files(tmp_path / "none")
 
