@@ -11,16 +11,22 @@ the launcher.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from nostall.base._table import TABLE
 from nostall.cli import _mpi_library as mpi_library
 from nostall.errors import UsageError
 
 INSTALLED = Path(__file__).parents[1] / "libnostall_mpi.so"
+# Options of launchers that pass a variable on.
+_PASSING = ("-x", "--x", "-genv", "--genv")
+# The variables that the library reads.
+SETTINGS = tuple(row.variable for row in TABLE if "libnostall_mpi.so" in row.reader)
 
 
 def library(launcher: str | None = None) -> Path:
@@ -51,10 +57,17 @@ def environment(
 ) -> dict[str, str]:
     """The variables that load the library into a program and configure it.
 
-    Libraries that LD_PRELOAD names already stay first, as allocators and sanitizers need it.
+    Settings of the library in this process's environment are among them: ranks of other hosts get
+    them from nowhere else. Libraries that LD_PRELOAD names already stay first, as allocators and
+    sanitizers need it.
     """
     preload = " ".join(filter(None, [os.environ.get("LD_PRELOAD"), str(library)]))
-    variables = {"LD_PRELOAD": preload, "NOSTALL_MPI": "replace" if replace else "off"}
+    variables = {"LD_PRELOAD": preload}
+    variables |= {name: os.environ[name] for name in SETTINGS if name in os.environ}
+    if not replace:
+        variables["NOSTALL_MPI"] = "off"
+    elif not variables.get("NOSTALL_MPI"):
+        variables["NOSTALL_MPI"] = "replace"
     if profile is not None:
         variables["NOSTALL_MPI_PROFILE"] = str(Path(profile).absolute())
     if verbose:
@@ -66,18 +79,29 @@ def command(words: list[str], variables: Mapping[str, str]) -> list[str]:
     """The launcher's command line with the variables passed on to its ranks.
 
     Open MPI's launcher passes no variables by itself (-x). MPICH's passes all, but must not load the
-    library itself (-genv). srun passes all.
+    library itself (-genv). srun passes all. Of a variable that the line has twice the launcher takes
+    the first: a setting of the environment that `words` give too is left to them.
     """
     if not mpi_library.is_launcher(words[0]):
         return ["env", *(f"{k}={v}" for k, v in variables.items()), *words]
     version = subprocess.run(
         [words[0], "--version"], capture_output=True, text=True, check=False
     ).stdout
+    given = _given(words)
+    variables = {k: v for k, v in variables.items() if k not in given or os.environ.get(k) != v}
     if mpi_library.family(version) == "Open MPI":
         options = [word for k, v in variables.items() for word in ("-x", f"{k}={v}")]
     else:
         options = [word for k, v in variables.items() for word in ("-genv", k, v)]
     return [words[0], *options, *words[1:]]
+
+
+def _given(words: Sequence[str]) -> set[str]:
+    """The settings that the launcher's line gives to its first program."""
+    first = itertools.takewhile(lambda word: word != ":", words)
+    pairs = itertools.pairwise(first)
+    named = {name.partition("=")[0] for option, name in pairs if option in _PASSING}
+    return named.intersection(SETTINGS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

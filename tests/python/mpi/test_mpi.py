@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -508,6 +509,52 @@ def test_an_unmodified_program_is_profiled(
         assert {e["args"]["bytes"] for e in calls} == {24}
         seen = [c.arrived[rank] / 1000 for c in profile.calls]
         assert [e["ts"] for e in calls] == pytest.approx(seen)
+
+
+@pytest.mark.parametrize(
+    ("version", "passed"),
+    [("mpirun (Open MPI) 5.0.11", "-x {}={}"), ("HYDRA build details: MPICH 5.0.2", "-genv {} {}")],
+)
+def test_settings_reach_the_ranks_of_other_hosts(
+    version: str, passed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = tmp_path / "mpirun"
+    launcher.write_text(f"#!/bin/sh\necho '{version}'\n")
+    launcher.chmod(0o755)
+    for name in mpi.SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NOSTALL_NODE", "0")  # is of this host alone
+
+    def line(*words: str, **options: Any) -> str:
+        variables = mpi.environment(Path("/x/library.so"), **options)
+        del variables["LD_PRELOAD"]
+        return " ".join(mpi.command([str(launcher), *words, "./program"], variables)[1:])
+
+    def passing(**variables: str) -> str:
+        return "".join(passed.format(k, v) + " " for k, v in variables.items())
+
+    assert line() == passing(NOSTALL_MPI="replace") + "./program"
+    settings = {
+        "NOSTALL_COLLECTIVES": "off",
+        "NOSTALL_MPI": "off",
+        "NOSTALL_MPI_BETWEEN": "arrival",
+    }
+    settings |= {"NOSTALL_MPI_NONBLOCKING": "off", "NOSTALL_MPI_TIMEOUT": "9"}
+    settings |= {"NOSTALL_MPI_PROFILE": "/old", "NOSTALL_MPI_PROFILE_RECORDS": "9"}
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    ordered = {name: settings[name] for name in mpi.SETTINGS if name in settings}
+    assert line() == passing(**ordered) + "./program"
+    assert (
+        line(profile="/new") == passing(**ordered | {"NOSTALL_MPI_PROFILE": "/new"}) + "./program"
+    )
+    # What the line says itself stands, for the program that it says it of.
+    own = passing(NOSTALL_MPI_TIMEOUT="1").split()
+    others = {k: v for k, v in ordered.items() if k != "NOSTALL_MPI_TIMEOUT"}
+    assert line(*own) == passing(**others) + " ".join(own) + " ./program"
+    assert line("a", ":", *own) == passing(**ordered) + "a : " + " ".join(own) + " ./program"
+    monkeypatch.setenv("NOSTALL_MPI", "replace")
+    assert passing(NOSTALL_MPI="off") in line(replace=False)
 
 
 def test_the_launcher_passes_the_variables_on() -> None:
