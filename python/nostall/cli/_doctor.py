@@ -44,6 +44,7 @@ _PARTS = {
 }
 _UCX_VARIABLES = ("NOSTALL_UCX_LIBRARY", "NOSTALL_UCX_TLS", "NOSTALL_UCX_DEVICES")
 _MEET_SECONDS = 60.0
+_NET = Path("/sys/class/net")
 _FUSE, _URING_SWITCH = Path("/dev/fuse"), Path("/proc/sys/kernel/io_uring_disabled")
 
 
@@ -82,12 +83,22 @@ def _mpi_library() -> str:
     return "; ".join(found)
 
 
+def _state(device: Path) -> str:
+    """Of a network device; "" of one that went away, and of what is none (`bonding_masters`)."""
+    try:
+        return (device / "operstate").read_text().strip()
+    except OSError:
+        return ""
+
+
 def _devices() -> str:
     """The devices that UCX may take."""
     if named := cluster.ucx()[2]:
         return named
-    net = Path("/sys/class/net")
-    up = [d.name for d in net.iterdir() if (d / "operstate").read_text().strip() == "up"]
+    try:
+        up = [device.name for device in _NET.iterdir() if _state(device) == "up"]
+    except OSError:
+        up = []
     fast = Path("/sys/class/infiniband")
     return ", ".join([*sorted(d.name for d in fast.glob("*")), *sorted(up)]) or "no device"
 

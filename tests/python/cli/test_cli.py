@@ -178,6 +178,24 @@ def test_doctor_fails_where_nothing_lets_ranks_meet(
     assert re.search("^this process +rank 0 of 2", out, re.M)
 
 
+def test_doctor_names_the_devices_of_a_node_with_bonded_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    doctor = nostall.cli._doctor
+    monkeypatch.setattr(doctor, "_NET", tmp_path)
+    monkeypatch.delenv("NOSTALL_UCX_DEVICES", raising=False)
+    (tmp_path / "bonding_masters").write_text("bond0\n")
+    for name, state in {"bond0": "up", "eth7": "down"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "operstate").write_text(f"{state}\n")
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    devices = doctor._devices().split(", ")
+    assert devices[-1] == "bond0"
+    assert not {"bonding_masters", "eth7", "gone"}.intersection(devices)
+    monkeypatch.setattr(doctor, "_NET", tmp_path / "absent")
+    assert "bond0" not in doctor._devices()
+
+
 def test_doctor_names_what_is_absent_and_how_to_get_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
