@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 import threading
 import time
 import weakref
@@ -36,6 +37,13 @@ __all__ = ["HELP", "close", "measured", "scalars", "serve", "text", "to_tensorbo
 
 VARIABLE = options.row("observe.metrics_port").variable
 LIVE_SECONDS = 1.0
+
+# Connections at a time, each of which holds a thread and a descriptor of the training.
+_CONNECTIONS = 16
+# Seconds for which a client may say nothing, or take nothing of an answer.
+_CLIENT_SECONDS = 10.0
+# Until the next try, where a connection cannot be accepted.
+_PAUSE_SECONDS = 0.5
 
 _loaders: weakref.WeakSet[Observed] = weakref.WeakSet()
 _server: ThreadingHTTPServer | None = None
@@ -87,17 +95,14 @@ def serve(port: int = 9464, address: str | None = None) -> int:
         UsageError: they are served already.
     """
     global _server
-    from http.server import ThreadingHTTPServer
-
     if _server is not None:
         raise UsageError(f"metrics are served already, on port {_server.server_port}")
     if address is None:
         address = options.value("observe.metrics_address")
     try:
-        _server = ThreadingHTTPServer((address, port), _handler())
+        _server = _server_type()((address, port), _handler())
     except OSError as error:
         raise IoError(f"cannot serve metrics on {address} port {port}: {error.strerror}") from error
-    _server.daemon_threads = True
     threading.Thread(target=_server.serve_forever, name="nostall-metrics", daemon=True).start()
     return _server.server_port
 
@@ -112,11 +117,55 @@ def close() -> None:
         _server = None
 
 
+def _server_type() -> type[ThreadingHTTPServer]:
+    # Here, so that importing nostall does not wait for it.
+    from http.server import ThreadingHTTPServer
+
+    class Server(ThreadingHTTPServer):
+        def __init__(self, *args: Any) -> None:
+            self._free = threading.Semaphore(_CONNECTIONS)
+            super().__init__(*args)
+
+        def get_request(self) -> Any:
+            try:
+                return super().get_request()
+            except OSError:
+                # The connection still waits: without descriptors the next look would be at once.
+                time.sleep(_PAUSE_SECONDS)
+                raise
+
+        def process_request(self, request: Any, client_address: Any) -> None:
+            if not self._free.acquire(blocking=False):
+                self.shutdown_request(request)
+                return
+            try:
+                super().process_request(request, client_address)
+            except BaseException:  # no thread has started
+                self._free.release()
+                raise
+
+        def process_request_thread(self, request: Any, client_address: Any) -> None:
+            try:
+                super().process_request_thread(request, client_address)
+            finally:
+                self._free.release()
+
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            """Logs no client that goes away: standard error belongs to the training."""
+            error = sys.exc_info()[1]
+            if not isinstance(error, OSError):
+                logging.getLogger("nostall").warning("cannot answer for metrics: %r", error)
+
+    return Server
+
+
 def _handler() -> type[BaseHTTPRequestHandler]:
     # Here, so that importing nostall does not wait for it.
     from http.server import BaseHTTPRequestHandler
 
     class Handler(BaseHTTPRequestHandler):
+        timeout = _CLIENT_SECONDS
+
         def do_GET(self) -> None:
             if self.path != "/metrics":
                 self.send_error(404, "there is only /metrics")

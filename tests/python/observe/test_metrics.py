@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import http.client
 import json
 import os
 import re
+import socket
 import time
 import urllib.error
 import urllib.request
@@ -98,6 +102,87 @@ def test_nothing_listens_unless_asked(
         assert [f"port {taken}" in r.message for r in caplog.records] == [True]
     finally:
         metrics._server = server
+
+
+def connect(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), timeout=60)
+
+
+def closed(connection: socket.socket) -> bool:
+    """Whether the server closes it; waits for that."""
+    with contextlib.suppress(ConnectionResetError):
+        return connection.recv(1) == b""
+    return True
+
+
+def test_a_silent_client_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "_CLIENT_SECONDS", 0.05)
+    port = metrics.serve(0)
+    with connect(port) as silent, connect(port) as half:
+        half.sendall(b"GET /met")
+        assert closed(silent) and closed(half)
+
+
+def test_connections_at_a_time_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "_CLIENT_SECONDS", 600.0)
+    monkeypatch.setattr(metrics, "_CONNECTIONS", 2)
+    port = metrics.serve(0)
+    with connect(port) as first, connect(port), connect(port) as third:
+        assert closed(third)
+        first.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        with first.makefile("rb") as answer:
+            assert b"200 OK" in answer.readline()
+            answer.read()
+        # Its place is free a moment after its end.
+        scraped, deadline = False, time.monotonic() + 60
+        while not scraped and time.monotonic() < deadline:
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                scrape(port)
+                scraped = True
+        assert scraped
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ConnectionResetError(), []),
+        (ValueError("no text"), ["cannot answer for metrics: ValueError('no text')"]),
+    ],
+)
+def test_a_request_that_fails_is_no_traceback_of_the_training(
+    error: Exception,
+    told: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fails() -> str:
+        raise error
+
+    monkeypatch.setattr(metrics, "text", fails)
+    with connect(metrics.serve(0)) as client:
+        client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        assert closed(client)
+    assert "Traceback" not in capsys.readouterr().err
+    assert caplog.messages == told
+
+
+def test_a_process_without_descriptors_does_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics.serve(0)
+    server = metrics._server
+    assert server is not None
+    paused: list[float] = []
+    monkeypatch.setattr(metrics.time, "sleep", paused.append)
+
+    class Exhausted:
+        def accept(self) -> None:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(server, "socket", Exhausted())
+    with pytest.raises(OSError, match="Too many open files"):
+        server.get_request()
+    assert paused == [metrics._PAUSE_SECONDS]
+    monkeypatch.undo()
 
 
 def test_numbers_are_those_of_statistics() -> None:
