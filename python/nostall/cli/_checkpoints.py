@@ -83,6 +83,11 @@ def run(arguments: argparse.Namespace) -> int:
     for directory in arguments.directories:
         if url_of(directory) is None and not Path(directory).is_dir():
             raise UsageError(f"{directory} is not a directory")
+    if arguments.action == "restore-dry-run" and len(arguments.directories) > 2:
+        raise UsageError(
+            f"a restore reads two directories, not {len(arguments.directories)}: give the fast one of "
+            "its node and the durable one"
+        )
     kinds = ["fast", "durable"] if len(arguments.directories) > 1 else ["durable"]
     stores = [
         open_store(directory, kinds[min(i, len(kinds) - 1)])

@@ -176,6 +176,18 @@ def test_restore_dry_run_refuses_what_a_restore_refuses(
     assert "there is no checkpoint of step 7 in" in capsys.readouterr().err
 
 
+def test_restore_dry_run_refuses_more_directories_than_a_restore_reads(
+    tiers: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    older = tmp_path / "older"
+    older.mkdir()
+    words = ["checkpoints", "restore-dry-run", tiers[0], str(older), tiers[1]]
+    assert main(words) == UsageError.exit_code
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "a restore reads two directories, not 3: give the fast one" in said.err
+
+
 def test_restore_dry_run_passes_over_what_torch_has_saved(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
