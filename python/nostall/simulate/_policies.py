@@ -8,9 +8,11 @@ A policy is a class with a `decide` method. `register` makes it known to scenari
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib.util
 import inspect
 import sys
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -140,6 +142,8 @@ class Policy(ABC):
 
 
 _POLICIES: dict[str, Callable[..., Policy]] = {}
+# The checksum of a policy's file, as it was when it was loaded.
+_code: weakref.WeakKeyDictionary[type[Policy], str] = weakref.WeakKeyDictionary()
 
 
 def register(policy: type[Policy]) -> type[Policy]:
@@ -181,6 +185,7 @@ def _from_file(name: str) -> type[Policy]:
         raise UsageError(f'policy "{name}": there is no file {path}')
     # Registered under that name, so that its policies can be sent to other processes.
     module_name = "nostall_policy_" + "".join(c if c.isalnum() else "_" for c in Path(path).stem)
+    code = _checksum(path)
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
         raise UsageError(f'policy "{name}": {path} is not a Python file')
@@ -192,7 +197,26 @@ def _from_file(name: str) -> type[Policy]:
         raise UsageError(f'policy "{name}": {path} has no policy {attribute}')
     if missing := ", ".join(sorted(kind.__abstractmethods__)):
         raise UsageError(f'policy "{name}": {attribute} in {path} must define {missing}')
+    _code[kind] = code
     return kind
+
+
+def code_of(policy: Policy) -> str:
+    """A checksum of the file that defines a user's policy; "" for nostall's own, and for one that was
+    typed in."""
+    kind = type(policy)
+    if kind.__module__.partition(".")[0] == "nostall":
+        return ""
+    if kind not in _code:
+        try:
+            _code[kind] = _checksum(inspect.getfile(kind))
+        except (OSError, TypeError):
+            _code[kind] = ""
+    return _code[kind]
+
+
+def _checksum(path: str) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
 def _memory_only(job: Job, what: str) -> None:

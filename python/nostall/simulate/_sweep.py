@@ -15,9 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from nostall._version import __version__
 from nostall.errors import IoError, UsageError
 from nostall.simulate._dataset import Dataset
 from nostall.simulate._environment import replace_value
+from nostall.simulate._policies import code_of
 from nostall.simulate._run import Mode, Outcome, read_once_bound, simulate
 from nostall.simulate._scenario import Scenario
 
@@ -83,7 +85,8 @@ def sweep(
     Args:
         grids: lists of values by variable; the union of their combinations is run.
         state: a file of finished points, one per line, from which an interrupted sweep continues;
-            points of another scenario or of other modes in it are left alone.
+            points of another scenario, of other modes or of other code (nostall's version, the files of
+            policies) in it are left alone.
         processes: how many points run at once.
         progress: called with (points done, points in all).
 
@@ -133,11 +136,12 @@ def _point(scenario: Scenario, values: dict[str, Any], modes: tuple[Mode, ...]) 
 
 def _stamp(scenario: Scenario, modes: Sequence[Mode]) -> str:
     parts = [
+        __version__,
         repr(scenario.environment),
         repr(scenario.training),
         repr(scenario.step),
         hashlib.sha256(scenario.dataset.sizes.tobytes()).hexdigest(),
-        repr([(type(p).__name__, vars(p)) for p in scenario.policies]),
+        repr([(type(p).__name__, vars(p), code_of(p)) for p in scenario.policies]),
         repr(tuple(modes)),
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

@@ -17,7 +17,7 @@ from nostall.cli import main
 from nostall.errors import CorruptionError, IoError, UsageError
 from nostall.simulate import _check as check
 from nostall.simulate import _results as results
-from nostall.simulate._sweep import cheapest, points_of, price_of, scaling, sweep
+from nostall.simulate._sweep import Point, cheapest, points_of, price_of, scaling, sweep
 
 ROOT = Path(__file__).parents[3]
 OWN = f"{ROOT / 'examples' / 'simulate-own-policy.py'}:Replicated"
@@ -60,6 +60,37 @@ def test_a_sweep_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
     # Points of another training are not taken for this one's.
     other = scenario(policies=["hdmlp", "nostall"], training={"E": 4})
     assert sweep(other, [GRID], ["consistent"], state=state) != whole
+
+
+def test_a_sweep_takes_no_points_of_other_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, path = tmp_path / "points.jsonl", tmp_path / "own.py"
+    text = (
+        "import nostall.simulate as s\n"
+        "class Own(s.Policy):\n"
+        "    title = 'Own'\n"
+        "    def decide(self, job):\n"
+        "        return s.make_policy('POLICY').decide(job)\n"
+    )
+
+    def points(policy: str) -> tuple[list[Point], list[int]]:
+        path.write_text(text.replace("POLICY", policy))
+        done: list[int] = []
+        found = sweep(
+            scenario(policies=[f"{path}:Own"]), [GRID], ["consistent"], state=state,
+            progress=lambda ended, _: done.append(ended),
+        )  # fmt: skip
+        return found, done
+
+    first, done = points("lower-bound")
+    assert done[0] == 0
+    other, done = points("naive")
+    assert done[0] == 0 and other != first
+    again, done = points("lower-bound")
+    assert done == [6] and again == first
+    monkeypatch.setattr("nostall.simulate._sweep.__version__", "0.0.1")
+    assert points("lower-bound")[1][0] == 0
 
 
 def test_the_cheapest_machine() -> None:
