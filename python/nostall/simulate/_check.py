@@ -120,7 +120,7 @@ def check(directory: str | os.PathLike[str]) -> list[Checked]:
 
     Raises:
         IoError: it cannot be read.
-        UsageError: it holds no records.
+        UsageError: it holds no records, or those of a loader.
         CorruptionError: a record is damaged; the message names it.
     """
     try:
@@ -138,7 +138,7 @@ def check_run(path: Path) -> Checked:
     """Predicts one recorded run.
 
     Raises:
-        IoError, CorruptionError: as check.
+        IoError, UsageError, CorruptionError: as check.
     """
     try:
         data = json.loads(path.read_text())
@@ -146,6 +146,11 @@ def check_run(path: Path) -> Checked:
         raise IoError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
         raise CorruptionError(f"{path} is not a record of a run: {error}") from error
+    if isinstance(data, dict) and data.get("kind") == "run":
+        raise UsageError(
+            f"{path} is what one loader of a recorded run left, without a measurement of its machine: "
+            "nostall bench nodes --record makes runs to check"
+        )
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise CorruptionError(f"{path} is not a record of format {FORMAT}")
     try:

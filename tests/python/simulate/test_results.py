@@ -219,6 +219,18 @@ def test_predicts_the_bytes_of_real_runs(image_folder: Path, tmp_path: Path) -> 
     assert "predicted" in check.text(found)
 
 
+def test_a_loaders_record_is_not_called_damaged(image_folder: Path, tmp_path: Path) -> None:
+    nostall.trace.start(tmp_path)
+    dataset = nostall.ImageFolder(image_folder, index=False)
+    try:
+        with nostall.DataLoader(dataset, 8, epochs=1, output="numpy") as loader:
+            next(iter(loader))
+    finally:
+        nostall.trace.stop()
+    with pytest.raises(UsageError, match=r"of a recorded run left, .* bench nodes --record"):
+        check.check(tmp_path)
+
+
 def test_damaged_records_are_named(tmp_path: Path) -> None:
     with pytest.raises(IoError, match="cannot read"):
         check.check(tmp_path / "none")
