@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import sys
@@ -78,6 +79,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         parts += first + list(islice(others, max(0, size - len(first))))
         left -= size
     items[:] = [*parts, *others]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.freeze()  # the collector need not look through all that was imported, torch among it
 
 
 def pytest_terminal_summary(
