@@ -94,7 +94,7 @@ void bind_any(nb::module_& m) {
                 throw Error(
                     ErrorKind::io,
                     "cannot read " + s.describe(sample) + ": " + source::read_error_text(request),
-                    request.error);
+                    request.error < source::kSizeChanged ? request.error : 0);
               }
               const uint32_t now = sample_sum(bytes);
               if (!s.sums().agrees(sample, now)) {

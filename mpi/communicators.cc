@@ -190,7 +190,10 @@ bool join_node(CommunicatorState& state, MPI_Comm node, bool is_world) {
       why = error.what();
     }
   }
-  if (joined == 0 && state.node_rank == 0 && !told) {
+  // A reason that holds for every communicator would fill the program's output.
+  constexpr int kMostTold = 10;
+  static std::atomic<int> lines{0};
+  if (joined == 0 && state.node_rank == 0 && !told && lines.fetch_add(1) < kMostTold) {
     std::fprintf(stderr, "nostall: the MPI's own collectives are used: %s\n", why.c_str());
   }
   return true;

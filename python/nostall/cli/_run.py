@@ -66,8 +66,6 @@ def environment(
     variables |= {name: os.environ[name] for name in SETTINGS if name in os.environ}
     if not replace:
         variables["NOSTALL_MPI"] = "off"
-    elif not variables.get("NOSTALL_MPI"):
-        variables["NOSTALL_MPI"] = "replace"
     if profile is not None:
         variables["NOSTALL_MPI_PROFILE"] = str(Path(profile).absolute())
     if verbose:

@@ -11,6 +11,7 @@ not be safe for threads.
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import queue
@@ -36,6 +37,11 @@ if TYPE_CHECKING:
 _ANSWER = struct.Struct("<?Q")
 # A process that is forked while another one starts would hold open the pipe that shows its end.
 _starting = threading.Lock()
+# Seconds after a process could not be started until another start is tried: at first, doubled each
+# time, and at most.
+_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
+
+_log = logging.getLogger("nostall")
 
 
 class MakeError(Exception):
@@ -187,6 +193,8 @@ class Makers:
         self._free: queue.SimpleQueue[_Maker | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._all: list[_Maker] = []
+        # Why no process could be started, and until when none is.
+        self._refused, self._pause = ("", 0.0), _PAUSE
         # Items that were not made as processes were killed or refused.
         self._killed: set[Any] = set()
         self._closed = False
@@ -277,22 +285,33 @@ class Makers:
         return self._alone or os.getpid() != self._owner
 
     def _instead_of(self, old: _Maker) -> _Maker:
+        # Python leaks descriptors of each start that fails, so there are few of these.
+        with self._lock:
+            refused, until = self._refused
+        if time.monotonic() < until:
+            raise _Killed(refused)
         try:
             new = self._new()
         except Exception as error:  # what a start method raises has no common base
-            raise _Killed(
+            refused = (
                 f"a process that made items has ended, and no other can be started: {error}; give the "
                 "job more processes, memory or open files (ulimit -a), or Cached fewer makers="
-            ) from error
+            )
+            with self._lock:
+                self._refused = refused, time.monotonic() + self._pause
+                self._pause = min(_LONGEST_PAUSE, 2 * self._pause)
+            _log.warning("%s", refused)
+            raise _Killed(refused) from error
         with self._lock:
-            closed = self._closed
+            self._pause, closed = _PAUSE, self._closed
             if not closed:
                 self._all[self._all.index(old)] = new
         ended = new if closed else old
         ended.kill()
         ended.close()
-        self._refuse_closed()
-        return new
+        if closed:
+            self._refuse_closed()
+        return new  # which a close that begins now waits for
 
     def make_all(self, samples: Sequence[int]) -> list[bytes | MakeError]:
         """The records of some items, made side by side; in the place of one that was not, why."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import itertools
 import logging
 import os
 import signal
@@ -667,7 +668,10 @@ def test_a_maker_that_cannot_be_started_again_is_told_and_tried_later(
     source = cached(Items(n=20), makers=1, start_method="fork")
     (pid,) = source.maker_pids
 
+    refused = []
+
     def refuse() -> int:
+        refused.append(time.monotonic())
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
     with monkeypatch.context() as patched:
@@ -681,6 +685,13 @@ def test_a_maker_that_cannot_be_started_again_is_told_and_tried_later(
             pytest.raises(TransformError, match=r"item 0 of Items .* no other can be started"),
         ):
             list(loader)
+    # Each start that fails costs descriptors.
+    assert all(later - sooner >= 1 for sooner, later in itertools.pairwise(refused))
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with contextlib.suppress(TransformError):
+            source[0]
+            break
     assert [source[i]["name"] for i in range(20)] == [f"{i:03d}" for i in range(20)]
     assert not Path(f"/proc/{pid}").exists()
 
