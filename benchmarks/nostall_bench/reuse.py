@@ -203,6 +203,7 @@ class _Memory:
 
     def __init__(self, images: Any, labels: Any, plan: Plan) -> None:
         self.plan, self.position = plan, (0, 0)
+        self._samples_taken = 0
         self.world = World(0, 1, 0, 1, "memory")
         self._images, self._labels = images, labels
 
@@ -227,7 +228,7 @@ class _MemoryEpoch:
         order, size = loader.plan.epoch_order(self.index), loader.plan.native.global_batch
         for h in range(len(loader)):
             ids = order[h * size : (h + 1) * size].astype(np.int64)
-            loader.position = (self.index, h + 1)
+            loader.position, loader._samples_taken = (self.index, h + 1), len(ids)
             yield loader._images[ids], loader._labels[ids]
 
 

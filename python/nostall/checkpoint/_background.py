@@ -709,11 +709,11 @@ class BackgroundWriter:
         )
         copy = self.durable.copy(source, drain.manifest.step, name, part, pacing)
         with self._lock:
+            if self._stopping:  # even a copy that is stopped at once makes its file anew
+                raise StoppedError("the checkpointer is closed")
             self._copying = (drain.manifest.id, copy)
             if self._is_urgent(drain.manifest):
                 copy.hurry()
-            if self._stopping:
-                copy.stop()
         try:
             copy.run()
         finally:

@@ -539,8 +539,10 @@ class Checkpointer:
         if into is not None:
             try:
                 changes = check_fit(into, restored.state)
-            except UsageError as error:
-                problem = str(error)
+            except Exception as error:
+                if self.world_size == 1 and not isinstance(error, UsageError):
+                    raise
+                problem = words_of(error)
         # All ranks raise, before one of them has changed anything or waits for the others.
         if problem := self._of_all(problem):
             raise UsageError(f"step {restored.step} cannot be restored: {problem}")

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 
+from nostall.base._words import words_of
 from nostall.checkpoint._format import Manifest
 from nostall.checkpoint._landing import Landing
 from nostall.checkpoint._lineage import Ranges, checked
@@ -112,6 +113,7 @@ class Search:
             "choices": found.choices,
             "tops": [found.top, top_here],
             "held": held_here,
+            "problems": found.problems,
         }
         views = [json.loads(v) for v in self._allgather(json.dumps(mine).encode())]
         if aways := [f"rank {rank}: {v['away']}" for rank, v in enumerate(views) if v["away"]]:
@@ -120,8 +122,9 @@ class Search:
         self._top = max(tops, default=None)
         common = set.intersection(*({tuple(c[:3]) for c in v["choices"]} for v in views))
         choices = [c for c in found.choices if c[:3] in common]
+        problems = _of_ranks([v["problems"] for v in views])
         if self._nodes is None:
-            return in_order(choices, self._top), found.problems
+            return in_order(choices, self._top), problems
         held = together([views[group[0]]["held"] for group in self._nodes.groups])
         whole = [h for h in held if not h.lost and step in (None, h.manifest.step)]
         for h in whole:
@@ -130,7 +133,6 @@ class Search:
         choices = in_order(choices, self._top)
         last = max((c.sequence for c in choices), default=None)
         there = {choice.id for choice in choices}
-        problems = found.problems
         for h in held:
             if step is None and h.lost and h.manifest.id not in there:
                 self._damaged.add(h.manifest.id)  # it takes no place among those that are kept
@@ -146,14 +148,15 @@ class Search:
     def _try(
         self, store: Store, step: int, id: str, progress: Progress
     ) -> tuple[Restored | None, str]:
-        restored, problem, away = None, "", False
+        restored, problem, away, wrong = None, "", False, ""
         held = self._held.get(id) if self._nodes and store is self._nodes.store else None
         try:
             manifest = held.manifest if held is not None else _manifest(store, step, id)
         except (Error, OSError) as error:
             manifest, problem, away = None, str(error), isinstance(error, UnreachableError)
         if manifest is not None:
-            self._check_world(manifest, store)
+            wrong = self._other_world(manifest, store)
+        if manifest is not None and not wrong:
             if held is not None and manifest.replicated:
                 self._fetch_once(held)
                 self._allgather(b"")  # no rank reads before it is there
@@ -162,13 +165,19 @@ class Search:
                     restored = self._read_spread(held, progress)
                 else:
                     restored = self._read(store, manifest, progress)
-            except (Error, OSError) as error:
-                problem, away = str(error), isinstance(error, UnreachableError)
+            except Exception as error:
+                if self._world_size == 1 and not isinstance(error, (Error, OSError)):
+                    raise
+                # The other ranks wait for this one's note.
+                problem, away = words_of(error), isinstance(error, UnreachableError)
         if self._world_size > 1:
-            note = json.dumps([problem, away]).encode()
+            note = json.dumps([problem, away, wrong]).encode()
             notes = [json.loads(n) for n in self._allgather(note)]
-            failed = [f"rank {rank}: {words}" for rank, (words, _) in enumerate(notes) if words]
-            problem, away = "; ".join(failed), any(away for _, away in notes)
+            failed = [f"rank {rank}: {words}" for rank, (words, _, _) in enumerate(notes) if words]
+            problem, away = "; ".join(failed), any(away for _, away, _ in notes)
+            wrong = next((wrong for _, _, wrong in notes if wrong), "")
+        if wrong:
+            raise UsageError(wrong)
         if away:  # an older one would be restored although this one may be whole
             raise UnreachableError(problem)
         if problem:
@@ -183,10 +192,10 @@ class Search:
                 _log.warning("%s has no manifest of step %d: %s", store.root, step, error)
         return restored, problem
 
-    def _check_world(self, manifest: Manifest, store: Store) -> None:
+    def _other_world(self, manifest: Manifest, store: Store) -> str:
         if manifest.replicated or manifest.world_size == self._world_size:
-            return
-        raise UsageError(  # on all ranks alike
+            return ""
+        return (
             f"the checkpoint of step {manifest.step} in {store.root} was saved by "
             f"{manifest.world_size} ranks, this job has {self._world_size}: save state that is the "
             "same on all ranks with replicated=True, and sharded state with "
@@ -231,6 +240,18 @@ class Search:
 
     def _read(self, store: Store, manifest: Manifest, progress: Progress) -> Restored:
         return read_part(store, manifest, self._rank, self._threads, progress, self._landing)
+
+
+def _of_ranks(problems: Sequence[Sequence[str]]) -> list[str]:
+    """What each rank has found wrong, as all of them tell it."""
+    ranks: dict[str, list[int]] = {}
+    for rank, found in enumerate(problems):
+        for problem in found:
+            ranks.setdefault(problem, []).append(rank)
+    return [
+        problem if len(of) == len(problems) else f"ranks {of}: {problem}"
+        for problem, of in ranks.items()
+    ]
 
 
 def _manifest(store: Store, step: int, id: str) -> Manifest:

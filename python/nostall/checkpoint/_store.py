@@ -631,6 +631,7 @@ class Store:
             self.check_owned()
             before = self.entry(manifest.step)
             sync_directory(directory)
+            self.check_owned()  # which may have taken long
             there = before.manifest if before is not None else None
             if there is None or there.id == manifest.id:
                 _write_durably(directory / _MANIFEST, manifest.to_bytes())
@@ -844,8 +845,11 @@ class Store:
         given_up = self._given_up.get(threading.get_ident(), [])
         stay = _LATE_SAVES if complete.replicated else 0
         while len(given_up) > stay:
-            with contextlib.suppress(Error, OSError):
-                self._forget(*given_up.pop(0))
+            try:
+                self._forget(*given_up[0])
+            except (Error, OSError):
+                return  # after the next complete one
+            del given_up[0]
 
     # How a rank's word gets to rank 0, and what it decides to the others; another store has its own.
 

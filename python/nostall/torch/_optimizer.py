@@ -16,6 +16,7 @@ import functools
 import io
 import itertools
 import json
+import logging
 import os
 import sys
 import weakref
@@ -41,6 +42,8 @@ _SIGNS = ("(rank is active)", "(rank has sparse gradients)")
 # Torch's schedulers put a function in place of an optimizer's `step`, to see that it is called; they
 # know it by this attribute.
 _SCHEDULED = "_wrapped_by_lr_sched"
+
+_log = logging.getLogger("nostall")
 
 _all: weakref.WeakSet[GradientSync] = weakref.WeakSet()
 
@@ -400,13 +403,21 @@ class GradientSync:
         raise AssertionError  # the count has no end
 
     def _forget(self) -> None:
-        """Ends a step that counts for nothing."""
+        """Ends a step that counts for nothing, and what was accumulated for the next one."""
         self._submitted = {}
+        self._ready_order = []
+        self._passes_left = [self.passes] * len(self._parameters)
 
     def _take_over(self, optimizer: torch.optim.Optimizer, root: int) -> None:
         """Gives all ranks the parameters and the state of rank `root`, also where they had none."""
-        mine = _described(optimizer) if self.ranks.rank == root else None
-        kinds = self._gathered(mine)[root]
+        mine = [_described(optimizer), _left_out(optimizer)] if self.ranks.rank == root else None
+        kinds, left = self._gathered(mine)[root]
+        if left:
+            _log.warning(
+                "%s of the optimizer's state stay each rank's own, for they are neither tensors nor "
+                "plain values: broadcast them from the rank that join() returns",
+                ", ".join(left),
+            )
         parameters = _parameters_of(optimizer)
         self._broadcast([*(p.data for p in parameters), *_like(optimizer, kinds)], root)
 
@@ -807,6 +818,15 @@ def _described(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         }
         for parameter in _parameters_of(optimizer)
     ]
+
+
+def _left_out(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Names of the state's values that are not described."""
+    described = _described(optimizer)
+    parameters = zip(_parameters_of(optimizer), described, strict=True)
+    return sorted(
+        {n for p, names in parameters for n in optimizer.state.get(p, {}) if n not in names}
+    )
 
 
 def _like(optimizer: torch.optim.Optimizer, kinds: list[dict[str, Any]]) -> list[torch.Tensor]:

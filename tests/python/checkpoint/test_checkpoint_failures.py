@@ -665,8 +665,10 @@ class Full:
             if not refuses(Path(path)):
                 return write
             Path(path).write_bytes(b"what was reserved")
-            words = f"no room for 9 bytes of a checkpoint {path}: {os.strerror(errno.ENOSPC)}"
-            return SimpleNamespace(run=Raising(IoError(words)), hurry=write.hurry, stop=write.stop)
+            words = os.strerror(errno.ENOSPC)
+            full = IoError(f"no room for 9 bytes of a checkpoint {path}: {words}")
+            full.errno = errno.ENOSPC
+            return SimpleNamespace(run=Raising(full), hurry=write.hurry, stop=write.stop)
 
         monkeypatch.setattr(_native, "SnapshotWrite", write)
 
@@ -825,6 +827,26 @@ def test_a_complete_save_removes_what_those_before_have_left(tmp_path: Path) -> 
     assert commit_all(store, saves[3]) == ["", ""]
     assert store.steps() == [2, 3] and store.find(3, saves[3].id) is not None
     assert os.listdir(store.directory(2)) == [part_name(0, saves[2].id)]
+
+
+def test_what_cannot_be_removed_once_goes_after_the_next_complete_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, forget = Store(tmp_path, "durable"), Store._forget
+    saves = [Manifest(step, f"aaaaaaaa-00000{step}", 2, (), sequence=step) for step in range(3)]
+    store.abort(saves[0], "step 1 is complete already")
+    fails = iter([True])
+
+    def once(self: Store, step: int, id: str) -> None:
+        if next(fails, False):
+            raise OSError(errno.ESTALE, "Stale file handle")
+        forget(self, step, id)
+
+    monkeypatch.setattr(Store, "_forget", once)
+    for number, left in ((1, [0, 1]), (2, [1, 2])):
+        store.prepare(number)
+        assert commit_all(store, saves[number]) == ["", ""]
+        assert store.steps() == left
 
 
 def test_late_ranks_of_a_replicated_state_are_told_of_the_last_saves_that_were_given_up(

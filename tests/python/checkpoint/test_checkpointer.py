@@ -30,6 +30,7 @@ from nostall.checkpoint import _begin
 from nostall.checkpoint._format import Manifest, Part
 from nostall.checkpoint._retention import decide
 from nostall.checkpoint._saved import Saved
+from nostall.checkpoint._search import Search
 from nostall.checkpoint._store import Store, part_name
 from nostall.checkpoint._window import choose_copying
 from nostall.errors import CorruptionError, IoError, PeerError, UsageError
@@ -1122,6 +1123,53 @@ def test_a_directory_that_one_rank_cannot_read_ends_the_restore_of_all(
 
     monkeypatch.setattr(Store, method, refuse)
     assert World(2).run(work) == [(1, 0), (1, 1)]
+
+
+def test_a_manifest_that_one_rank_cannot_read_is_told_on_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, failing, inner = ranked(tmp_path, 2), threading.local(), Store.read
+
+    def refuse(store: Store, step: int, name: str) -> Any:
+        entry = inner(store, step, name)
+        if entry is None or not getattr(failing, "now", False):
+            return entry
+        problem = f"{entry.path} cannot be read: Stale file handle"
+        return dataclasses.replace(entry, manifest=None, damage=problem, unread=True)
+
+    def work(rank: int, gather: Any) -> Any:
+        with make(rank, gather) as ckpt:
+            ckpt.save(state_of(rank), 1, level="durable")
+            failing.now = rank == 1
+            with pytest.raises(CorruptionError, match=r"ranks \[1\]: .*cannot be read: Stale file"):
+                ckpt.restore()
+            failing.now = False
+            found = ckpt.restore()
+            return found and found.step
+
+    monkeypatch.setattr(Store, "read", refuse)
+    assert World(2).run(work) == [1, 1]
+
+
+def test_what_no_one_expects_to_fail_on_a_rank_keeps_the_others_from_no_restore(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, inner = ranked(tmp_path, 2), Search._read
+
+    def refuse(search: Search, store: Store, manifest: Manifest, progress: Any) -> Any:
+        if manifest.step == 2 and search._rank == 1:
+            raise RuntimeError("can't start new thread")
+        return inner(search, store, manifest, progress)
+
+    def work(rank: int, gather: Any) -> Any:
+        with make(rank, gather) as ckpt:  # ranks wait for each other for 600 s
+            for step in (1, 2):
+                ckpt.save(state_of(rank), step, level="durable")
+            found = ckpt.restore()
+            return found and found.step
+
+    monkeypatch.setattr(Search, "_read", refuse)
+    assert World(2).run(work) == [1, 1]
 
 
 @pytest.mark.parametrize("wrong", [0, 1])

@@ -429,6 +429,34 @@ def test_all_ranks_go_on_from_the_one_whose_data_ended_last() -> None:
             assert after == jobs[0][3] != joined
 
 
+HALF = """
+torch.manual_seed(0)
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = nt.DistributedOptimizer(
+    optimizer, model.named_parameters(), backward_passes_per_step=2
+)
+def train(passes):
+    for number in range(passes):
+        loss_of(model(data(number, rank)[0]), data(number, rank)[1]).backward()
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+train(3 + 2 * rank)
+last = optimizer.join()
+optimizer.zero_grad()
+train(2)
+result = [last, weights(model)]
+"""
+
+
+@pytest.mark.multi
+def test_passes_that_make_no_step_end_with_the_data() -> None:
+    first, second = run_ranks(2, MODEL + HALF)
+    assert first == second
+    assert first[0] == 1
+
+
 APART = """
 result = None
 if rank:
