@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import mmap
 import os
 import pickle
 import sys
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures import Future, InvalidStateError, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from io import BytesIO
 from multiprocessing import connection
 from multiprocessing.context import SpawnContext, SpawnProcess
@@ -24,6 +26,7 @@ from nostall.base._garbage import Closer
 
 _ALIGNED = 64
 _LEAST = 1 << 16  # bytes of a slot
+_SECONDS = 1.0  # between two looks whether anything still gives an answer
 _Work = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
 
 
@@ -233,7 +236,15 @@ class Answer:
         pid, sample = _mark_of(self._memory, self._task).tolist()
         return (pid, self._places[sample - 1]) if sample > 0 and pid in pids else None
 
+    def wait(self, seconds: float) -> bool:
+        """Whether there are results, or an error, after so many seconds at most."""
+        if not self.future.done() and not wait([self.future], seconds).done:
+            self._owner.end_forgotten(self.future)
+        return self.future.done()
+
     def result(self) -> list[Any]:
+        while not self.wait(_SECONDS):
+            continue
         reply = self.future.result()
         self._owner.learn(-(-reply.room // len(self._places)))
         results: list[Any] = _unpacked(reply.data, reply.spans, self._memory)
@@ -241,6 +252,9 @@ class Answer:
 
     def cancel(self) -> bool:
         return self.future.cancel()
+
+    def done(self) -> bool:
+        return self.future.done()
 
 
 class _Process(SpawnProcess):
@@ -388,6 +402,15 @@ class Processes:
     def ended(self) -> bool:
         """Whether tasks are done no more, as this is closed or the program ends."""
         return self._spawn.ended
+
+    def end_forgotten(self, task: Future[_Reply]) -> None:
+        """Gives a task its error if the thread of the pool has ended without it.
+
+        A process that ends beside tasks that were cancelled ends that thread too (Python 3.11).
+        """
+        if (manager := self._manager()) is None or not manager.is_alive():
+            with contextlib.suppress(InvalidStateError):  # it is done meanwhile
+                task.set_exception(BrokenProcessPool("a process ended while tasks were cancelled"))
 
     def crashed(self) -> dict[int, int]:
         """Exit codes by pid of processes that ended by themselves, after `close`."""

@@ -10,6 +10,7 @@ import pickle
 import signal
 import sys
 import threading
+import time
 import traceback
 import types
 import weakref
@@ -92,9 +93,14 @@ class Work:
     def is_done(self, seconds: float) -> bool:
         """Whether all results are there; waits for them for so many seconds at most."""
         parts = self.parts if self.whole is None else [self.whole]
-        futures = [part if isinstance(part, Future) else part.future for part in parts]
-        wait(futures, seconds)
-        return all(future.done() for future in futures)  # cancelled, too
+        until = time.monotonic() + seconds
+        for part in parts:
+            left = max(0.0, until - time.monotonic())
+            if isinstance(part, Future):
+                wait([part], left)
+            else:
+                part.wait(left)
+        return all(part.done() for part in parts)  # cancelled, too
 
 
 def _begin_as_of_the_program() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import subprocess
 import sys
+from concurrent.futures import BrokenExecutor, Future
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,16 @@ if __name__ == "__main__":
 
 
 @pytest.mark.multi
+def test_a_task_that_its_pool_has_forgotten_is_not_waited_for() -> None:
+    processes = _processes.Processes(1, lambda samples, contexts: samples)  # has no thread yet
+    task: Future[Any] = Future()
+    assert task.set_running_or_notify_cancel()
+    memory = np.zeros(64, np.uint8)
+    with pytest.raises(BrokenExecutor, match="a process ended while tasks were cancelled"):
+        _processes.Answer(task, 0, range(1), memory, processes).result()
+    processes.close()
+
+
 def test_a_program_that_closes_nothing_ends_without_a_word(
     image_folder: Path, tmp_path: Path
 ) -> None:
