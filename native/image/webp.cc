@@ -52,10 +52,13 @@ Result<Bitmap> decode_webp(std::span<const std::byte> encoded, uint64_t max_pixe
   config.output.u.RGBA = {pixels, static_cast<int>(bitmap.stride), bytes};
   const VP8StatusCode status = WebPDecode(data, encoded.size(), &config);
   WebPFreeDecBuffer(&config.output);
-  // The library says the same of a damaged header of the alpha plane, which lossy images have.
-  constexpr int kLossy = 1;
-  const bool alpha_apart = config.input.has_alpha && config.input.format == kLossy;
-  if (status == VP8_STATUS_OUT_OF_MEMORY && !alpha_apart) throw std::bad_alloc();
+  if (status == VP8_STATUS_OUT_OF_MEMORY) {
+    // The library says the same of a damaged header of the alpha plane, which lossy images have.
+    constexpr int kLossy = 1;
+    const bool alpha_apart = config.input.has_alpha && config.input.format == kLossy;
+    if (!alpha_apart) throw std::bad_alloc();
+    buffer.reserve(4 * static_cast<size_t>(width) * static_cast<size_t>(height));  // or throws
+  }
   if (status != VP8_STATUS_OK) return failed("damaged, code " + std::to_string(status));
   return bitmap;
 }

@@ -14,7 +14,7 @@ from nostall.checkpoint._nodes import Held, Nodes, holdings, together
 from nostall.checkpoint._place import UnreachableError
 from nostall.checkpoint._restore import Choice, Restored, View, in_order, on_branch, read_part, view
 from nostall.checkpoint._store import Store
-from nostall.errors import CorruptionError, Error, UsageError
+from nostall.errors import CorruptionError, Error, PeerError, UsageError
 from nostall.job._world import AllGather
 
 _log = logging.getLogger("nostall")
@@ -89,31 +89,35 @@ class Search:
 
     def _choices(self, step: int | None) -> tuple[list[Choice], list[str]]:
         own = self._nodes.store if self._nodes is not None else None
-        found, away = View([], [], None), ""
+        found, here, away = View([], [], None), View([], [], None), ""
         leads = own is not None and self._nodes is not None and self._nodes.leader
-        top_here, held_here = None, []
+        held_here = []
         try:
             found = view([s for s in self._stores if s is not own], step)
             if own is not None and leads:
-                top_here, held_here = view([own], step).top, holdings(own)
-            last_found = max((c.sequence for c in found.choices), default=-1)
-            if step is None and found.away and last_found < self._newest:
-                raise UnreachableError(
-                    f"{'; '.join(found.away)}: the newest checkpoint of this job is nowhere else"
-                )
-        except (Error, OSError) as error:
+                here, held_here = view([own], step), holdings(own)
+                # Parts that are on other nodes are nothing wrong.
+                here.problems = [
+                    entry.damage
+                    for entry in own.entries()
+                    if entry.manifest is None and entry.damage and step in (None, entry.step)
+                ]
+        except Exception as error:
             if self._world_size == 1:
                 raise
-            away = str(error)  # the other ranks wait for this one's note
+            away = words_of(error)  # the other ranks wait for this one's note
         self._top = found.top
         if self._world_size == 1:
+            self._refuse_gone(step, found.choices, found.away, self._newest)
             return found.choices, found.problems
         mine = {
             "away": away,
+            "gone": [*found.away, *here.away],
+            "newest": self._newest,
             "choices": found.choices,
-            "tops": [found.top, top_here],
+            "tops": [found.top, here.top],
             "held": held_here,
-            "problems": found.problems,
+            "problems": [*found.problems, *here.away, *here.problems],
         }
         views = [json.loads(v) for v in self._allgather(json.dumps(mine).encode())]
         if aways := [f"rank {rank}: {v['away']}" for rank, v in enumerate(views) if v["away"]]:
@@ -123,13 +127,17 @@ class Search:
         common = set.intersection(*({tuple(c[:3]) for c in v["choices"]} for v in views))
         choices = [c for c in found.choices if c[:3] in common]
         problems = _of_ranks([v["problems"] for v in views])
+        gone = [f"rank {rank}: {'; '.join(v['gone'])}" for rank, v in enumerate(views) if v["gone"]]
+        newest = max(v["newest"] for v in views)
         if self._nodes is None:
+            self._refuse_gone(step, choices, gone, newest)
             return in_order(choices, self._top), problems
         held = together([views[group[0]]["held"] for group in self._nodes.groups])
         whole = [h for h in held if not h.lost and step in (None, h.manifest.step)]
         for h in whole:
             self._held[h.manifest.id] = h
             choices.append(Choice(h.manifest.step, "fast", h.manifest.id, h.manifest.order))
+        self._refuse_gone(step, choices, gone, newest)
         choices = in_order(choices, self._top)
         last = max((c.sequence for c in choices), default=None)
         there = {choice.id for choice in choices}
@@ -145,39 +153,61 @@ class Search:
                 )
         return choices, problems
 
+    def _refuse_gone(
+        self, step: int | None, choices: Sequence[Choice], gone: Sequence[str], newest: int
+    ) -> None:
+        """Goes back to no older checkpoint where a directory is gone that may have the newest."""
+        last = max((choice.sequence for choice in choices), default=-1)
+        if step is None and gone and last < newest:
+            raise UnreachableError(
+                f"{'; '.join(gone)}: the newest checkpoint of this job is nowhere else"
+            )
+
     def _try(
         self, store: Store, step: int, id: str, progress: Progress
     ) -> tuple[Restored | None, str]:
         restored, problem, away, wrong = None, "", False, ""
+        failed: Exception | None = None  # what says nothing of the checkpoint
         held = self._held.get(id) if self._nodes and store is self._nodes.store else None
+        manifest = held.manifest if held is not None else None
         try:
-            manifest = held.manifest if held is not None else _manifest(store, step, id)
-        except (Error, OSError) as error:
-            manifest, problem, away = None, str(error), isinstance(error, UnreachableError)
-        if manifest is not None:
+            if manifest is None:
+                manifest = _manifest(store, step, id)
             wrong = self._other_world(manifest, store)
-        if manifest is not None and not wrong:
             if held is not None and manifest.replicated:
                 self._fetch_once(held)
-                self._allgather(b"")  # no rank reads before it is there
+        except (Error, OSError) as error:
+            problem, away = str(error), isinstance(error, UnreachableError)
+        except Exception as error:
+            failed = error
+        if held is not None and held.manifest.replicated:
+            self._allgather(b"")  # no rank reads before it is there
+        if manifest is not None and not (wrong or problem or failed):
             try:
                 if held is not None:
                     restored = self._read_spread(held, progress)
                 else:
                     restored = self._read(store, manifest, progress)
+            except (Error, OSError) as error:
+                problem, away = str(error), isinstance(error, UnreachableError)
             except Exception as error:
-                if self._world_size == 1 and not isinstance(error, (Error, OSError)):
-                    raise
-                # The other ranks wait for this one's note.
-                problem, away = words_of(error), isinstance(error, UnreachableError)
+                failed = error
+        unsure = failed is not None
+        if failed is not None:
+            problem = words_of(failed)
         if self._world_size > 1:
-            note = json.dumps([problem, away, wrong]).encode()
+            note = json.dumps([problem, away, wrong, unsure]).encode()
             notes = [json.loads(n) for n in self._allgather(note)]
-            failed = [f"rank {rank}: {words}" for rank, (words, _, _) in enumerate(notes) if words]
-            problem, away = "; ".join(failed), any(away for _, away, _ in notes)
-            wrong = next((wrong for _, _, wrong in notes if wrong), "")
+            told = [f"rank {rank}: {n[0]}" for rank, n in enumerate(notes) if n[0]]
+            problem, away = "; ".join(told), any(n[1] for n in notes)
+            wrong = next((n[2] for n in notes if n[2]), "")
+            unsure = any(n[3] for n in notes)
+        if failed is not None:
+            raise failed
         if wrong:
             raise UsageError(wrong)
+        if unsure:
+            raise PeerError(f"step {step} in {store.root} cannot be restored: {problem}")
         if away:  # an older one would be restored although this one may be whole
             raise UnreachableError(problem)
         if problem:

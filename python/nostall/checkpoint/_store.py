@@ -61,6 +61,8 @@ LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 1.0, 30.0
 _NEWER_PER_SECOND = 10
 # Of the saves of replicated state that rank 0 gave up, so many are still told to late ranks.
 _LATE_SAVES = 10
+# After a complete save no more is removed once so many removals have failed: these come last next time.
+_FAILED_REMOVALS = 2
 # Looks of rank 0 for the words of other ranks.
 _WORDS_PER_SECOND = 2000
 
@@ -844,12 +846,17 @@ class Store:
         """
         given_up = self._given_up.get(threading.get_ident(), [])
         stay = _LATE_SAVES if complete.replicated else 0
-        while len(given_up) > stay:
+        due = given_up[: max(0, len(given_up) - stay)]
+        again: list[tuple[int, str]] = []
+        for save in due:
+            if len(again) >= _FAILED_REMOVALS:  # each may take long
+                again.append(save)
+                continue
             try:
-                self._forget(*given_up[0])
+                self._forget(*save)
             except (Error, OSError):
-                return  # after the next complete one
-            del given_up[0]
+                again.append(save)
+        given_up[: len(due)] = again[_FAILED_REMOVALS:] + again[:_FAILED_REMOVALS]
 
     # How a rank's word gets to rank 0, and what it decides to the others; another store has its own.
 

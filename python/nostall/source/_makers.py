@@ -40,6 +40,8 @@ _starting = threading.Lock()
 # Seconds after a process could not be started until another start is tried: at first, doubled each
 # time, and at most.
 _PAUSE, _LONGEST_PAUSE = 1.0, 60.0
+# Seconds between two looks for a maker that works, while a dead one is not replaced.
+_LOOK = 0.05
 
 _log = logging.getLogger("nostall")
 
@@ -131,6 +133,9 @@ class _Maker:
     @property
     def pid(self) -> int:
         return self._process.pid or 0
+
+    def lives(self) -> bool:
+        return not connection.wait([self._process.sentinel], 0)
 
     def make(self, sample: Any) -> bytes:
         self.unanswered = True
@@ -265,6 +270,10 @@ class Makers:
     def _ask(self, sample: Any) -> bytes:
         maker = self._free.get()
         try:
+            while maker is not None and maker.unanswered and self._others_live(maker):
+                self._free.put(maker)  # one that works is soon free
+                time.sleep(_LOOK)
+                maker = self._free.get()
             self._refuse_closed()
             assert maker is not None
             if maker.unanswered:
@@ -272,6 +281,13 @@ class Makers:
             return maker.make(sample)
         finally:
             self._free.put(maker)
+
+    def _others_live(self, dead: _Maker) -> bool:
+        """Whether another maker can be waited for while none can be started."""
+        with self._lock:
+            refused = time.monotonic() < self._refused[1] and not self._closed
+            others = [maker for maker in self._all if maker is not dead]
+        return refused and any(maker.lives() for maker in others)
 
     def _refuse_closed(self) -> None:
         if self._closed:  # which waits for every maker
@@ -293,6 +309,8 @@ class Makers:
         try:
             new = self._new()
         except Exception as error:  # what a start method raises has no common base
+            if time.monotonic() < self._refused[1]:  # to another thread meanwhile
+                raise _Killed(self._refused[0]) from error
             refused = (
                 f"a process that made items has ended, and no other can be started: {error}; give the "
                 "job more processes, memory or open files (ulimit -a), or Cached fewer makers="
@@ -303,7 +321,7 @@ class Makers:
             _log.warning("%s", refused)
             raise _Killed(refused) from error
         with self._lock:
-            self._pause, closed = _PAUSE, self._closed
+            self._refused, self._pause, closed = ("", 0.0), _PAUSE, self._closed
             if not closed:
                 self._all[self._all.index(old)] = new
         ended = new if closed else old

@@ -380,6 +380,9 @@ class GradientSync:
         Returns:
             That rank; the first one of several.
         """
+        for left, parameter in zip(self._passes_left, self._parameters, strict=True):
+            if left < self.passes:
+                parameter.grad = None  # of a step that does not come
         turns = self._gathered(self._give_zeros())
         last: int = turns.index(min(turns))
         if len(set(turns)) > 1:

@@ -615,6 +615,37 @@ def test_what_has_lost_parts_takes_no_place_among_those_that_are_kept(
     assert [manifest.step for manifest in waiting] == [1]
 
 
+def test_a_durable_directory_that_is_gone_hides_nothing_that_the_nodes_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NOSTALL_HOST", "127.0.0.1")
+    durable = tmp_path / "durable"
+    make = checkpointer_of(tmp_path, world_size=2, durable=durable)
+
+    def work(rank: int, gather: Any) -> Any:
+        with make(rank, gather) as ckpt:
+            ckpt.save({"rank": rank}, 1, level="durable")
+            ckpt.save({"rank": rank}, 2, level="fast")
+            ckpt.wait(60)
+            gather(b"")
+            if rank == 0:
+                durable.rename(tmp_path / "mounted elsewhere")
+                durable.mkdir()
+            gather(b"")
+            found = ckpt.restore()
+            seen = found.step, found.tier, found.state["rank"]
+            gather(b"")
+            if rank == 1:  # its parts
+                shutil.rmtree(tmp_path / "node1")
+                (tmp_path / "node1").mkdir()
+            gather(b"")
+            with pytest.raises(IoError, match="the newest checkpoint of this job is nowhere else"):
+                ckpt.restore()
+            return seen
+
+    assert World(2).run(work) == [(2, "fast", 0), (2, "fast", 1)]
+
+
 def test_common_state_comes_to_a_node_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NOSTALL_HOST", "127.0.0.1")
     fetch, fetched = Nodes.fetch, []

@@ -26,7 +26,7 @@ import nostall.checkpoint._checkpointer
 import nostall.checkpoint._store
 from nostall import Keep, _native
 from nostall.base import _garbage
-from nostall.checkpoint import _begin
+from nostall.checkpoint import _begin, _search
 from nostall.checkpoint._format import Manifest, Part
 from nostall.checkpoint._retention import decide
 from nostall.checkpoint._saved import Saved
@@ -1151,25 +1151,33 @@ def test_a_manifest_that_one_rank_cannot_read_is_told_on_all(
     assert World(2).run(work) == [1, 1]
 
 
-def test_what_no_one_expects_to_fail_on_a_rank_keeps_the_others_from_no_restore(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["_read", "_choices"])
+def test_what_no_one_expects_to_fail_on_a_rank_ends_the_restore_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    make, inner = ranked(tmp_path, 2), Search._read
+    make, failing = ranked(tmp_path, 2), threading.local()
+    where, method = (Search, "_read") if name == "_read" else (_search, "view")
+    inner = getattr(where, method)
 
-    def refuse(search: Search, store: Store, manifest: Manifest, progress: Any) -> Any:
-        if manifest.step == 2 and search._rank == 1:
+    def refuse(*arguments: Any) -> Any:
+        if getattr(failing, "now", False):
             raise RuntimeError("can't start new thread")
-        return inner(search, store, manifest, progress)
+        return inner(*arguments)
 
     def work(rank: int, gather: Any) -> Any:
         with make(rank, gather) as ckpt:  # ranks wait for each other for 600 s
             for step in (1, 2):
                 ckpt.save(state_of(rank), step, level="durable")
-            found = ckpt.restore()
+            failing.now = rank == 1
+            kind = IoError if name == "_choices" else RuntimeError if rank == 1 else PeerError
+            with pytest.raises(kind, match="can't start new thread"):
+                ckpt.restore()
+            failing.now = False
+            found = ckpt.restore()  # nothing was wrong with it
             return found and found.step
 
-    monkeypatch.setattr(Search, "_read", refuse)
-    assert World(2).run(work) == [1, 1]
+    monkeypatch.setattr(where, method, refuse)
+    assert World(2).run(work) == [2, 2]
 
 
 @pytest.mark.parametrize("wrong", [0, 1])

@@ -444,7 +444,8 @@ def train(passes):
             optimizer.zero_grad()
 train(3 + 2 * rank)
 last = optimizer.join()
-optimizer.zero_grad()
+gone = [parameter.grad is None for parameter in model.parameters()]
+assert all(gone), gone
 train(2)
 result = [last, weights(model)]
 """
