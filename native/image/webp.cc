@@ -57,7 +57,8 @@ Result<Bitmap> decode_webp(std::span<const std::byte> encoded, uint64_t max_pixe
     constexpr int kLossy = 1;
     const bool alpha_apart = config.input.has_alpha && config.input.format == kLossy;
     if (!alpha_apart) throw std::bad_alloc();
-    buffer.reserve(4 * static_cast<size_t>(width) * static_cast<size_t>(height));  // or throws
+    Buffer probe;
+    probe.reserve(4 * static_cast<size_t>(width) * static_cast<size_t>(height));  // or throws
   }
   if (status != VP8_STATUS_OK) return failed("damaged, code " + std::to_string(status));
   return bitmap;

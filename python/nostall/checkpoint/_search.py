@@ -49,6 +49,7 @@ class Search:
         self._landing = landing
         self._newest = newest  # number of the newest save of this process's line
         self._held: dict[str, Held] = {}
+        self._gone: list[str] = []  # directories that are not the job's any more: why
         self._top: tuple[int, Ranges] | None = None
 
     def run(self, step: int | None, progress: Progress) -> Restored | None:
@@ -64,9 +65,10 @@ class Search:
         for problem in problems:
             _log.warning("passing over a checkpoint: %s", problem)
         superseded = [c for c in choices if not on_branch(c, self._top)]
-        for choice in choices:
+        for number, choice in enumerate(choices):
             if step is None and choice in superseded:
                 break
+            self._refuse_gone(step, choices[number:])
             store = next(s for s in self._stores if s.kind == choice.kind)
             restored, problem = self._try(store, choice.step, choice.id, progress)
             if restored is not None:
@@ -74,6 +76,7 @@ class Search:
             self._damaged.add(choice.id)
             problems.append(problem)
             _log.warning("passing over a checkpoint: %s", problem)
+        self._refuse_gone(step, [])
         if step is None and superseded:
             steps = sorted({c.step for c in superseded})
             problems.append(
@@ -108,7 +111,7 @@ class Search:
             away = words_of(error)  # the other ranks wait for this one's note
         self._top = found.top
         if self._world_size == 1:
-            self._refuse_gone(step, found.choices, found.away, self._newest)
+            self._gone = found.away
             return found.choices, found.problems
         mine = {
             "away": away,
@@ -127,17 +130,17 @@ class Search:
         common = set.intersection(*({tuple(c[:3]) for c in v["choices"]} for v in views))
         choices = [c for c in found.choices if c[:3] in common]
         problems = _of_ranks([v["problems"] for v in views])
-        gone = [f"rank {rank}: {'; '.join(v['gone'])}" for rank, v in enumerate(views) if v["gone"]]
-        newest = max(v["newest"] for v in views)
+        self._gone = [
+            f"rank {rank}: {'; '.join(v['gone'])}" for rank, v in enumerate(views) if v["gone"]
+        ]
+        self._newest = max(v["newest"] for v in views)
         if self._nodes is None:
-            self._refuse_gone(step, choices, gone, newest)
             return in_order(choices, self._top), problems
         held = together([views[group[0]]["held"] for group in self._nodes.groups])
         whole = [h for h in held if not h.lost and step in (None, h.manifest.step)]
         for h in whole:
             self._held[h.manifest.id] = h
             choices.append(Choice(h.manifest.step, "fast", h.manifest.id, h.manifest.order))
-        self._refuse_gone(step, choices, gone, newest)
         choices = in_order(choices, self._top)
         last = max((c.sequence for c in choices), default=None)
         there = {choice.id for choice in choices}
@@ -153,14 +156,12 @@ class Search:
                 )
         return choices, problems
 
-    def _refuse_gone(
-        self, step: int | None, choices: Sequence[Choice], gone: Sequence[str], newest: int
-    ) -> None:
+    def _refuse_gone(self, step: int | None, choices: Sequence[Choice]) -> None:
         """Goes back to no older checkpoint where a directory is gone that may have the newest."""
         last = max((choice.sequence for choice in choices), default=-1)
-        if step is None and gone and last < newest:
+        if step is None and self._gone and last < self._newest:
             raise UnreachableError(
-                f"{'; '.join(gone)}: the newest checkpoint of this job is nowhere else"
+                f"{'; '.join(self._gone)}: the newest checkpoint of this job is nowhere else"
             )
 
     def _try(

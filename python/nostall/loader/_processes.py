@@ -325,6 +325,15 @@ class _Spawn(SpawnContext):
         for process in self.processes:
             process.kill()
 
+    def end_processes(self) -> None:
+        """Ends those that are left where the thread of the pool has ended before them."""
+        if os.getpid() != self._owner:
+            return
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+
 
 _every: weakref.WeakSet[_Spawn] = weakref.WeakSet()
 
@@ -397,6 +406,7 @@ class Processes:
         self._pool.shutdown(wait=True, cancel_futures=True)
         if (manager := self._manager()) is not None:  # the pool forgot it where tasks were killed
             manager.join()
+        self._spawn.end_processes()
 
     @property
     def ended(self) -> bool:

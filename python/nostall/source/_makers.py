@@ -110,7 +110,7 @@ class _Maker:
     """
 
     def __init__(self, context: Any, dataset: Any, pickles: tuple[str, ...]) -> None:
-        self.unanswered = False
+        self.unanswered = self._busy = False
         self._file = os.memfd_create("nostall-items", os.MFD_CLOEXEC)
         try:
             self._pipe, theirs = context.Pipe()
@@ -135,10 +135,18 @@ class _Maker:
         return self._process.pid or 0
 
     def lives(self) -> bool:
-        return not connection.wait([self._process.sentinel], 0)
+        """Whether it makes an item, or can be asked for one."""
+        lost = self.unanswered and not self._busy
+        return not lost and not connection.wait([self._process.sentinel], 0)
 
     def make(self, sample: Any) -> bytes:
-        self.unanswered = True
+        self.unanswered = self._busy = True
+        try:
+            return self._made(sample)
+        finally:
+            self._busy = False
+
+    def _made(self, sample: Any) -> bytes:
         try:
             self._pipe.send(sample)
             # Another maker may hold the pipe's other end open, so that it outlives the process.
@@ -270,24 +278,30 @@ class Makers:
     def _ask(self, sample: Any) -> bytes:
         maker = self._free.get()
         try:
-            while maker is not None and maker.unanswered and self._others_live(maker):
-                self._free.put(maker)  # one that works is soon free
-                time.sleep(_LOOK)
+            while True:
+                self._refuse_closed()
+                assert maker is not None
+                if not maker.unanswered:
+                    break
+                try:
+                    maker = self._instead_of(maker)
+                    break
+                except _Killed:
+                    if not self._others_live(maker):
+                        raise
+                self._free.put(maker)
                 maker = self._free.get()
-            self._refuse_closed()
-            assert maker is not None
-            if maker.unanswered:
-                maker = self._instead_of(maker)
+                if maker is not None and maker.unanswered:
+                    time.sleep(_LOOK)  # one that works is soon free
             return maker.make(sample)
         finally:
             self._free.put(maker)
 
     def _others_live(self, dead: _Maker) -> bool:
-        """Whether another maker can be waited for while none can be started."""
+        """Whether another maker can be waited for, as none can be started."""
         with self._lock:
-            refused = time.monotonic() < self._refused[1] and not self._closed
             others = [maker for maker in self._all if maker is not dead]
-        return refused and any(maker.lives() for maker in others)
+        return any(maker.lives() for maker in others)
 
     def _refuse_closed(self) -> None:
         if self._closed:  # which waits for every maker

@@ -380,6 +380,8 @@ class GradientSync:
         Returns:
             That rank; the first one of several.
         """
+        if self._submitted:
+            raise UsageError("gradients wait for optimizer.step(): call it before join()")
         for left, parameter in zip(self._passes_left, self._parameters, strict=True):
             if left < self.passes:
                 parameter.grad = None  # of a step that does not come

@@ -696,6 +696,48 @@ def test_a_maker_that_cannot_be_started_again_is_told_and_tried_later(
     assert not Path(f"/proc/{pid}").exists()
 
 
+class HeldUp:
+    """Item 0 takes until a file is there."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        while index == 0 and not self.file.exists():
+            time.sleep(0.01)
+        return index
+
+
+def test_a_maker_that_lives_is_waited_for_while_none_can_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, refused = tmp_path / "go on", threading.Event()
+    makers = _makers.Makers(HeldUp(go_on), count=2, pickles=[], start_method="fork")
+
+    def refuse() -> int:
+        refused.set()
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    try:
+        monkeypatch.setattr(os, "fork", refuse)
+        with ThreadPoolExecutor(2) as threads:
+            first = threads.submit(makers.make, 0)
+            while not any(maker._busy for maker in makers._all):
+                time.sleep(0.01)
+            dead = next(maker for maker in makers._all if not maker._busy)
+            dead.kill()
+            second = threads.submit(makers.make, 1)
+            assert refused.wait(60)
+            go_on.touch()
+            assert first.result(60) and second.result(60)
+    finally:
+        go_on.touch()
+        makers.close()
+
+
 def test_the_end_of_a_maker_is_seen_though_another_started_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+import operator
+import signal
 import subprocess
 import sys
 from concurrent.futures import BrokenExecutor, Future
@@ -125,7 +127,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.multi
 def test_a_task_that_its_pool_has_forgotten_is_not_waited_for() -> None:
     processes = _processes.Processes(1, lambda samples, contexts: samples)  # has no thread yet
     task: Future[Any] = Future()
@@ -136,6 +137,19 @@ def test_a_task_that_its_pool_has_forgotten_is_not_waited_for() -> None:
     processes.close()
 
 
+@pytest.mark.multi
+def test_a_close_ends_the_processes_that_a_pool_without_its_thread_leaves() -> None:
+    processes = _processes.Processes(1, operator.add)
+    (answer,) = processes.submit([1], [2], 1)
+    assert answer.result() == [1, 2]
+    processes._manager = lambda: None
+    processes._pool.shutdown = lambda **more: None  # type: ignore[method-assign]
+    processes.close()
+    assert [process.exitcode for process in processes._spawn.processes] == [-signal.SIGKILL]
+    assert processes.crashed() == {}
+
+
+@pytest.mark.multi
 def test_a_program_that_closes_nothing_ends_without_a_word(
     image_folder: Path, tmp_path: Path
 ) -> None:
