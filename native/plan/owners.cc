@@ -37,8 +37,8 @@ std::vector<Node> node_of_position(const JobSpec& spec, uint64_t size,
   return nodes;
 }
 
-// Which node reads each sample in each epoch that owners follow from. Epoch-major, so that the scattered writes of one
-// epoch stay within one row, which the caches hold.
+// Which node reads each sample in each epoch that owners follow from. Epoch-major, so that the
+// scattered writes of one epoch stay within one row, which the caches hold.
 template <typename Node>
 struct Readers {
   std::vector<Node> rows;      // [(epoch - first) * samples + sample]
