@@ -62,9 +62,9 @@ struct Task {
   std::unique_ptr<Batch> batch;
   std::vector<fields::Ragged> ragged;  // those of the first sample, those of the second, ...
   std::optional<Holding> holding;      // of them
-  Mutex counters;           // of batch->origins, transform_ns and substitutions, and candidates
-  uint64_t candidates = 0;  // that were read to stand in
-  Mutex memory;             // of batch->buffer, while it is taken
+  Mutex counters;  // of batch->origins, transform_ns and substitutions, and candidates
+  uint64_t candidates NOSTALL_GUARDED_BY(counters) = 0;  // that were read to stand in
+  Mutex memory;                                          // of batch->buffer, while it is taken
 };
 
 class Loader::Run {
