@@ -1,10 +1,10 @@
-"""The example of an elastic job: a rank is lost, and fewer train the rest of the samples."""
+"""The example of an elastic job: a node is lost, and the other one trains the rest of the samples."""
 
 from __future__ import annotations
 
 import os
 import re
-import subprocess
+import signal
 from pathlib import Path
 
 import prefork
@@ -13,58 +13,75 @@ from nodes import free_port
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "elastic.py"
-# The example, of which a rank is lost in step 4.
-LOST = """
-import os, runpy, signal, sys
+# The example on a node: the second one, its agent and its rank, is killed in step 4.
+NODE = """
+import os, runpy, signal, sys, time
+from pathlib import Path
 from torch import distributed
 import nostall
 
+lost, second = Path(sys.argv[1]), "SECOND" in os.environ
 save, all_reduce, saves = nostall.Checkpointer.save, distributed.all_reduce, []
 
 def saved(self, state, step):
     saves.append(save(self, state, step))
 
 def reduced(tensor):
-    if distributed.get_world_size() == 3 and distributed.get_rank() == 2 and len(saves) == 3:
+    # An agent that joins late has the others begin anew.
+    while distributed.get_world_size() == 2 and not lost.exists():
+        time.sleep(0.05)
+    if second and len(saves) == 3:
         saves[-1].wait("durable")
-        print("rank 2 is lost", flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
+        lost.touch()
+        for process in (int(os.environ["AGENT"]), os.getpid()):
+            os.kill(process, signal.SIGKILL)
     all_reduce(tensor)
 
 nostall.Checkpointer.save, distributed.all_reduce = saved, reduced
-sys.argv = sys.argv[1:]
+sys.argv = sys.argv[2:]
 runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+AGENT = """
+import os
+from torch.distributed import run
+
+os.environ["AGENT"] = str(os.getpid())
+run.main()
 """
 
 
 @pytest.mark.multi
-def test_a_lost_rank_loses_no_sample(tmp_path: Path) -> None:
+@pytest.mark.long
+def test_a_lost_node_loses_no_sample(tmp_path: Path) -> None:
+    """Two agents of one torchrun job, of two ranks and of one; the first restarts its ranks."""
     made = prefork.run([str(ROOT / "examples" / "make-data.py"), str(tmp_path)], timeout=60)
     assert made.returncode == 0, made.stderr
-    (tmp_path / "lost.py").write_text(LOST)
+    (tmp_path / "node.py").write_text(NODE)
+    lost, port = tmp_path / "lost", free_port()
 
-    def started(ranks: int) -> subprocess.CompletedProcess[str]:
-        # Each time a job of its own: in which order torchrun's agents notice that one is gone, and
-        # whether a rank then waits for it, depends on the machine.
-        command = [
-            "-c",
-            "from torch.distributed import run\nrun.main()",
-            f"--nproc-per-node={ranks}",
-        ]
-        command += [f"--master-port={free_port()}", "--monitor-interval=0.1", "--no-python"]
-        folders = [str(tmp_path), str(tmp_path / "checkpoints")]
-        command += prefork.command([tmp_path / "lost.py", EXAMPLE, *folders], torch=True)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        return prefork.run(command, torch=True, timeout=800, env=environment)
+    def started(ranks: int, host: int, **variables: str) -> prefork.Process:
+        command = ["-c", AGENT, "--nnodes=1:2", f"--nproc-per-node={ranks}", "--max-restarts=3"]
+        command += ["--rdzv-backend=c10d", "--rdzv-id=job1", f"--rdzv-endpoint=127.0.0.1:{port}"]
+        command += [f"--rdzv-conf=is_host={host},last_call_timeout=1", "--local-addr=127.0.0.1"]
+        command += ["--monitor-interval=0.1", "--no-python"]
+        words = [tmp_path / "node.py", lost, EXAMPLE, tmp_path, tmp_path / "checkpoints"]
+        command += prefork.command(words, torch=True)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+        pipes = {"stdout": prefork.PIPE, "stderr": prefork.PIPE}
+        return prefork.Process(command, torch=True, env=environment, **pipes)
 
-    first = started(3)
-    # torchrun names the rank whose end it sees first, and that may be another one's.
-    assert first.returncode != 0 and "rank 2 is lost" in first.stdout, first.stderr[-6000:]
-    assert first.stdout.count("3 ranks go on at step 0") == 3
-    second = started(2)
-    assert second.returncode == 0, second.stderr[-6000:]
-    assert second.stdout.count("2 ranks go on at step 3") == 2, second.stdout
-    assert second.stdout.count("2 ranks: each sample was trained once an epoch") == 2
+    with started(1, 0, SECOND="1") as second, started(2, 1) as first:
+        try:
+            said, errors = first.communicate(timeout=400)
+            of_second, _ = second.communicate(timeout=60)
+        finally:
+            first.kill()
+            second.kill()
+    assert first.returncode == 0, errors[-6000:]
+    assert second.returncode == -signal.SIGKILL
+    assert (said + of_second).count("3 ranks go on at step 0") == 3
+    assert said.count("2 ranks go on at step 3") == 2, said
+    assert said.count("2 ranks: each sample was trained once an epoch") == 2
 
 
 def test_the_guide_shows_the_example() -> None:
