@@ -10,8 +10,9 @@ The order is DistributedSampler's and can be resumed exactly. The node's tiers k
 workers and ranks.
 
 Importing this module also registers the torch.distributed backend "nostall"
-(``nostall.torch._group``), for ``init_process_group("nostall")``; newer releases of torch find it
-without the import.
+(``nostall.torch._group``), for ``init_process_group("nostall")``, and under srun and mpirun sets the
+variables that this call reads. Newer releases of torch find the backend without the import, but too
+late for these variables.
 """
 
 import torch.distributed
