@@ -282,7 +282,7 @@ def stand_in(arguments: Sequence[str], torch: bool) -> None:
         with contextlib.suppress(ProcessLookupError):  # it has ended: its status tells how
             signal.pidfd_send_signal(child, number)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, pass_on)
     status = process.wait()
     if status < 0:

@@ -84,9 +84,12 @@ def test_a_lost_node_loses_no_sample(tmp_path: Path) -> None:
     assert said.count("2 ranks: each sample was trained once an epoch") == 2
 
 
-def test_the_guide_shows_the_example() -> None:
+@pytest.mark.parametrize(
+    ("heading", "script"),
+    [("Elastic jobs", EXAMPLE), ("Slurm", EXAMPLE.with_name("train-slurm.py"))],
+)
+def test_the_guide_shows_the_example(heading: str, script: Path) -> None:
     guide = (ROOT / "docs" / "guide" / "clusters.md").read_text()
-    section = guide.partition("## Elastic jobs")[2].partition("\n## ")[0]
-    script = EXAMPLE.read_text()
+    section = guide.partition(f"## {heading}\n")[2].partition("\n## ")[0]
     blocks = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    assert blocks and all(block in script for block in blocks)
+    assert blocks and all(block in script.read_text() for block in blocks)

@@ -1,12 +1,16 @@
-"""nostall under a real Slurm: its daemons run here, as two nodes, of the packages in build/slurm."""
+"""nostall under a real Slurm: its daemons run here, as two nodes, of the packages in build/slurm.
+
+Each node has an address of this machine for a name, and is named to nostall, so that samples travel.
+"""
 
 from __future__ import annotations
 
 import getpass
-import itertools
+import json
 import os
 import platform
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -14,14 +18,17 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
+import prefork
 import pytest
 from nodes import free_port
-from slurm_rank import batches
+
+import nostall
 
 ROOT = Path(__file__).resolve().parents[3]
 SLURM = ROOT / "build" / "slurm" / "usr"
 LIBRARIES = SLURM / "lib" / f"{platform.machine()}-linux-gnu"
+NODES = ("127.0.0.1", "127.0.0.2")
+EXAMPLE = ROOT / "examples" / "train-slurm.py"
 CONFIGURATION = """
 ClusterName={name}
 SlurmctldHost={host}(127.0.0.1)
@@ -40,6 +47,7 @@ SlurmdLogFile={home}/%n.log
 PluginDir={plugins}
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
+TaskProlog={home}/prolog
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerType=sched/builtin
@@ -47,8 +55,8 @@ SchedulerParameters=batch_sched_delay=0,sched_interval=1
 SwitchType=switch/none
 MpiDefault=none
 SlurmdParameters=config_overrides
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4 State=UNKNOWN
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=4 State=UNKNOWN
+NodeName={nodes[0]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4 State=UNKNOWN
+NodeName={nodes[1]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=4 State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES State=UP
 """
 
@@ -79,7 +87,9 @@ class Cluster:
             "LD_LIBRARY_PATH": f"{LIBRARIES / 'slurm-wlm'}:{LIBRARIES}",
             "PATH": f"{SLURM / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
             "XDG_STATE_HOME": str(home / "own"),
-            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)]),
+            "MASTER_PORT": str(free_port()),
+            # A machine that does other things must not make a peer look lost.
+            "NOSTALL_PEER_TIMEOUT_MS": "60000",
         }
 
     def run(self, *command: str | Path) -> subprocess.CompletedProcess[str]:
@@ -105,7 +115,7 @@ class Cluster:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     home = tmp_path_factory.mktemp("slurm")
-    for folder in ("state", "n1", "n2"):
+    for folder in ("state", *NODES):
         (home / folder).mkdir()
     text = CONFIGURATION.format(
         name=f"test{os.getpid()}",
@@ -113,13 +123,17 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         ports=sorted(free_port() for _ in range(3)),
         user=getpass.getuser(),
         home=home,
+        nodes=NODES,
         plugins=LIBRARIES / "slurm-wlm",
     )
     (home / "slurm.conf").write_text(text)
+    prolog = home / "prolog"
+    prolog.write_text('#!/bin/sh\necho "export NOSTALL_NODE=$SLURMD_NODENAME"\n')
+    prolog.chmod(0o755)
     made = Cluster(home)
     step = SLURM / "sbin" / "slurmstepd-wlm"
     commands = [[SLURM / "sbin" / "slurmctld-wlm", "-D"]] + [
-        [SLURM / "sbin" / "slurmd-wlm", "-D", "-N", node, "-d", step] for node in ("n1", "n2")
+        [SLURM / "sbin" / "slurmd-wlm", "-D", "-N", node, "-d", step] for node in NODES
     ]
     daemons = []
     try:
@@ -151,8 +165,8 @@ def test_doctor_says_which_rank_is_on_which_node_and_that_they_meet(cluster: Clu
     said = cluster.said("srun", "-N2", "-n3", sys.executable, "-m", "nostall", "doctor")
     assert re.search(r"^this process +rank 0 of 3, local rank 0 of 2,", said, re.M), said
     assert re.search(r"^ranks +all 3 have met", said, re.M), said
-    assert re.search(r"^on n1 +rank 0, 1; ", said, re.M), said
-    assert re.search(r"^on n2 +rank 2; .*UCX ", said, re.M), said
+    assert re.search(rf"^on {NODES[0]} +rank 0, 1; ", said, re.M), said
+    assert re.search(rf"^on {NODES[1]} +rank 2; .*UCX may take ", said, re.M), said
     assert said.count("vector code") == 1, "rank 0 alone prints"
 
 
@@ -163,9 +177,9 @@ def printed_script() -> str:
     return found[1]
 
 
-def steps(folder: Path, rank: int) -> list[list[int]]:
-    """Whole lines of a rank's log: restart, step, labels."""
-    log = folder / f"rank{rank}.log"
+def steps(logs: Path, rank: int) -> list[list[int]]:
+    """Whole lines of a rank's log: starts of the job, step, labels."""
+    log = logs / f"{rank}.log"
     text = log.read_text().rpartition("\n")[0] if log.exists() else ""
     return [[int(word) for word in line.split()] for line in text.splitlines()]
 
@@ -176,34 +190,66 @@ def saved(folder: Path) -> list[int]:
 
 
 @pytest.mark.long
-def test_script_of_guide_goes_on_exactly_after_signal_requeue_and_cancel(cluster: Cluster) -> None:
-    """SIGUSR1, as before the time limit, to one of two nodes' ranks or all; then scancel."""
-    folder = cluster.home / "job"
-    folder.mkdir()
-    own = f'"{sys.executable}"'
-    script = printed_script().replace("srun python train.py", f"srun {own} -m slurm_rank {folder}")
-    script = script.replace("srun nostall doctor", f"srun {own} -m nostall doctor")
+def test_training_of_guide_goes_on_exactly_after_time_limit_requeue_and_cancel(
+    cluster: Cluster,
+) -> None:
+    """The guide's script and example on two nodes of two ranks, which find all by themselves."""
+    folder, ranks = cluster.home / "job", range(4)
+    data, logs = folder / "data", folder / "logs"
+    logs.mkdir(parents=True)
+    made = prefork.run([str(ROOT / "examples" / "make-data.py"), str(data)], torch=True, timeout=60)
+    assert made.returncode == 0, made.stderr
+    doctor = ["-c", "import sys\nfrom nostall.cli import main\nsys.exit(main(['doctor']))"]
+    rank = [Path(__file__).with_name("slurm_rank.py"), logs]
+    train = [*rank, EXAMPLE, data, folder / "ckpt", "10000"]
+    script = printed_script()
+    for printed, words in (
+        ("nostall doctor", doctor),
+        ("python examples/train-slurm.py /data /pfs/ckpt", train),
+    ):
+        assert f"srun {printed}\n" in script
+        words = shlex.join(prefork.command(words, torch=True))
+        script = script.replace(f"srun {printed}\n", f"srun {words}\n")
     (folder / "train.sbatch").write_text(script)
-    (number,) = re.findall(r"\d+", cluster.said("sbatch", "-D", folder, folder / "train.sbatch"))
+    submitted = time.monotonic()
+    submit = ["sbatch", "-D", folder, "--ntasks-per-node=2", folder / "train.sbatch"]
+    (number,) = re.findall(r"\d+", cluster.said(*submit))
 
-    def ran(restart: int) -> bool:
-        return all(sum(s[0] == restart for s in steps(folder, r)) >= 5 for r in (0, 1))
+    def ran(start: int) -> bool:
+        return all(sum(s[0] == start for s in steps(logs, r)) >= 5 for r in ranks)
+
+    def limit(text: str) -> bool:
+        done = cluster.run("scontrol", "update", f"JobId={number}", f"TimeLimit={text}")
+        return done.returncode == 0
 
     state = lambda: cluster.said("squeue", "-h", "-t", "all", "-j", number, "-o", "%T").strip()  # noqa: E731
     cluster.wait("five batches", lambda: ran(0))
-    cluster.said("scancel", "--signal=SIGUSR1", number)
-    cluster.wait("five batches after a requeue", lambda: ran(1))
+    # Slurm looks every 30 s whether a limit is near.
+    assert limit(str(int((time.monotonic() - submitted) // 60) + 2))
+    cluster.wait("the checkpoint before the time limit", lambda: len(saved(folder)) == 1)
+    cluster.wait("a later time limit", lambda: limit("04:00:00"))
+    cluster.wait("five batches after the requeue", lambda: ran(1))
     cluster.said("scancel", number)
     cluster.wait("the end", lambda: state() == "CANCELLED")
     cluster.wait("the last checkpoint", lambda: len(saved(folder)) == 2)
-    logs = [steps(folder, rank) for rank in (0, 1)]
-    first = [max(s[1] for s in log if s[0] == 0) for log in logs]
-    last = [log[-1][1] for log in logs]
-    assert first[0] == first[1] and last[0] == last[1], "both ranks end at one step"
-    assert saved(folder) == [first[0], last[0]]
-    for rank, log in enumerate(logs):
-        assert [s[1] for s in log] == list(range(1, last[0] + 1)), "no batch twice, none left out"
-        with batches(2, rank) as loader:
-            stream = (np.asarray(b["x"]) for e in loader.epochs() for b in e)
-            expected = [list(labels) for labels in itertools.islice(stream, last[0])]
-        assert [s[2:] for s in log] == expected
+
+    took = [steps(logs, rank) for rank in ranks]
+    (first,) = {max(s[1] for s in log if s[0] == 0) for log in took}
+    (last,) = {log[-1][1] for log in took}
+    assert saved(folder) == [first, last]
+    plan = nostall.Plan(samples=14, batch_size=2, world_size=4, epochs=10_000, seed=0)
+    for rank, log in enumerate(took):
+        assert [s[1] for s in log] == list(range(1, last + 1)), "no batch twice, none left out"
+        epochs = range(-(-last // plan.batches_in(0)))
+        expected = [sample for epoch in epochs for sample in plan.rank_epoch(epoch, rank)[0]]
+        seen = [sample for s in log for sample in s[2:]]
+        assert seen == expected[: len(seen)]
+
+    there = sum(path.stat().st_size for path in data.glob("images/*.jpg"))
+    for start in range(2):
+        said = [json.loads((logs / f"{rank}.{start}.json").read_text()) for rank in ranks]
+        assert [s["peers"]["nodes"] for s in said] == [2] * 4
+        names = ("pushed", "received", "fetched", "served")
+        assert any(s["peers"][name] for s in said for name in names), said
+        for node in (said[:2], said[2:]):
+            assert sum(s["source_bytes"] for s in node) <= there, "a node reads a sample once"
