@@ -11,6 +11,7 @@ import os
 import platform
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -253,3 +254,63 @@ def test_training_of_guide_goes_on_exactly_after_time_limit_requeue_and_cancel(
         assert any(s["peers"][name] for s in said for name in names), said
         for node in (said[:2], said[2:]):
             assert sum(s["source_bytes"] for s in node) <= there, "a node reads a sample once"
+
+
+# A rank without torch: a file says its process, the batches that it has had, and the nodes it knows.
+READER = """
+import os, sys, time
+from pathlib import Path
+import nostall
+
+data, folder, step = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+mine = f"{step}.{os.environ['SLURM_PROCID']}"
+paths, taken = sorted(data.rglob("*.jpg")), 0
+with nostall.DataLoader(nostall.FileList(paths, range(len(paths))), 2, output="numpy") as loader:
+    while not (folder / "end").exists():
+        for _ in loader:
+            taken += 1
+            nodes = loader.stats().peers["nodes"]
+            (folder / f"{mine}.new").write_text(f"{os.getpid()} {taken} {nodes}")
+            (folder / f"{mine}.new").replace(folder / mine)
+            time.sleep(0.02)
+"""
+
+
+def named_memory(process: int) -> list[str]:
+    """Files of shared memory that the process has mapped and that would outlive it."""
+    maps = Path(f"/proc/{process}/maps").read_text().splitlines()
+    return [line for line in maps if "/dev/shm" in line and not line.endswith("(deleted)")]
+
+
+def test_of_two_steps_at_once_a_killed_one_leaves_nothing_and_the_other_goes_on(
+    cluster: Cluster, image_folder: Path
+) -> None:
+    """The ranks of a step meet in the home, beside those of the other step of the job."""
+    folder = cluster.home / "steps"
+    folder.mkdir()
+    rank = shlex.join(prefork.command(["-c", READER, image_folder, folder], torch=True))
+    script = f"for step in 0 1; do srun --overlap {rank} $step & echo $! >$step.pid; done; wait"
+    (folder / "two.sbatch").write_text(f"#!/bin/sh\n{script}\n")
+    submit = ["sbatch", "-N2", "-n2", "-o", "two.log", "-D", folder, folder / "two.sbatch"]
+    (number,) = re.findall(r"\d+", cluster.said(*submit))
+
+    def said(step: int) -> list[list[int]]:
+        files = [folder / f"{step}.{rank}" for rank in range(2)]
+        return [[int(word) for word in f.read_text().split()] for f in files if f.exists()]
+
+    def goes_on(step: int, since: int = 0) -> bool:
+        now = said(step)
+        return len(now) == 2 and all(taken >= since + 5 for _, taken, _ in now)
+
+    cluster.wait("both steps", lambda: goes_on(0) and goes_on(1))
+    killed = [process for process, *_ in said(0)]
+    assert [nodes for *_, nodes in said(0) + said(1)] == [2] * 4
+    assert [named_memory(process) for process in killed] == [[], []]
+    os.kill(int((folder / "0.pid").read_text()), signal.SIGKILL)
+    gone = lambda: not any(Path(f"/proc/{process}").exists() for process in killed)  # noqa: E731
+    cluster.wait("the end of the ranks whose srun was killed", gone)
+    had = max(taken for _, taken, _ in said(1))
+    cluster.wait("more batches of the other step", lambda: goes_on(1, had))
+    (folder / "end").touch()
+    cluster.wait("the end", lambda: not cluster.said("squeue", "-h", "-j", number).strip())
+    assert os.listdir(cluster.home / "own" / "nostall" / "meet") == []
