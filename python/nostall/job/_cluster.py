@@ -16,6 +16,7 @@ from nostall.base import _options as options
 from nostall.base._sizes import TierSpec
 from nostall.base._words import counted
 from nostall.errors import Error, UsageError
+from nostall.job import _notes as notes
 from nostall.job import _secret as secret
 from nostall.job._rendezvous import exposed, initialised_store
 from nostall.job._world import AllGather, World
@@ -115,11 +116,11 @@ def spans_nodes(world: World) -> bool:
 
 
 def check_alike(world: World, name: str, settings: Mapping[str, Any]) -> None:
-    """Compares `settings` with those of the rank that arrived first, without waiting.
+    """Compares `settings` with those of a rank that arrived before, without waiting.
 
-    The settings are left in the store of torch.distributed. Nothing is compared without it, with a
-    loader of other ranks than torch's, or if the store cannot do this: the comparison helps to find
-    mistakes, but must not end a training.
+    They are left in the store of torch.distributed; without it, in notes for the ranks of the node.
+    Nothing is compared with a loader of other ranks than torch's, or if neither can be done: the
+    comparison helps to find mistakes, but must not end a training.
 
     Args:
         world: of the loader.
@@ -129,6 +130,9 @@ def check_alike(world: World, name: str, settings: Mapping[str, Any]) -> None:
     Raises:
         UsageError: they differ, with the first that does and both values.
     """
+    if initialised_store() is None:
+        _check_alike_here(world, f"{name} of {world.world_size}", settings)
+        return
     store = initialised_store(world.world_size) if world.world_size > 1 else None
     if store is None:
         return
@@ -147,6 +151,25 @@ def check_alike(world: World, name: str, settings: Mapping[str, Any]) -> None:
     # The launcher counts both on one node, so nothing else brings this to light.
     if not spans_nodes(world) and (words := walls(nodes)):
         _log.warning("%s", words)
+
+
+def _check_alike_here(world: World, name: str, settings: Mapping[str, Any]) -> None:
+    """Compares with the notes of the first other rank of the node that has any.
+
+    Each rank leaves its own before it looks, so that no two ranks miss each other.
+    """
+    if world.processes is not None or world.local_world_size == 1:
+        return
+    try:
+        notes.note(world.job, world.local_rank, name, {"rank": world.rank, "settings": settings})
+    except OSError as error:
+        _log.debug("the settings of the ranks of the node are not compared: %s", error)
+        return
+    for local_rank in range(world.local_world_size):
+        first = notes.noted(world.job, local_rank, name) if local_rank != world.local_rank else None
+        if first is not None:
+            compare(first["rank"], first["settings"], world.rank, settings)
+            return
 
 
 def compare(first: int, theirs: Mapping[str, Any], rank: int, settings: Mapping[str, Any]) -> None:

@@ -132,7 +132,7 @@ def test_ranks_on_one_node_are_compared_without_a_meeting(
     """One after the other, as by loaders that live shorter than the ranks are apart."""
     torch = pytest.importorskip("torch.distributed", reason="torch is not installed")
     store = torch.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    monkeypatch.setattr(cluster, "initialised_store", lambda size: store if size == 3 else None)
+    monkeypatch.setattr(cluster, "initialised_store", lambda size=3: store if size == 3 else None)
     worlds = [World(rank, 3, rank, 3, "job") for rank in range(3)]
     settings, own = {"batch_size": 8, "seed": 0}, cluster.node_identity()
     cluster.check_alike(worlds[0], "loader 0", settings)
