@@ -36,7 +36,7 @@ from nostall.job._world import World, refuse_late_group
 from nostall.loader._ahead import Ahead, Made
 from nostall.loader._options import LoaderArguments, LoaderOptions, with_arguments
 from nostall.loader._recipe import Recipe, Transforms
-from nostall.loader._tiers import TierList, Tiers, planned
+from nostall.loader._tiers import TierList, Tiers, held_twice, planned, warn_of_second
 from nostall.observe import metrics, trace
 from nostall.observe._recorder import Recorder
 from nostall.plan import (
@@ -73,6 +73,9 @@ _log = logging.getLogger("nostall")
 
 # Loaders are numbered within the process; ranks make them in the same order.
 _made = itertools.count()
+# Those with tiers of their own; a forked child has none of its parent.
+_with_tiers: weakref.WeakValueDictionary[str, DataLoader] = weakref.WeakValueDictionary()
+os.register_at_fork(after_in_child=_with_tiers.clear)
 _made_in: dict[tuple[int, str], Iterator[int]] = collections.defaultdict(itertools.count)
 
 
@@ -309,7 +312,6 @@ class DataLoader:
         if self.world.rank == 0:
             self._recipe.tell_steps()
         self._spec = self._make_spec()
-        self._batches = int(_native.batches_per_epoch(self._spec))
         if self._batches == 0 and self.world.rank == 0:
             _log.warning(
                 "an epoch has no batch: %s cannot fill a batch of %s on %s, and "
@@ -330,6 +332,7 @@ class DataLoader:
         if self._recipe.place is not None:
             self._recorder.device = self._recipe.place.waits
         self._finalizer = weakref.finalize(self, lambda: None)
+        self._tell_of_second()
 
     def _find_place(self) -> None:
         """This rank's place in the job, and the names of the loader."""
@@ -438,6 +441,19 @@ class DataLoader:
         self._device_bytes = parse_size(self._options.device_ahead)
         cores = len(os.sched_getaffinity(0))
         self._threads = self._options.threads or max(1, cores // ranks)
+
+    def _tell_of_second(self) -> None:
+        """Warns where another loader of this process has the same data in tiers of its own."""
+        if self._shared is not None:
+            return
+        for reference in _with_tiers.valuerefs():
+            other = reference()
+            if other is None or other._closed or other._job == self._job:
+                continue
+            if self.world.local_rank == 0:
+                twice = held_twice(self.dataset, self._tiers, other.dataset, other._tiers)
+                warn_of_second(self.dataset, twice)
+        _with_tiers[self._name] = self
 
     def _bound_staging(self) -> None:
         if self._options.staging == "auto" and self._recipe.is_light:
@@ -694,7 +710,6 @@ class DataLoader:
         self._recipe.draw_from(self.seed)
         self._order_world = int(state["order_world"])
         self._spec = self._make_spec()
-        self._batches = int(_native.batches_per_epoch(self._spec))
         self._ended = None
         if batch and batch == self._batches:
             self._ended = epoch
@@ -869,6 +884,7 @@ class DataLoader:
         }
         self._plan = Plan(**self._planned)
         self._last_epoch = int(self._plan.native.epochs)
+        self._batches = int(_native.batches_per_epoch(self._plan.native))
         return self._plan.native
 
     def _join(self) -> Cluster | None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from nostall import _native
 from nostall.base._garbage import Closer
@@ -19,8 +22,11 @@ from nostall.source._source import Source, expect_source
 from nostall.source._views import View
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
+
+_WORTH_TELLING = 64 << 20  # bytes that two loaders hold twice
+
+_log = logging.getLogger("nostall")
 
 TierList = str | Tier | Sequence[str | Tier | TierSpec]
 
@@ -61,6 +67,39 @@ def planned(tiers: TierList | None, source: Source, ranks: int, *, warns: bool) 
             "Cached, and change it whenever an item changes"
         )
     return within(given, limits, dataset_bytes=dataset_bytes, memory=memory)
+
+
+def held_twice(
+    source: Source, tiers: Sequence[TierSpec], other: Source, of_other: Sequence[TierSpec]
+) -> int:
+    """Bytes that two loaders with tiers of their own may both have in memory."""
+    here, there = (sum(t.capacity for t in each if t.kind == "ram") for each in (tiers, of_other))
+    if not here or not there:
+        return 0
+    (whole, mine), (other_whole, theirs) = _part_of(source), _part_of(other)
+    if whole.fingerprint != other_whole.fingerprint:
+        return 0
+    if mine is None or theirs is None:
+        both = min(source.total_bytes, other.total_bytes)
+    else:
+        both = int(whole.sizes[np.intersect1d(mine, theirs)].sum())
+    return min(both, here, there)
+
+
+_told: set[int] = set()
+
+
+def warn_of_second(source: Source, bytes_twice: int) -> None:
+    """Tells it once in a process for the same data."""
+    if bytes_twice < _WORTH_TELLING or source.fingerprint in _told:
+        return
+    _told.add(source.fingerprint)
+    _log.warning(
+        "this loader and another one of this process, which is not closed, hold up to %.1f GiB of "
+        "%r twice in memory: give both the same tiers=nostall.Tiers(...), or close the other one",
+        bytes_twice / 2**30,
+        source,
+    )
 
 
 class Tiers:

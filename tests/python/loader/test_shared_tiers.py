@@ -415,3 +415,32 @@ def test_the_template_runs(image_folder: Path) -> None:
     run = prefork.run([str(EXAMPLES / "own-tier.py"), str(image_folder)], timeout=120)
     assert run.returncode == 0, run.stderr
     assert "epoch 1: 61 samples" in run.stdout
+
+
+def test_a_second_loader_of_the_same_data_is_told_what_is_held_twice(
+    source: nostall.CustomSource, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only such data as two living loaders have in tiers of their own, and once."""
+    monkeypatch.setattr(nostall.loader._tiers, "_WORTH_TELLING", 1)
+
+    def told(first: Any, second: Any, **tiers: Any) -> str:
+        caplog.clear()
+        monkeypatch.setattr(nostall.loader._tiers, "_told", set())
+        with nostall.DataLoader(first, 4, **({"tiers": ["ram:1MiB"]} | tiers)):
+            for _ in range(2):
+                nostall.DataLoader(second, 4, **({"tiers": ["ram:1MiB"]} | tiers)).close()
+        nostall.DataLoader(second, 4, tiers=["ram:1MiB"]).close()
+        assert len(caplog.records) <= 1
+        return caplog.text
+
+    train, validation = nostall.Split(source, 0.9)
+    assert "give both the same tiers=nostall.Tiers(...), or close" in told(source, source)
+    assert told(train, source) and told(train, train)
+    assert not told(train, validation)
+    assert not told(source, source, tiers=[]) and not told(source, source, job=own_job("same"))
+    with nostall.Tiers(source, ["ram:1MiB"]) as shared:
+        assert not told(source, source, tiers=shared)
+    half = nostall.Subset(source, range(20, 40))
+    specs = nostall.base._sizes.parse_tiers(["ram:1MiB"], dataset_bytes=0, local_world_size=1)
+    overlap = nostall.Subset(source, range(10, 30))
+    assert nostall.loader._tiers.held_twice(half, specs, overlap, specs) == sum(range(30, 40))
