@@ -19,6 +19,7 @@ import errno
 import fcntl
 import itertools
 import logging
+import math
 import os
 import pickle
 import random
@@ -69,7 +70,7 @@ def run(task: Task) -> Outcome:
     logging.getLogger("nostall").setLevel(logging.ERROR)
     outcome = Outcome()
     recordings = task.count(RECORDINGS)
-    each = max(1, task.count(CUTS) // (recordings * len(MKFS)))
+    each = math.ceil(task.count(CUTS) / (recordings * len(MKFS)))
     unflushed = 0
     for system in MKFS:
         for number in range(recordings):
