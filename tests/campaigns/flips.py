@@ -2,8 +2,9 @@
 
 A case is one byte, drawn with its place from the seed and flipped while a job runs or between two
 jobs: in a file of the source (and so in the page cache), in the RAM tier, in a file tier (headers of
-records too), or in a kept tier between the jobs that use it. It is found if the batches that follow
-have the bits of an undisturbed job, or if the sample is named as unusable. A stale case is a job over
+records too), in a kept tier between the jobs that use it, or in a sample on its way between nodes. It
+is found if the batches that follow have the bits of an undisturbed job, or if the sample is named as
+unusable. A stale case is a job over
 a kept tier and an index that an earlier version of the data set left, with the same names, sizes and
 times: it is found if all batches are of the new version.
 """
@@ -23,9 +24,12 @@ from pathlib import Path
 import numpy as np
 
 import nostall
+from campaigns import flips_wire
 from campaigns.outcome import Outcome, Task
+from nostall.errors import Error
+from nostall.job import _cluster as cluster
 
-FULL = "10,000 flipped bytes, 100 stale kept tiers"
+FULL = "10,000 flipped bytes where samples lie, 200 between nodes, 100 stale kept tiers"
 SMALL = 0.1
 SECONDS = 300.0
 
@@ -197,6 +201,13 @@ def stale(folder: Path, random: np.random.Generator) -> str:
 
 
 def run(task: Task) -> Outcome:
+    compiler = os.environ.get("CC", "cc")
+    if shutil.which(compiler) is None:
+        return Outcome(missing=f"a C compiler ({compiler})")
+    try:
+        cluster.transport()
+    except Error as error:
+        return Outcome(missing=f"UCX ({error})")
     logging.getLogger("nostall").setLevel(logging.ERROR)
     outcome = Outcome()
     total, stales = task.count(10_000), task.count(100)
@@ -225,9 +236,13 @@ def run(task: Task) -> Outcome:
             shutil.rmtree(folder)
     finally:
         shutil.rmtree(root, ignore_errors=True)
-    outcome.cases = total + stales
+    flips, noticed, wrong = flips_wire.run(task.count(200), task.seed, compiler)
+    outcome.failures += [f"seed {task.seed}, {problem}" for problem in wrong]
+    outcome.cases = total + flips + stales
     outcome.figures = {
         **{f"flips in {place}": count for place, count in counts.items()},
+        "flips between nodes": flips,
+        "of these named": noticed,
         "samples named": named,
         "samples of tiers read anew": anew,
         "stale tiers found": found,
