@@ -194,6 +194,8 @@ class Recipe:
             self._of_device = [name_of(step) for step in every if step not in steps]
         if self._finish is not None:
             dtype, layout = "uint8", "hwc"
+        if any(isinstance(step, Transform) for step in steps):
+            self._expect_images()
         made = arrange(steps, dtype=dtype, layout=layout, pixels=pixels)
         self._arranged = [made]
         unpacked = None
@@ -211,6 +213,8 @@ class Recipe:
         from nostall.loader._python_transforms import PythonStage, takes_images
 
         decoded = takes_images(transforms) if options.decode is None else options.decode
+        if decoded:
+            self._expect_images()
         self.stage = PythonStage(
             Composed(made.called),
             decode=None if unpacked else pixels if decoded and pixels else decoded,
@@ -218,6 +222,18 @@ class Recipe:
             tells_of_bytes=options.decode is None,
             **self._staging(),
         )
+
+    def _expect_images(self) -> None:
+        """Refuses arrays of numbers that can be neither pixels nor encoded images."""
+        dtype = getattr(self._dataset, "dtype", None)
+        if dtype is None or self._dataset.pixels is not None:
+            return
+        if dtype.kind in "fb" or (dtype.kind in "iu" and dtype.itemsize > 1):
+            raise UsageError(
+                f"the samples of {self._dataset!r} are arrays of {dtype}, and the transforms take "
+                "images: open them with columns=, which gives batches of arrays, or pass a callable "
+                "and decode=False, which gets their bytes"
+            )
 
     def _finishes(self, mixed: bool) -> bool:
         """Whether the device may finish images, which are then `mixed`."""

@@ -215,3 +215,21 @@ def test_readers_are_let_go_of(tmp_path: Path) -> None:
     gc.collect()
     assert gone() is None
     shutil.rmtree(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "uint16", "bool"])
+def test_arrays_of_numbers_are_no_images_for_transforms(tmp_path: Path, dtype: str) -> None:
+    from nostall import transforms as t
+
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["x"] = np.ones((6, 8, 8, 3), dtype)
+    source = nostall.HDF5(tmp_path / "a.h5", "x")
+    callables: dict[str, Any] = {"transforms": lambda image: image, "decode": True}
+    for options in ({"transforms": [t.ToTensor()]}, {"transforms": [t.Resize((4, 4))]}, callables):
+        for data in (source, nostall.Subset(source, range(4))):
+            with pytest.raises(UsageError, match=f"arrays of {dtype}, .*open them with columns="):
+                nostall.DataLoader(data, 2, tiers=[], output="numpy", **options)
+    with nostall.DataLoader(
+        nostall.HDF5(tmp_path / "a.h5", columns=["x"]), 2, tiers=[], output="numpy"
+    ) as loader:
+        assert next(iter(loader))["x"].dtype == dtype
