@@ -1,6 +1,7 @@
-"""Another user of the node plants files, links, pipes, tiers and sockets where a training puts its own.
+"""Other users of the node plant files, links, pipes, tiers and sockets where a training puts its own.
 
-A victim and an attacker are two users; root makes them and the directory, sticky or plain, with the
+A victim and an attacker are two users, and a third one takes names of sockets while the attacker
+connects to those that are left; root makes them and the directory, sticky or plain, with the
 kernel's protection of links and of files on and off. The attacker knows every name and comes first;
 then the victim trains with a tier there, kept or not, and joins collectives. A case fails if the
 training hangs or ends, if a sample is not the victim's, if a file of the victim changed, if the
@@ -25,11 +26,11 @@ from pathlib import Path
 
 from campaigns.outcome import Outcome, Task
 
-FULL = "84 plants"
+FULL = "86 plants"
 SMALL = 0.3
 SECONDS = 240
 
-VICTIM, ATTACKER = 61001, 61002
+VICTIM, ATTACKER, THIRD = 61001, 61002, 61003
 SAMPLES, BYTES = 12, 3000
 SECRET, PLANTED, PRECIOUS = b"victim's", b"planted.", b"the thesis"
 PROTECTIONS = [
@@ -229,12 +230,14 @@ def names_of(job: str) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def squatter(job: str, lasts: list[str], attempts: int, listens: bool) -> Iterator[None]:
-    """An attacker's process that holds names of the victim's sockets."""
+def squatter(
+    job: str, lasts: list[str], attempts: int, listens: bool, user: int = ATTACKER
+) -> Iterator[None]:
+    """A process of that user that holds names of the victim's sockets."""
     hears, says = os.pipe()
     pid = os.fork()
     if pid == 0:
-        os.setuid(ATTACKER)
+        os.setuid(user)
         taken = []
         for base in names_of(job):
             for attempt in range(attempts):
@@ -256,7 +259,7 @@ def squatter(job: str, lasts: list[str], attempts: int, listens: bool) -> Iterat
 
 
 @contextlib.contextmanager
-def visitor(job: str) -> Iterator[None]:
+def visitor(job: str, attempt: int = 0) -> Iterator[None]:
     """An attacker's process that connects to all sockets of the victim, and keeps the connections."""
     pid = os.fork()
     if pid == 0:
@@ -269,7 +272,7 @@ def visitor(job: str) -> Iterator[None]:
                         socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
                     )
                     with contextlib.suppress(OSError):
-                        held[-1].connect(f"\0{base}0-{last}")
+                        held[-1].connect(f"\0{base}{attempt}-{last}")
                         _, files, _, _ = socket.recv_fds(held[-1], 64, 64)
                         if files:
                             os._exit(7)
@@ -441,6 +444,11 @@ def cases() -> Iterator[Case]:
         with visitor(job):
             return victim(place, f"{place.shared}:1MiB", job, "")
 
+    def visited_while_squatted(place: Place, job: str) -> list[str]:
+        # The victim then has the next names, which the visitor finds.
+        with squatter(job, ["turn", "0"], 1, True, THIRD), visitor(job, 1):
+            return victim(place, f"{place.shared}:1MiB", job, "")
+
     for sticky in (True, False):
         kind = "sticky" if sticky else "plain"
         for plant in IN_ITS_PLACE:
@@ -458,6 +466,7 @@ def cases() -> Iterator[Case]:
         yield f"the first turn taken, listening {listens}", True, squatted(["turn"], 1, listens)
         yield f"the first name taken, listening {listens}", True, squatted(["0"], 1, listens)
     yield "a visitor at all sockets", True, visited
+    yield "a visitor where a third user has the first names", True, visited_while_squatted
 
 
 def run(task: Task) -> Outcome:
