@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
+import socket
 from pathlib import Path
 
 import prefork
+import pytest
 
 from nostall.job import _notes as notes
 
@@ -102,3 +105,34 @@ def test_a_forked_child_keeps_no_names_of_its_parent() -> None:
     if child == 0:
         os._exit(0 if not notes._mine else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root, to be another user, is missing")
+def test_another_user_who_has_the_name_is_not_believed() -> None:
+    job = f"notes of others {os.getpid()}"
+    ready, say = os.pipe()
+    other = os.fork()
+    if other == 0:
+        # The name has this user's number, whoever takes it.
+        address = notes._address(job, 0)
+        try:
+            os.setuid(61001)
+            taken = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            taken.bind(address)
+            taken.listen()
+            os.write(say, b".")
+            signal.pause()
+        finally:
+            os._exit(1)
+    try:
+        os.close(say)  # so that the end of the other is one of the pipe
+        assert os.read(ready, 1) == b"."
+        with pytest.raises(PermissionError, match="user 61001 has @nostall-"):
+            notes._read(notes._address(job, 0))
+        assert notes.noted(job, 0, "loader 0") is None
+        with pytest.raises(OSError, match="in use"):
+            notes.note(job, 0, "loader 0", 1)
+    finally:
+        os.kill(other, signal.SIGKILL)
+        os.waitpid(other, 0)
+        os.close(ready)
