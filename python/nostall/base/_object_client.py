@@ -53,13 +53,13 @@ def connect(root: str, headers: dict[str, str] | None = None) -> Any:
         if os.environ.get(name) == "":  # as good as unset; the client takes it for a URL
             del os.environ[name]
     variables = _variables(root)
-    endpoint = os.environ.get("AWS_ENDPOINT_URL", "")
     timeout = options.value("source.object_timeout_s")
     client: dict[str, Any] = {"timeout": f"{timeout:g}s", "connect_timeout": "5s"}
     if headers is not None:
         client["default_headers"] = headers
-    if endpoint.startswith("http://") or root.startswith("http://"):
-        client["allow_http"] = True
+    # Stores are asked by https unless the environment says http: of an endpoint, a base URL, or the
+    # emulator. What is given here would hide AWS_ALLOW_HTTP and its like from the client.
+    client["allow_http"] = not root.lower().startswith("https://")
     profile = _profile(root)
     try:
         return from_url(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 from collections.abc import Iterator
@@ -79,6 +80,30 @@ def test_an_empty_endpoint_is_none(monkeypatch: pytest.MonkeyPatch, name: str) -
     store = client.connect("s3://bucket")
     with pytest.raises(Exception, match=r"https://s3\.r\.amazonaws\.com/bucket/a"):
         client.client("s3://bucket/a").head(store, "a")
+
+
+def test_an_endpoint_of_any_cloud_may_be_http(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("NOSTALL_OBJECT_RETRIES", "0")
+    account = {"disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""}
+    with refusing() as endpoint:
+        key = json.dumps({**account, "gcs_base_url": endpoint})
+        for url, environment in (
+            ("s3://bucket", {"AWS_ENDPOINT": endpoint}),
+            ("s3://bucket", {"AWS_ENDPOINT_URL_S3": endpoint}),
+            ("gs://bucket", {"GOOGLE_SERVICE_ACCOUNT_KEY": key}),
+            ("gs://bucket", {"GOOGLE_BASE_URL": endpoint, "GOOGLE_SKIP_SIGNATURE": "true"}),
+            ("az://bucket", {"AZURE_STORAGE_ENDPOINT": endpoint, "AZURE_SKIP_SIGNATURE": "true",
+                             "AZURE_STORAGE_ACCOUNT_NAME": "me"}),
+        ):  # fmt: skip
+            with monkeypatch.context() as patch:
+                for name, value in environment.items():
+                    patch.setenv(name, value)
+                store = client.connect(url)
+                with pytest.raises(Exception) as one:
+                    client.client(f"{url}/a").get(store, "a")
+            assert client.explained(one.value).startswith(f"access was denied by {endpoint}"), url
 
 
 def told(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> str:
