@@ -162,7 +162,7 @@ class Ranges:
             if isinstance(meta, BaseException):
                 raise meta
             self.sizes.append(int(meta["size"]))
-            self._tags.append(meta.get("e_tag"))
+            self._tags.append(_tag(meta))
             self.versions.append(_version(meta))
 
     def _store(self, url: str) -> Any:
@@ -208,9 +208,15 @@ class Ranges:
         return error
 
 
+def _tag(meta: Any) -> str | None:
+    """An object's ETag as headers have it; Azure's lists leave the quotes out."""
+    tag: str | None = meta.get("e_tag")
+    return f'"{tag}"' if tag and '"' not in tag else tag
+
+
 def _version(meta: Any) -> int:
     """A number that differs for another content of the object: from its ETag, or its time."""
-    tag = meta.get("e_tag") or str(meta.get("last_modified"))
+    tag = _tag(meta) or str(meta.get("last_modified"))
     return int.from_bytes(hashlib.sha256(tag.encode()).digest()[:8], "little", signed=True)
 
 

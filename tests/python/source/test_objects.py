@@ -356,6 +356,14 @@ def test_an_object_that_is_replaced(
     assert not again.index_reused and again.read(3) == other[3]
 
 
+def test_a_list_may_leave_out_the_quotes_of_etags() -> None:
+    listed, asked = (
+        Ranges(["az://here/a"], known=[{"size": 3, "e_tag": tag}]) for tag in ("0x1F", '"0x1F"')
+    )
+    assert listed.versions == asked.versions
+    assert listed._tags == asked._tags == ['"0x1F"']  # as If-Match has it
+
+
 def test_a_database_that_is_replaced(bucket: Any, tmp_path: Path) -> None:
     for name in ("a", "b"):
         with lmdb.open(str(tmp_path / name), map_size=1 << 24) as env, env.begin(write=True) as t:
