@@ -17,20 +17,38 @@ from urllib.parse import urlsplit
 from nostall.base import _options as options
 from nostall.errors import IoError, UsageError
 
+_CLOUDS = {
+    **dict.fromkeys(("s3", "s3a"), "AWS"),
+    **dict.fromkeys(("az", "abfs", "abfss", "azure"), "AZURE"),
+    "gs": "GOOGLE",
+}
 # What the client reads of the environment for a scheme: all of it, the endpoint of S3, and what goes
 # into headers. It panics at each request where one of the last two is malformed; of other URLs it says
 # so itself, or needs none.
-_VARIABLES = {
-    scheme: re.compile(rf"{cloud}_\w+")
-    for cloud, schemes in (("AWS", "s3 s3a"), ("AZURE", "az abfs abfss azure"), ("GOOGLE", "gs"))
-    for scheme in schemes.split()
-}
+_VARIABLES = {scheme: re.compile(rf"{cloud}_\w+") for scheme, cloud in _CLOUDS.items()}
 _ENDPOINTS = ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
 _URL = re.compile(r"https?://[\w!#$%&'()*+,./:;=?@\[\]~-]+", re.IGNORECASE | re.ASCII)
 _HEADERS = re.compile(r"AWS_((DEFAULT_)?REGION|ACCESS_KEY_ID|(SESSION_)?TOKEN)|AZURE_\w*TOKEN")
 _SECRET = re.compile(r".*(KEY|TOKEN|SECRET|PASSWORD).*")
-# Where instances and containers of Amazon's find credentials.
-_METADATA = re.compile(r"https?://(169\.254\.170\.\d+|[^/\s]+/latest/(api/token|meta-data))")
+# Where instances and containers of a cloud find credentials.
+_METADATA = re.compile(
+    r"https?://(169\.254\.170\.\d+|[^/\s]+/(latest/(api/token|meta-data)|computeMetadata|metadata/identity)\b)"
+)
+# What gives credentials for a cloud, and what of them may be wrong.
+_CREDENTIALS = {
+    "AWS": (
+        "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
+        "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, or a profile",
+    ),
+    "AZURE": (
+        "AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN",
+        "AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN",
+    ),
+    "GOOGLE": (
+        "GOOGLE_APPLICATION_CREDENTIALS",
+        "GOOGLE_APPLICATION_CREDENTIALS or GOOGLE_SERVICE_ACCOUNT",
+    ),
+}
 # The process in which the client was first used: its threads do not survive a fork, and in a forked
 # process it would wait for them for ever.
 _client_process: int | None = None
@@ -177,37 +195,50 @@ def brief(error: Exception) -> str:
     return " ".join(str(error).split(" Debug source:")[0].split("\n\nDebug source:")[0].split())
 
 
-def explained(error: Exception) -> str:
-    """What an error means and what to do about it; "" where the client's own words say it best."""
-    return _without_credentials(error) or denied(error) or _unanswered(error)
+def explained(error: Exception, url: str) -> str:
+    """What an error of a request to `url`, or to what it begins with, means and what to do about it;
+    "" where the client's own words say it best."""
+    return _without_credentials(error, url) or _denied(error, url) or _unanswered(error)
 
 
-def denied(error: Exception) -> str:
-    """The sentence for an answer that denies access; "" for any other error."""
+def is_denied(error: Exception) -> bool:
+    """Whether an answer denies access."""
     text = brief(error)
     kinds = ("PermissionDeniedError", "UnauthenticatedError")
     signs = ("ExpiredToken", "InvalidAccessKeyId", "status code: 401", "status code: 403")
-    if type(error).__name__ not in kinds and not any(sign in text for sign in signs):
+    return type(error).__name__ in kinds or any(sign in text for sign in signs)
+
+
+def _denied(error: Exception, url: str) -> str:
+    """The sentence for an answer that denies access; "" for any other error."""
+    text = brief(error)
+    if not is_denied(error):
         return ""
     code, message = (re.search(rf"<{name}>([^<]+)<", text) for name in ("Code", "Message"))
     said = ": ".join(dict.fromkeys(part[1] for part in (code, message) if part))
+    cloud = _cloud(url)
+    named = f" ({_CREDENTIALS[cloud][1]})" if cloud else ""
     return (
-        f"access was denied{_by(text)} ({said or text[:300]}): check the credentials "
-        "(AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, or a profile) and whether "
-        "they expired"
+        f"access was denied{_by(text)} ({said or text[:300]}): check the credentials{named} and "
+        "whether they expired"
     )
 
 
-def _without_credentials(error: Exception) -> str:
-    """The sentence where the client went to look for S3's credentials in vain; "" for any other."""
-    text = brief(error)
-    if "S3" not in text or not _METADATA.search(text):
+def _without_credentials(error: Exception, url: str) -> str:
+    """The sentence where the client went to look for credentials in vain; "" for any other."""
+    text, cloud = brief(error), _cloud(url)
+    if not cloud or not _METADATA.search(text):
         return ""
     return (
-        "there are no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or "
-        "for a public bucket AWS_SKIP_SIGNATURE=true (the machine's own service for credentials was "
-        f"asked{_by(text)} and gave none)"
+        f"there are no credentials: set {_CREDENTIALS[cloud][0]}, or for a public bucket "
+        f"{cloud}_SKIP_SIGNATURE=true (the machine's own service for credentials was asked{_by(text)} "
+        "and gave none)"
     )
+
+
+def _cloud(url: str) -> str:
+    """Whose protocol it is; "" where a URL names a server."""
+    return _CLOUDS.get(url.partition("://")[0], "")
 
 
 def _unanswered(error: Exception) -> str:

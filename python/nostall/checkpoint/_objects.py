@@ -133,7 +133,7 @@ class ObjectStore(Store):
                     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)) from None
                 if attempt < _ATTEMPTS and client.worth_another(error):
                     continue
-                text = client.explained(error) or (
+                text = client.explained(error, url) or (
                     f"{client.brief(error)[:500]} (NOSTALL_OBJECT_RETRIES and "
                     "NOSTALL_OBJECT_TIMEOUT_S say how long it is asked)"
                 )
@@ -875,7 +875,7 @@ def _is_final(error: Exception) -> bool:
     """Whether the server has refused, so that nothing was written or will be."""
     status = re.search(r"status code: (\d{3})", client.brief(error))
     refused = status is not None and status[1][0] == "4" and status[1] not in ("408", "409", "429")
-    return bool(refused or client.denied(error))
+    return bool(refused or client.is_denied(error))
 
 
 def _is_unsupported(obstore: Any, error: Exception) -> bool:

@@ -57,8 +57,8 @@ def url_of(root: str) -> Url | None:
     if scheme not in _SCHEMES or not re.fullmatch(r"[^/?#]+(/[^?#]*)?", rest):
         why = ", for the Hugging Face Hub is only read, for data sets" if scheme == "hf" else ""
         raise UsageError(
-            f"{root} is not a place for checkpoints{why}: give a directory, or a bucket and a prefix in "
-            f"it as s3://bucket/run1 ({', '.join(f'{s}://' for s in _SCHEMES)})"
+            f"{root} is not a place for checkpoints{why}: give a directory, or a bucket and a prefix "
+            f"in it as s3://bucket/run1 ({', '.join(f'{s}://' for s in _SCHEMES)})"
         )
     return Url(root.rstrip("/"))
 

@@ -228,8 +228,8 @@ def _failed(url: str, error: Exception) -> IoError:
         return IoError(f"{url} does not exist")
     if "precondition" in kind.lower() or "recondition" in text:
         return IoError(f"{url} was replaced since it was opened: open the data set again")
-    sentence = client.explained(error)
-    if client.denied(error):
+    sentence = client.explained(error, url)
+    if client.is_denied(error):
         return IoError(f"{url}: {sentence}")
     said = sentence or text[:500]
     kind_of_error = Overloaded if _OVERLOADED.search(f"{text} {sentence}") else IoError

@@ -103,7 +103,10 @@ def test_an_endpoint_of_any_cloud_may_be_http(
                 store = client.connect(url)
                 with pytest.raises(Exception) as one:
                     client.client(f"{url}/a").get(store, "a")
-            assert client.explained(one.value).startswith(f"access was denied by {endpoint}"), url
+            sentence = client.explained(one.value, url)
+            assert sentence.startswith(f"access was denied by {endpoint}"), url
+            (name,) = re.findall(r"check the credentials \((\w+?)_", sentence)
+            assert all(variable.startswith(name) for variable in environment), sentence
 
 
 def told(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> str:
@@ -113,10 +116,12 @@ def told(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> str:
     store = client.connect("s3://bucket")
     with pytest.raises(Exception) as one:
         client.client("s3://bucket/a").get(store, "a")
-    assert "\n" not in client.explained(one.value)
-    with pytest.raises(IoError, match=re.escape(client.explained(one.value).split(" (")[0])):
+    assert "\n" not in client.explained(one.value, "s3://bucket")
+    with pytest.raises(
+        IoError, match=re.escape(client.explained(one.value, "s3://bucket").split(" (")[0])
+    ):
         nostall.TarShards("s3://bucket/a.tar")
-    return client.explained(one.value)
+    return client.explained(one.value, "s3://bucket")
 
 
 def test_a_server_that_is_not_there_is_named_with_the_cause(
@@ -187,3 +192,20 @@ def test_credentials_that_are_nowhere_are_asked_for(
         sentence = told(monkeypatch, endpoint)
     assert sentence.startswith("there are no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET")
     assert endpoint in sentence
+
+
+@pytest.mark.parametrize(
+    ("url", "where", "words"),
+    [
+        ("gs://b", "computeMetadata/v1/instance", "set GOOGLE_APPLICATION_CRED.*GOOGLE_SKIP_SIG"),
+        ("az://b", "metadata/identity/oauth2", "set AZURE_STORAGE_ACCOUNT_KEY or .*AZURE_SKIP_SIG"),
+    ],
+)
+def test_credentials_of_each_cloud_are_named(url: str, where: str, words: str) -> None:
+    asked = Exception(
+        f"Generic error: Error performing token request: Error performing GET http://10.0.0.1/{where} "
+        "in 1ms - Server returned non-2xx status code: 403 Forbidden"
+    )
+    sentence = client.explained(asked, url)
+    assert re.match(f"there are no credentials: {words}", sentence)
+    assert "asked by http://10.0.0.1 and" in sentence and "AWS" not in sentence
