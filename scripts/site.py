@@ -1,15 +1,30 @@
-"""What the site of the documentation adds to docs/: README as its first page, and examples/."""
+"""What the site of the documentation adds to docs/: README as its first page, examples/, and a page of
+each public module, with the whole docstrings of its names."""
 
 from __future__ import annotations
 
 import json
 import re
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def _reference() -> ModuleType:
+    """scripts/reference, which knows the public names."""
+    loader = SourceFileLoader("reference", str(ROOT / "scripts" / "reference"))
+    module = ModuleType("reference")
+    module.__file__ = loader.path
+    loader.exec_module(module)
+    return module
+
+
+REFERENCE = _reference()
 
 
 def on_config(config: Any) -> None:
@@ -31,6 +46,8 @@ def _pages(entry: Any) -> Any:
 
 
 def _expand(pages: str) -> Any:
+    if pages == "reference/":
+        return [f"reference/{module}.md" for module in REFERENCE.MODULES]
     if not pages.endswith("/"):
         return pages
     found = sorted((ROOT / "docs" / pages).glob("*.md"), key=lambda p: (p.stem != "README", p.name))
@@ -46,7 +63,19 @@ def on_files(files: Files, config: Any) -> Files:
         files.append(File.generated(config, f"examples/{path.name}", abs_src_path=str(path)))
     for path in sorted((ROOT / "docs" / "tutorials").glob("*.ipynb")):
         files.append(File.generated(config, f"tutorials/{path.stem}.md", content=_page_of(path)))
+    for module in REFERENCE.MODULES:
+        place = f"reference/{module}.md"
+        files.append(File.generated(config, place, content=_page_of_module(module)))
     return files
+
+
+def _page_of_module(module: str) -> str:
+    """What mkdocstrings makes of each name that has a docstring."""
+    tree = REFERENCE.parsed(module)
+    names = sorted(REFERENCE.exported(tree), key=str.lower)
+    parts = [f"# {module}", REFERENCE.ast.get_docstring(tree)]
+    parts += [f"::: {module}.{n}" for n in names if REFERENCE.definition(module, n)]
+    return "\n\n".join(parts) + "\n"
 
 
 def _page_of(notebook: Path) -> str:
@@ -62,4 +91,21 @@ def _page_of(notebook: Path) -> str:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     # examples/ and README.md lie beside docs/ in the repository, and within the site.
     within = markdown.replace("](../../examples/", "](../examples/")
+    if page.file.src_uri == "reference.md":
+        within = _linked(within)
     return within.replace("](../../README.md", "](../index.md")
+
+
+def _linked(index: str) -> str:
+    """The index of all names, each with a link to its place in the page of its module."""
+    parts = re.split(r"^## (\S+)$", index, flags=re.M)
+    for at in range(1, len(parts), 2):
+        module = parts[at]
+        parts[at] = f"## [{module}](reference/{module}.md)"
+        parts[at + 1] = re.sub(
+            r"^\| `(\w+)\(",
+            rf"| [`\1`](reference/{module}.md#{module}.\1)`(",
+            parts[at + 1],
+            flags=re.M,
+        )
+    return "".join(parts)
