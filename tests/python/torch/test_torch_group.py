@@ -86,6 +86,18 @@ def test_tensors_in_shared_memory_give_the_same_bits() -> None:
     check("shared", 2)
 
 
+def test_ranks_share_memory_where_its_directory_has_room_for_nothing() -> None:
+    with OwnSharedMemory("64k") as memory:
+        ended = run("shared", 2, 110, mounts_of=memory.holder)
+        assert ended.statuses == [0, 0], ended.stderr
+        # Of the backend, and of the optimizer.
+        told = re.findall(
+            r"no memory for .* in /dev/shm: No space .* in no directory", ended.stderr
+        )
+        assert len(told) >= 2, ended.stderr
+        assert (memory.names(), memory.unnamed_bytes_that_stay()) == (set(), 0)
+
+
 def test_a_refused_connection_is_tried_again() -> None:
     ended = check("unconnected", 2)
     assert ended.stdout.count("was told") == 2, ended.stderr

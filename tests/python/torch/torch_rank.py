@@ -322,11 +322,16 @@ def shared() -> None:
         dist.all_reduce(mixed)  # the others' are ordinary
         assert torch.equal(mixed, ordinary)
 
-    def train(kind: type[DistributedDataParallel]) -> DistributedDataParallel:
+    def train(kind: type[DistributedDataParallel] | None) -> torch.nn.Module:
         torch.manual_seed(3)
         layers = [torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 96)]
-        model = kind(torch.nn.Sequential(*layers), bucket_cap_mb=0.02)
+        model: torch.nn.Module = torch.nn.Sequential(*layers)
+        if kind is not None:
+            model = kind(model, bucket_cap_mb=0.02)
         optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        if kind is None:
+            named = model.named_parameters()
+            optimizer = nostall.torch.DistributedOptimizer(optimizer, named)
         for step in range(4):
             torch.manual_seed(10 * step + rank)
             optimizer.zero_grad()
@@ -334,9 +339,11 @@ def shared() -> None:
             optimizer.step()
         return model
 
-    ours, theirs = train(nostall.torch.DistributedDataParallel), train(DistributedDataParallel)
-    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+    kinds = (nostall.torch.DistributedDataParallel, DistributedDataParallel, None)
+    trained = [train(kind).parameters() for kind in kinds]
+    for a, b, optimized in zip(*trained, strict=True):
         assert torch.equal(a, b)
+        assert torch.equal(a, optimized)
         assert in_shared_memory(a.grad)
         assert not in_shared_memory(b.grad)
     uneven = nostall.torch.DistributedDataParallel(torch.nn.Linear(64, 64))
