@@ -1,12 +1,15 @@
-"""Shows what the ranks of a run are doing, live: nostall top RUN, or nostall top HOST:PORT HOST:PORT.
+"""Shows what the ranks of a job are doing, live: nostall top, nostall top PID, RUN or HOST:PORT.
 
-A run that is recorded (NOSTALL_TRACE=RUN or nostall profile -o RUN) has a directory, where each rank
-writes once per second. Any other is asked for its metrics, which NOSTALL_METRICS_PORT lets it serve.
+Without more it asks all processes of this user on this machine that have a loader open; the number of a
+process is of one of them, or of what started them, as torchrun. A run that is recorded
+(NOSTALL_TRACE=RUN or nostall profile -o RUN) has a directory, where each rank writes once per second. A
+job on another machine is asked for its metrics, which NOSTALL_METRICS_PORT lets it serve.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import http.client
 import json
@@ -20,10 +23,11 @@ from typing import Any
 from nostall.base import _process as process
 from nostall.base._words import counted
 from nostall.errors import IoError, UsageError
+from nostall.observe import _live as live
 from nostall.observe._stats import ORIGINS
 
 # Of an address the host may be missing.
-_ADDRESS = re.compile(r"(?:([\w.-]+):)?(\d{1,5})")
+_ADDRESS = re.compile(r"(?:([\w.-]+):)?(\d{1,7})")
 _LINE = re.compile(r"(nostall_\w+)\{(.*)\} (\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _ANSWER_SECONDS = 2.0  # that a job's metrics may take, for others are asked after it
@@ -39,7 +43,10 @@ _KEYS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``nostall top``."""
     parser.add_argument(
-        "run", nargs="+", help="the run's directory, or addresses of its metrics (9464, host:9464)"
+        "run",
+        nargs="*",
+        help="processes, the run's directory, or addresses of its metrics (9464, host:9464); all "
+        "processes of this user on this machine if none is given",
     )
     parser.add_argument("--once", action="store_true", help="show one table and end")
     parser.add_argument("--seconds", type=float, default=1.0, help="between two looks")
@@ -58,6 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise UsageError(
                 f"{' '.join(arguments.run)}: no loader has told what it does, which each does "
                 "once per second from its first batch on"
+                if arguments.run
+                else _none_here()
             )
         console.print(table(before, {}))
         return 0
@@ -71,6 +80,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _looks(names: list[str]) -> Callable[[], dict[str, dict[str, Any]]]:
+    if not names:
+        return functools.partial(of_processes, [])
+    if all(name.isdecimal() for name in names) and not Path(names[0]).is_dir():
+        numbers = [int(name) for name in names]
+        known = {above for found in live.ask() for above in _line_of(found)}
+        if known.issuperset(numbers):
+            return functools.partial(of_processes, numbers)
+        if max(numbers) > 65535:
+            unknown = next(number for number in numbers if number > 65535)
+            raise UsageError(f"{unknown} is not the number of a port, and {_none_here(unknown)}")
     matches = [_ADDRESS.fullmatch(name) for name in names]
     addresses = [m and f"{m[1] or '127.0.0.1'}:{m[2]}" for m in matches]
     if all(addresses) and not Path(names[0]).is_dir():
@@ -88,6 +107,35 @@ def _looks(names: list[str]) -> Callable[[], dict[str, dict[str, Any]]]:
     return functools.partial(read, home)
 
 
+def _none_here(number: int | None = None) -> str:
+    """Why there is nothing to show: of all processes, or of this one and those it started."""
+    of = "no process of this user" if number is None else f"no process {number} of this user"
+    return (
+        f"{of} has a loader open here: run nostall top as the user who trains, in the same container; "
+        "a loader opens when its first batch is asked for"
+    )
+
+
+def of_processes(numbers: list[int]) -> dict[str, dict[str, Any]]:
+    """What the loaders of these processes, and of those that they have started, do; of all if empty."""
+    found = {}
+    for pid, loaders in live.ask().items():
+        if not numbers or not _line_of(pid).isdisjoint(numbers):
+            for data in loaders:
+                name = f"{pid} {data['loader']}"
+                found[name] = {**data, "pid": pid, "time": time.time()}
+    return found
+
+
+def _line_of(pid: int) -> set[int]:
+    """The process and those above it."""
+    line = {pid}
+    with contextlib.suppress(OSError):
+        while pid := int(process.stat(pid)[1]):
+            line.add(pid)
+    return line
+
+
 def scrape(addresses: list[str], refuse: bool = True) -> dict[str, dict[str, Any]]:
     """What the loaders at these addresses say of themselves; one that has ended says nothing."""
     found: dict[str, dict[str, Any]] = {}
@@ -103,7 +151,8 @@ def scrape(addresses: list[str], refuse: bool = True) -> dict[str, dict[str, Any
                 why = getattr(cause, "strerror", None) or cause
                 raise IoError(
                     f"nothing serves metrics at {address} ({why}): start the job with "
-                    "NOSTALL_METRICS_PORT=9464, or call nostall.metrics.serve(9464) in it"
+                    "NOSTALL_METRICS_PORT=9464, or call nostall.metrics.serve(9464) in it; a job of "
+                    "this user on this machine needs neither: nostall top"
                 ) from error
             continue
         for metric, labels, value in filter(None, map(_of_line, lines)):
@@ -159,11 +208,14 @@ def table(now: dict[str, dict[str, Any]], before: dict[str, dict[str, Any]]) -> 
     from rich.table import Table
     from rich.text import Text
 
-    # No wider than 80 columns.
+    # No wider than 80 columns. A process that was asked has told what is true now.
+    asked = bool(now) and all("queue" not in data for data in now.values())
     out = Table(title=counted(len(now), "loader"), box=None, padding=(0, 1, 0, 0))
     for heading in (
-        "rank", "loader", "epoch", "batch", "samples/s", "waits", *ORIGINS, "ready", "MB", "ago",
-    ):  # fmt: skip
+        *(["pid"] if asked else []),
+        *("rank", "loader", "epoch", "batch", "samples/s", "waits", *ORIGINS, "MB"),
+        *([] if asked else ["ready", "ago"]),
+    ):
         out.add_column(heading, justify="right")
     for name, data in sorted(now.items(), key=lambda item: (item[1]["rank"], item[0])):
         old = before.get(name, {})
@@ -174,6 +226,7 @@ def table(now: dict[str, dict[str, Any]], before: dict[str, dict[str, Any]]) -> 
         stall = data["stall_seconds"] - old.get("stall_seconds", 0.0)
         origins = {o: data["origins"][o] - old.get("origins", {}).get(o, 0) for o in ORIGINS}
         out.add_row(
+            *([str(data["pid"])] if asked else []),
             str(data["rank"]),
             Text(str(data["loader"]).removeprefix("loader ")),
             str(data["epoch"]),
@@ -181,9 +234,8 @@ def table(now: dict[str, dict[str, Any]], before: dict[str, dict[str, Any]]) -> 
             f"{samples / seconds:.0f}" if seconds > 0 else "",
             f"{stall / seconds:.0%}" if seconds > 0 else "",
             *(f"{origins[o] / samples:.0%}" if samples > 0 else "" for o in ORIGINS),
-            "" if data.get("ended") else str(data["queue"]),
             f"{data['memory'] / 1e6:.0f}",
-            _seen(data),
+            *([] if asked else ["" if "ended" in data else str(data["queue"]), _seen(data)]),
         )
     return out
 

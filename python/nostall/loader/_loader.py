@@ -37,6 +37,7 @@ from nostall.loader._ahead import Ahead, Made
 from nostall.loader._options import LoaderArguments, LoaderOptions, with_arguments
 from nostall.loader._recipe import Recipe, Transforms
 from nostall.loader._tiers import TierList, Tiers, held_twice, planned, warn_of_second
+from nostall.observe import _live as live
 from nostall.observe import metrics, trace
 from nostall.observe._recorder import Recorder
 from nostall.plan import (
@@ -187,6 +188,7 @@ def _end_with_program() -> None:
 def _end(loader: _native.Loader, learned: Source | None) -> None:
     """Closes; `learned` is the source whose checksums this rank keeps for the next job."""
     loader.close()
+    live.remove()
     if learned is not None:
         learned.keep_sums()
 
@@ -1000,6 +1002,7 @@ class DataLoader:
             learned = self.dataset if self.world.rank == 0 else None
             self._finalizer = Closer(self, _end, self._loader, learned)
             metrics.add(self)
+            live.add(self)
             if trace.wanted():
                 trace.begin(
                     self,
@@ -1099,5 +1102,6 @@ class DataLoader:
             self._ahead = None
         if self._loader is not None:
             self._peer_counts = self._loader.peers
+            live.remove(self)
             self._finalizer()
             self._loader = None

@@ -23,6 +23,10 @@ class Observed(Protocol):
     @property
     def dataset(self) -> Any: ...
 
+    @property
+    def position(self) -> tuple[int, int]:
+        """Epoch and batch after the last batch handed out."""
+
     def settings(self) -> dict[str, Any]:
         """The loader's settings, as far as a report needs them."""
 

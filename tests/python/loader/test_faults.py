@@ -292,7 +292,7 @@ def test_nothing_is_left_of_ranks_that_are_all_killed(image_folder: Path, tmp_pa
     assert memory and all(file.endswith(" (deleted)") for file in memory)
     assert not list(disk.iterdir())
     names = {n for p in ranks for n in abstract_sockets(p.pid) if n.startswith("@nostall-")}
-    assert len(names) == 4  # of the tiers and of the notes, for each rank
+    assert len(names) == 6  # of each its tiers, its notes, and what it does
     for process in ranks:
         process.kill()
         process.communicate()

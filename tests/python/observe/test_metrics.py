@@ -304,8 +304,8 @@ def test_top_shows_what_a_recorded_run_does(
     capsys.readouterr()
     assert main(["top", str(tmp_path / "empty"), "--once"]) == UsageError.exit_code
     assert "empty: no loader has told what it does" in capsys.readouterr().err
-    assert main(["top", "99999", "--once"]) == UsageError.exit_code
-    assert "99999: ports are numbers up to 65535" in capsys.readouterr().err
+    assert main(["top", "node:99999", "--once"]) == UsageError.exit_code
+    assert "node:99999: ports are numbers up to 65535" in capsys.readouterr().err
     monkeypatch.chdir(tmp_path)
     Path("9464").mkdir()
     assert main(["top", "9464", "9465", "--once"]) == UsageError.exit_code
