@@ -844,18 +844,39 @@ class DataLoader:
     def __repr__(self) -> str:
         end = "" if self.epochs_total is None else f", epochs={self.epochs_total}"
         end = end if self._options.steps is None else f", steps={self._options.steps}"
-        tiers = ", ".join(
-            f"{tier.path or tier.kind}:{tier.capacity / 2**20:.0f}MiB"
-            + (f":readers={tier.readers}" if tier.readers else "")
-            for tier in self._tiers
-        )
         return (
             f"<DataLoader of {self.dataset!r}: batch_size={self._batch_size}, "
             f"{counted(self._batches, 'batch')} an epoch{end}, seed={self.seed}, "
-            f"rank {self.world.rank} of {self.world.world_size}"
-            + (f" in {processes} processes" if (processes := self.world.processes) else "")
-            + f", tiers [{tiers}]>"
+            f"{self._rank_in_words()}, tiers [{', '.join(self._tiers_in_words())}]>"
         )
+
+    def _rank_in_words(self) -> str:
+        processes = self.world.processes
+        within = f" in {processes} processes" if processes else ""
+        return f"rank {self.world.rank} of {self.world.world_size}{within}"
+
+    def _tiers_in_words(self) -> list[str]:
+        return [
+            f"{tier.path or tier.kind}:{tier.capacity / 2**20:.0f}MiB"
+            + (f":readers={tier.readers}" if tier.readers else "")
+            for tier in self._tiers
+        ]
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the batches, the tiers and the position, and the data set below."""
+        from nostall.base import _html as html
+
+        steps, epochs = self._options.steps, self.epochs_total
+        end = counted(epochs, "epoch") if epochs is not None else "epochs without an end"
+        epoch, batch = self._position
+        rows = [
+            ("batches", f"{self._batches} an epoch, of {counted(self._batch_size, 'sample')}"),
+            ("job", f"{end if steps is None else counted(steps, 'step')}, seed {self.seed}"),
+            ("position", f"epoch {epoch}, batch {batch}"),
+            ("rank", self._rank_in_words()),
+            ("tiers", "\n".join(self._tiers_in_words()) or "none"),
+        ]
+        return html.table("DataLoader", rows) + self.dataset._repr_html_()
 
     @property
     def position(self) -> tuple[int, int]:

@@ -232,16 +232,9 @@ class Stats:
 
     def _repr_html_(self) -> str:
         """The table in a notebook."""
-        from html import escape
+        from nostall.base import _html as html
 
-        heads = "".join(f"<th>{heading}</th>" for heading in HEADINGS)
-        cells = ("".join(f"<td>{cell}</td>" for cell in row) for row in self.rows())
-        body = "".join(f"<tr>{row}</tr>" for row in cells)
-        below = "<br>".join(map(escape, self._bound_line().splitlines()))
-        return (
-            f"<table><caption>{escape(_who(self))}</caption><thead><tr>{heads}</tr></thead>"
-            f"<tbody>{body}</tbody></table><p>{below}</p>"
-        )
+        return html.table(_who(self), self.rows(), HEADINGS, self._bound_line())
 
     def __str__(self) -> str:
         rows = [HEADINGS, *self.rows()]

@@ -14,6 +14,7 @@ import numpy as np
 
 from nostall import _native
 from nostall.base._paths import path_of
+from nostall.base._sizes import format_bytes
 from nostall.base._words import counted
 from nostall.errors import CorruptionError, IoError, UsageError
 from nostall.fields import Image, Scalar, Schema
@@ -40,6 +41,7 @@ IMAGE_EXTENSIONS = (
     ".webp",
 )
 LISTING_THREADS = 16
+_CLASSES_SHOWN = 10
 _INDEX_NAME = ".nostall-index"
 
 
@@ -177,6 +179,20 @@ class Source:
             + (f" of {counted(len(classes), 'class')}" if classes else "")
             + f", {self.total_bytes / 1e6:.1f} MB>"
         )
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the samples, their fields and classes."""
+        from nostall.base import _html as html
+
+        rows = [("samples", f"{len(self)}, {format_bytes(self.total_bytes)}")]
+        classes = getattr(self, "classes", None)
+        if classes:
+            more = len(classes) - _CLASSES_SHOWN
+            named = ", ".join(map(str, classes[:_CLASSES_SHOWN]))
+            rows.append(("classes", f"{len(classes)}: {named}" + (", ..." if more > 0 else "")))
+        if self.item_maker is None:  # else an item is whatever the data set gives
+            rows += [(name, repr(kind)) for name, kind in self.schema.items()]
+        return html.table(repr(self), rows)
 
     @property
     def labels(self) -> NDArray[Any]:
