@@ -122,6 +122,12 @@ class Saved:
             if _ORDER[level] > _ORDER[self._level]:  # the drain may have been first
                 self._level = level
             self._changed.notify_all()
+        if _native.trace_on():
+            kind, now = (
+                _native.trace_kind("background", f"resume point, {level}"),
+                _native.trace_now(),
+            )
+            _native.trace_record(kind, now - int(1e9 * seconds), now)
 
     def _miss(self, *levels: Level) -> None:
         with self._changed:

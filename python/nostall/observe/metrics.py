@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from nostall.base import _options as options
 from nostall.base import _process as process
 from nostall.errors import Error, IoError, UsageError
+from nostall.observe._held import Watch
 from nostall.observe._stats import ORIGINS, EpochStats, Stats
 
 if TYPE_CHECKING:
@@ -262,6 +263,7 @@ class Live:
         self._fixed = {"rank": rank, "loader": name, "pid": self._pid, "process": process.mark()}
         self._next = 0.0
         self._newest: tuple[Recorder, int, int, int] | None = None
+        self.memory = Watch()
 
     def __call__(self, recorder: Recorder, epoch: int, batch: int, queue: int) -> None:
         self._newest = recorder, epoch, batch, queue
@@ -269,6 +271,7 @@ class Live:
         if now < self._next or os.getpid() != self._pid:
             return
         self._next = now + LIVE_SECONDS
+        self.memory()
         self._write(self._data(*self._newest))
 
     def _data(self, recorder: Recorder, epoch: int, batch: int, queue: int) -> dict[str, Any]:
@@ -291,6 +294,7 @@ class Live:
         """The loader has ended, or what records it: writes what it did up to its last batch."""
         if self._newest is not None and os.getpid() == self._pid:
             self._next = float("inf")
+            self.memory()
             self._write({**self._data(*self._newest), "ended": time.time()})
             self._newest = None
 

@@ -21,7 +21,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -207,7 +207,12 @@ def _write(run: _Run, entry: _Entry) -> None:
     loader = entry.loader()
     try:
         stats = entry.stats() if loader is None else loader.stats()
-        data = {"format": FORMAT, "kind": "run", **entry.settings, "stats": stats.to_dict()}
+        data = {
+            **{"format": FORMAT, "kind": "run"},
+            **entry.settings,
+            "held": asdict(entry.live.memory.held),
+            "stats": stats.to_dict(),
+        }
         path.write_text(json.dumps(data))
     except Exception as error:
         # The training does not fail because its record cannot be written.

@@ -167,6 +167,7 @@ def test_checkpoints_and_collectives_are_recorded(tmp_path: Path) -> None:
     found = {(e["cat"], e["name"]): e.get("args") for e in rows}
     assert ("checkpoint", "save") in found
     assert ("background", "write checkpoint") in found
+    assert ("background", "resume point, durable") in found
     assert found["peers", "allreduce"] == {"count": 10}
     assert ("peers", "barrier") in found
     assert ("peers", "wait for gradients") in found

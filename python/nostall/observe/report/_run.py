@@ -14,6 +14,7 @@ from typing import Any
 
 from nostall.errors import CorruptionError, Error, UsageError
 from nostall.observe import _values as values
+from nostall.observe._held import Held
 from nostall.observe._stats import Stats, by_loader, device_lines
 from nostall.observe.report import _digest as digest
 from nostall.observe.report._digest import CAUSES, Digest
@@ -36,8 +37,10 @@ _SETTINGS: dict[str, Any] = {
     **dict.fromkeys(("threads", "fetchers", "cores", "world_size", "local_world_size"), int),
     **dict.fromkeys(("samples", "dataset_bytes", "batch_size"), int),
     **dict.fromkeys(("memory_bytes", "staging_bytes"), int),
+    "epochs": int | None,
     "versions": dict[str, str],
     "tiers": list[tuple[str, int, str]],
+    "held": Held,
 }
 _AT_LEAST_ONE = ("threads", "fetchers", "world_size", "local_world_size")
 
@@ -258,6 +261,9 @@ def _loader(path: Path) -> Loader:
     for name in _AT_LEAST_ONE:
         if settings.get(name, 1) < 1:
             raise CorruptionError(f"{path}: {name} must be at least 1, not {settings[name]}")
+    held = settings.get("held", Held())
+    if not len(held.time) == len(held.own) == len(held.shared):
+        raise CorruptionError(f"{path}: the columns of held differ in length")
     return Loader(settings, stats)
 
 
