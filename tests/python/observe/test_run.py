@@ -23,6 +23,7 @@ import nostall
 from nostall import trace
 from nostall.cli import main
 from nostall.errors import UsageError
+from nostall.observe._held import Held, Watch
 from nostall.observe._stats import BatchRecords, EpochStats, OriginStats, Stats
 from nostall.observe.report import _run as runs
 from nostall.observe.report import _run_page as run_page
@@ -79,6 +80,88 @@ def test_words_say_where_the_run_waited() -> None:
     )
     assert "60.0 % for the source (/data, nfs)" in text
     assert "peers and checkpoints were not recorded" in text
+
+
+def test_the_headline_names_the_best_remedy_and_its_gain() -> None:
+    run = Run("run", [made()], None, [])
+    line = "60.0 % of the time waited for storage; a RAM tier of 1 GiB would save 20.0 %"
+    assert run_page.headline(run) == line
+    assert run_page.text(run).startswith(f"{line}.\nThis run waited 60.0 %")
+    assert f'<h1 class="bad">{line}</h1>' in run_page.page([run])
+    late = made(), made(1)
+    for rank, seconds in zip(late, (16.0, 1.0), strict=True):
+        assert rank.digest is not None
+        rank.digest.spans["peers", "allreduce"] = spans([0], [seconds])
+        rank.digest.spans["data", "wait for batch"] = spans([2], [2.5])
+    words = run_page.headline(Run("run", list(late), None, []))
+    assert words == (
+        "45.0 % of the time waited for other ranks; a rank 1 as fast as the others would save 37.5 %"
+    )
+
+
+def test_no_change_of_data_gains_more_than_was_waited_for_data() -> None:
+    rank = made()
+    loader = rank.loaders[0]
+    loader.settings.update(cores=4)
+    # 30 s of decoding beside other work made an epoch of 10 s wait for half a second.
+    epochs = [replace(e, stall_seconds=0.5, decode_seconds=30.0) for e in loader.stats.epochs]
+    rank.loaders[0] = replace(loader, stats=replace(loader.stats, epochs=epochs))
+    (threads,) = advise(Run("run", [rank], None, []), most=9)
+    assert threads.change == "threads=4"
+    assert threads.gain == pytest.approx(1.0)
+
+
+def test_the_header_says_what_was_trained_on() -> None:
+    ranks = [made(0), made(1)]
+    for rank in ranks:
+        (loader,) = rank.loaders
+        loader.settings.update(dataset="ImageFolder", samples=1000, batch_size=32, epochs=90)
+        rank.loaders[0] = replace(loader, stats=replace(loader.stats, world_size=2))
+    page = run_page.page([Run("run", ranks, None, [])])
+    assert re.findall("<dt>(.*?)</dt><dd>(.*?)</dd>", page)[:4] == [
+        ("data set", "ImageFolder, 1,000 samples, 800.0 MB"),
+        ("batch", "32 a rank, 64 together"),
+        ("epochs", "2 of 90"),
+        ("ranks", "2"),
+    ]
+
+
+def test_throughput_is_drawn_with_what_bounds_it() -> None:
+    rank = made()
+    columns = {n: [1.0] * 2 for n in BatchRecords.__dataclass_fields__}
+    batches = BatchRecords(**{**columns, "time": [1.0, 2.0], "source": [20.0, 20.0]})
+    rank.loaders[0] = replace(
+        rank.loaders[0], stats=replace(rank.loaders[0].stats, batches=batches)
+    )
+    page = run_page.page([Run("run", [rank], None, [])])
+    # 200 samples are 1.6 GB, of 100 MB/s, and 4 s of decoding by one thread.
+    assert "as fast as the source gave: 12<" in page
+    assert "as fast as 1 thread decoded: 50, above what is drawn<" in page
+    assert page.count('<polyline class="line source limit"') == 1
+    assert '<polyline class="line decode limit"' not in page
+
+
+def test_resume_points_say_what_work_was_at_risk() -> None:
+    rank = made()
+    assert rank.digest is not None
+    rank.digest.spans["background", "resume point, fast"] = spans([4, 10], [5, 12])
+    page = run_page.page([Run("run", [rank], None, [])])
+    # Until 12 s the training would have gone on from 4 s; its end, at 20 s, from 10 s.
+    assert "2 checkpoints on fast storage, at most 10.0 s of work at risk" in page
+    assert "on durable storage" not in page
+    rank.digest.spans["background", "resume point, fast"] = spans([4, 16], [5, 17])
+    assert "at most 13.0 s of work" in run_page.page([Run("run", [rank], None, [])])
+
+
+def test_memory_is_that_of_all_ranks_of_the_host_that_holds_most() -> None:
+    ranks = [made(0), made(1), made(2)]
+    for rank, (host, own, shared) in zip(
+        ranks, (("a", 1e9, 3e9), ("a", 2e9, 3e9), ("b", 4e9, 0.0)), strict=True
+    ):
+        held = Held([0.0, 20.0], [own, own], [shared, shared])
+        rank.loaders[0].settings.update(host=host, held=held)
+    page = run_page.page([Run("run", ranks, None, [])])
+    assert "At the most 6.0 GB of 8.6 GB on the host that held most, a." in page
 
 
 def test_words_of_a_short_run_have_its_milliseconds() -> None:
@@ -277,17 +360,21 @@ def test_a_page_is_read_in_a_browser(
     assert "This run waited" in capsys.readouterr().out
     text = page.read_text()
     assert f"nostall {nostall.__version__}, python" in text  # of the header of the run
-    wide = look(page)
+    seen = look(page)
+    wide = seen["wide"]
     assert wide.messages == []
     assert wide.requests == []
     assert wide.scripts == 0
-    assert len(wide.figures) == 6
+    assert len(wide.figures) == 7
     assert all(w > 300 and h > 30 for w, h in wide.figures)
     assert wide.overflow <= 0
     assert "<script>alert(1)</script>" in wide.text  # as words
-    phone = look(page, 390, 844)
-    assert phone.overflow <= 0  # what is wide scrolls by itself
-    (first, _), *others = phone.figures
+    assert "Memory over time" in wide.text
+    for way in seen.values():
+        assert way.overflow <= 0  # what is wide scrolls by itself
+        assert way.contrast[0] >= 4.5, way.contrast
+    assert seen["paper"].cut == 0  # nobody scrolls there
+    (first, _), *others = seen["phone"].figures
     assert first < 390  # the bar of all the time: half of it would say something else
     assert all(w >= 390 for w, _ in others)
 
@@ -325,10 +412,21 @@ def test_a_timeline_beside_says_who_waits_for_whom(image_folder: Path, tmp_path:
     assert late.change == "look at rank 1"
     page = tmp_path / "page.html"
     run_page.save([run], page)
-    seen = look(page)
+    seen = look(page)["wide"]
     assert seen.messages == []
     assert "How long each rank waited for the others" in seen.text
-    assert len(seen.figures) == 7
+    assert len(seen.figures) == 8
+
+
+def test_memory_of_a_long_run_is_held_at_fewer_moments(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(10_000))
+    monkeypatch.setattr(time, "time", lambda: float(next(clock)))
+    watch = Watch()
+    for _ in range(3000):
+        watch()
+    times = watch.held.time
+    assert 250 < len(times) <= 600 and len(times) == len(watch.held.own)
+    assert times == sorted(times)
 
 
 def test_two_runs_stand_side_by_side(image_folder: Path, tmp_path: Path) -> None:
@@ -336,11 +434,11 @@ def test_two_runs_stand_side_by_side(image_folder: Path, tmp_path: Path) -> None
         record(image_folder, tmp_path / name)
     page = tmp_path / "both.html"
     assert main(["report", str(tmp_path / "a"), str(tmp_path / "b"), "-o", str(page)]) == 0
-    seen = look(page)
+    seen = look(page)["wide"]
     assert seen.messages == []
     assert "Side by side" in seen.text
     assert "than A" in seen.text
-    assert len(seen.figures) == 12
+    assert len(seen.figures) == 14
     with pytest.raises(UsageError, match="not 3"):
         run_page.page([Run("", [made()], None, [])] * 3)
 
@@ -350,12 +448,19 @@ def test_damaged_records_are_left_out_and_named(image_folder: Path, tmp_path: Pa
     record(image_folder, home)
     (home / "rank1.0.run.json").write_text('{"stats": 3}')
     (home / "rank2.0.run.json").write_text("{")
+    old = json.loads((home / "rank0.0.run.json").read_text())
+    assert old["held"]["time"] == sorted(old["held"]["time"]) and min(old["held"]["own"]) > 0
+    old["held"]["own"].append(1.0)
+    (home / "rank4.0.run.json").write_text(json.dumps(old))
+    del old["held"]  # as it was once written
+    (home / "rank0.0.run.json").write_text(json.dumps(old))
     (home / "rank3.trace.json.gz").write_bytes(b'{"backend": "nostall"')
     (home / "profile.json").write_text('{"traceEvents": []}')
     found = runs.read(home)
     assert [r.rank for r in found.ranks] == [0]
-    assert sum("left out" in n for n in found.notes) == 4
-    assert run_page.page([found])
+    assert sum("left out" in n for n in found.notes) == 5
+    assert any("columns of held differ in length" in n for n in found.notes)
+    assert "Memory over time" not in run_page.page([found])
 
 
 def test_a_directory_without_a_run_is_told(

@@ -2,6 +2,7 @@
 
 # _run       a recorded run, read from its directory; _digest: the waits of one rank and their causes
 # _run_page  the page: answer, lanes of ranks and devices, tables; _drawing, _parts: its SVG and HTML
+# _kept      its sections of resume points and of memory
 # _advice    what to change, and the gain of it
 # _timeline  the analysis of timelines of other tools (nostall/observe/timelines), as text or page
 # _arrivals, _mpi_trace   profiles of MPI programs

@@ -6,12 +6,13 @@ The model, epoch by epoch and on average over ranks:
 
 The compute time (the epoch without its waits), the bytes, the decoding time and the source's bandwidth
 B are those that this run measured. A change replaces a term. Its gain is the difference of the two
-times, so that time which the model does not explain cancels out.
+times, so that time which the model does not explain cancels out, and at most what the epoch waited.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -26,12 +27,17 @@ _FULL = 0.75
 
 @dataclass(frozen=True)
 class Advice:
-    """One change; `gain` in seconds of this run, `share` of its length."""
+    """One change, and `remedy` as a noun in a sentence; `gain` in seconds of this run, `share` of it.
+
+    With `at_most` the gain is a bound.
+    """
 
     change: str
+    remedy: str
     why: str
     gain: float
     share: float
+    at_most: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,6 +102,11 @@ def _size(count: float) -> str:
     )  # fmt: skip
 
 
+def _spaced(count: float) -> str:
+    """As people write it, where `_size` is as options take it."""
+    return re.sub(r"(\d)([A-Z])", r"\1 \2", _size(count))
+
+
 def advise(run: Run, most: int = 2) -> list[Advice]:
     """The changes that gain most, the best first; none that gains less than a hundredth."""
     total = run.seconds
@@ -110,6 +121,7 @@ def advise(run: Run, most: int = 2) -> list[Advice]:
         found.append(
             _advice(
                 f"look at rank {late}",
+                f"a rank {late} as fast as the others",
                 f"the others wait for it: it waits {waits[late]:.1f} s for them, the average rank "
                 f"{mean:.1f} s",
                 mean - waits[late],
@@ -121,20 +133,25 @@ def advise(run: Run, most: int = 2) -> list[Advice]:
             r.digest is not None and ("background", "write checkpoint") in r.digest.spans
             for r in run.ranks
         )
-        change, why = (
+        change, remedy, why = (
             ("save(..., window=True), or a larger every=",
+             "copying the state of checkpoints meanwhile (window=True)",
              "training stood still while its state was copied; it is written in the background")
             if copied
             else ("write checkpoints in the background, by nostall.Checkpointer",
+                  "writing checkpoints in the background",
                   "training stood still while they were written")
         )  # fmt: skip
-        found.append(_advice(change, why, run.checkpoints * total, total))
+        found.append(_advice(change, remedy, why, run.checkpoints * total, total))
     worth = [a for a in found if a.share >= 0.01]
     return sorted(worth, key=lambda a: -a.gain)[:most]
 
 
-def _advice(change: str, why: str, gain: float, total: float) -> Advice:
-    return Advice(change, why, gain, gain / total if total > 0 else 0.0)
+def _advice(
+    change: str, remedy: str, why: str, gain: float, total: float, at_most: bool = False
+) -> Advice:
+    bound = " (at most this gain)" if at_most else ""
+    return Advice(change + bound, remedy, why, gain, gain / total if total > 0 else 0.0, at_most)
 
 
 def _of_loader(run: Run, ranks: Sequence[Loader], named: bool) -> list[Advice]:
@@ -143,11 +160,16 @@ def _of_loader(run: Run, ranks: Sequence[Loader], named: bool) -> list[Advice]:
     name = f"{ranks[0].stats.loader}: " if named else ""
     found: list[Advice] = []
 
-    def offer(change: str, why: str, gain: float) -> None:
-        found.append(_advice(name + change, why, gain, run.seconds))
+    def offer(change: str, remedy: str, why: str, gain: float, at_most: bool = False) -> None:
+        of = f" for {ranks[0].stats.loader}" if named else ""
+        found.append(_advice(name + change, remedy + of, why, gain, run.seconds, at_most))
 
     def gain(changed: list[Term]) -> float:
-        return sum(max(0.0, a.time - b.time) for a, b in zip(rows, changed, strict=True))
+        # What was read and decoded beside the training did not delay it.
+        return sum(
+            min(max(0.0, a.time - b.time), a.actual - a.compute)
+            for a, b in zip(rows, changed, strict=True)
+        )
 
     first = rows[0].epoch if rows else 0
     local = int(settings.get("local_world_size", 1))
@@ -161,6 +183,8 @@ def _of_loader(run: Run, ranks: Sequence[Loader], named: bool) -> list[Advice]:
         offer(
             f'tiers=["ram:{_size(each)}"]' if fits
             else f'tiers=["ram:{_size(0.4 * memory)}", "/local/disk:{_size(each)}"]',
+            f"a RAM tier of {_spaced(each)}" if fits
+            else f"a RAM tier of {_spaced(0.4 * memory)} and a file tier of {_spaced(each)}",
             f"the tiers of {counted(nodes, 'node')} hold "
             f"{format_bytes(float(held * nodes))} of {format_bytes(float(size))}, "
             f"so every epoch reads the source again; epochs after the first would read nothing from it",
@@ -172,6 +196,7 @@ def _of_loader(run: Run, ranks: Sequence[Loader], named: bool) -> list[Advice]:
             "a file tier that is kept for the next job: " + (
                 'mark it ":keep"' if kept else f'tiers=[..., "/local/disk:{_size(size / nodes)}:keep"]'
             ),
+            "a file tier kept from the job before",
             "the next job on the same data finds it, and its first epoch reads nothing from the source",
             gain([replace(t, read=0.0) if t.epoch == first else t for t in rows]),
         )  # fmt: skip
@@ -180,15 +205,18 @@ def _of_loader(run: Run, ranks: Sequence[Loader], named: bool) -> list[Advice]:
     if 0 < threads < cores:
         offer(
             f"threads={cores}",
+            f"decoding with {cores} threads",
             f"{threads} of {cores} cores of each rank decode",
             gain([replace(t, decode=t.decode * threads / cores) for t in rows]),
         )
     if settings.get("called_steps"):
         waited = sum(e.stall_seconds for x in ranks for e in x.stats.epochs) / len(ranks)
         offer(
-            'more threads=, workers="processes", or steps of nostall.transforms (at most this gain)',
+            'more threads=, workers="processes", or steps of nostall.transforms',
+            "making what callables of Python make faster",
             "batches were waited for while callables of Python made them",
             min(waited, run.causes()["decode"] * run.seconds),
+            at_most=True,
         )
     # Decoding may run on the cores that compute; then the sum of both takes the time.
     unexplained = sum(max(0.0, t.actual - max(t.read, t.compute + t.decode)) for t in rows)
@@ -198,9 +226,11 @@ def _of_loader(run: Run, ranks: Sequence[Loader], named: bool) -> list[Advice]:
         # More of what was never full would stay empty too.
         if used > _FULL * staging:
             offer(
-                f'staging="{_size(2 * staging)}" (at most this gain)',
+                f'staging="{_size(2 * staging)}"',
+                f"a staging buffer of {_spaced(2 * staging)}",
                 "reading and decoding are fast enough on average, yet batches were waited for: a "
                 "larger staging buffer smooths bursts",
                 unexplained,
+                at_most=True,
             )
     return found

@@ -170,7 +170,9 @@ def lines(
     top = 18.0 if marks else 6.0
     most = max((y for c in curves for _, y in c.points), default=0.0)
     steps = ticks(most, 4)
-    most = max(most, steps[-1]) or 1.0
+    if len(steps) > 1 and most > steps[-1]:
+        steps.append(steps[-1] + steps[1])
+    most = steps[-1] or 1.0
     out = []
     for value in steps:
         y = top + height * (1 - value / most)

@@ -19,8 +19,9 @@ _COLOURS = {
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d2733; --soft: #52606d; --line: #dde3ea; --paper: #f4f6f8;
   --card: #fff; --compute: #c3cfdb; --good: #0b7a4b; --bad: #b3460a }
-@media (prefers-color-scheme: dark) { :root { --ink: #e4e9ef; --soft: #9fb0c0; --line: #2c3846;
-  --paper: #10161d; --card: #18212b; --compute: #3d4e60; --good: #4cc38a; --bad: #f5985c } }
+@media screen and (prefers-color-scheme: dark) { :root { --ink: #e4e9ef; --soft: #9fb0c0;
+  --line: #2c3846; --paper: #10161d; --card: #18212b; --compute: #3d4e60; --good: #4cc38a;
+  --bad: #f5985c } }
 * { box-sizing: border-box }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 76em; margin: 0 auto; padding: 1.5em 1em 4em;
   color: var(--ink); background: var(--paper) }
@@ -48,15 +49,18 @@ summary { cursor: pointer; color: var(--soft); margin: .4em 0 } li { margin: .35
 svg { display: block; width: 100%; height: auto; min-width: 40em }
 .bar { margin: .4em 0 } .bar svg { min-width: 0 }
 svg text { font: 12px system-ui, sans-serif; fill: var(--soft) }
-svg text.on { fill: #fff; font-weight: 600 } svg text.on.compute { fill: var(--ink) }
+svg text.on { fill: #111; font-weight: 600 } svg text.on.compute { fill: var(--ink) }
 .drawn svg { background: #fff; border-radius: 6px; width: auto; max-width: 100% }
 .drawn svg text { fill: #000 }
 .grid { stroke: var(--line) } .moment { stroke: var(--soft); stroke-dasharray: 2 3 }
-.line { fill: none; stroke-width: 1.8 } .compute { fill: var(--compute); background: var(--compute) }
+.line { fill: none; stroke-width: 1.8 } .line.limit { stroke-dasharray: 7 4 }
+.compute { fill: var(--compute); background: var(--compute) }
 .legend { display: flex; flex-wrap: wrap; gap: .2em 1.2em; margin: .3em 0; font-size: .9em }
 .legend i { display: inline-block; width: .85em; height: .85em; border-radius: 2px; margin-right: .4em }
 a { color: inherit } :focus-visible { outline: 2px solid var(--soft); outline-offset: 2px }
-@media print { body { background: #fff; max-width: none } section { border-color: #bbb }
+@media print { :root { color-scheme: light } body { background: #fff; max-width: none }
+  section { border-color: #bbb } .wide { overflow: visible } svg { min-width: 0 }
+  table { font-size: .8em } td, th { padding: .2em .35em; white-space: normal; overflow-wrap: anywhere }
   * { print-color-adjust: exact; -webkit-print-color-adjust: exact } }
 """ + "".join(
     f".{name} {{ fill: {c}; background: {c} }} .line.{name} {{ fill: none; stroke: {c} }}\n"

@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 
 from nostall.base._sizes import format_bytes
+from nostall.base._words import counted
 from nostall.errors import IoError, UsageError
 from nostall.observe._stats import DEVICE_CAUSES, HEADINGS, ORIGINS, Stats, device_lines, merge
-from nostall.observe.report._advice import advise
+from nostall.observe.report._advice import advise, bandwidth
 from nostall.observe.report._digest import CAUSES, FETCHING, Digest, Spans
 from nostall.observe.report._drawing import Line, Part, bar, legend, lines, spans, stacks
+from nostall.observe.report._kept import RESUME, memory, resume
 from nostall.observe.report._parts import document, folded, section, table
 from nostall.observe.report._run import CAUSE_NAMES, Loader, Rank, Run, percent, words
 from nostall.observe.timelines import Analysis
@@ -31,6 +33,7 @@ _ORIGIN_COLOURS = {"ram": "ram", "file": "file", "peer": "peer", "source": "sour
 _DEVICE_COLOURS = {"input": "data", "copy": "tier", "gradient": "peers", "checkpoint": "checkpoint"}
 _SEEN = 0.002  # of a slot
 _LITTLE = 0.02  # of the time: a run that waits less has nothing to gain
+_ALMOST = 0.9  # of the waits: as good as all of them
 _SLOTS = 100
 _LANES = 32
 _MARKS = 2000
@@ -51,7 +54,7 @@ def advice_lines(run: Run) -> list[str]:
 
 def text(run: Run) -> str:
     """The summary for the terminal."""
-    lines = [words(run), *(f"  -> {line}" for line in advice_lines(run))]
+    lines = [f"{headline(run)}.", words(run), *(f"  -> {line}" for line in advice_lines(run))]
     lines += [f"note: {n}" for n in run.notes]
     return "\n".join("".join(c if c.isprintable() else "\ufffd" for c in x) for x in lines)
 
@@ -124,9 +127,11 @@ def _whole(run: Run, name: str) -> list[str]:
     digests = [r.digest for r in run.ranks if r.digest is not None]
     if digests:
         out += [section(_PHASES, _phases(digests)), section(_THREADS, _threads(run, digests))]
+        out.append(section("Resume points", resume(digests, float(_slots(digests)[0][-1]))))
     if run.timeline is not None and run.timeline.ranks:
         out.append(section("How long each rank waited for the others", _imbalance(run.timeline)))
-    out += [_of_loader(group, named=len(groups) > 1) for group in groups]
+    out += [_of_loader(run, group, named=len(groups) > 1) for group in groups]
+    out.append(section("Memory over time", memory(run)))
     out.append(section("Notes", _list(run.notes)))
     return out
 
@@ -135,16 +140,30 @@ def _list(lines: Sequence[str]) -> str:
     return "<ul>" + "".join(f"<li>{html.escape(x)}</li>" for x in lines) + "</ul>" if lines else ""
 
 
-def _headline(run: Run) -> str:
+def headline(run: Run) -> str:
+    """The answer: what the time waited for, and what would end it."""
+    if run.waited < _LITTLE:
+        return f"Nothing to do: the training waited {percent(run.waited)} of its time"
     causes = {CAUSE_NAMES[c]: share for c, share in run.causes().items()}
+    causes["storage"] = causes.pop(CAUSE_NAMES["source"])
     causes |= {"other ranks": run.peers or 0.0, "checkpoints": run.checkpoints or 0.0}
     most = max(causes, key=lambda c: causes[c])
-    if run.waited < _LITTLE:
-        kind, line = "good", f"Nothing to do: the training waited {percent(run.waited)} of its time"
-    else:
-        kind, line = "bad", f"{percent(run.waited)} of the time waited, most of it for {most}"
+    mostly = "" if causes[most] > _ALMOST * run.waited else ", most of it"
+    line = f"{percent(run.waited)} of the time waited{mostly} for {most}"
+    found = advise(run, 1)
+    if not found:
+        return line
+    best = found[0]
+    would, save = ("could", "save up to") if best.at_most else ("would", "save")
+    gained = "end it" if best.share > _ALMOST * run.waited else f"{save} {percent(best.share)}"
+    return f"{line}; {best.remedy} {would} {gained}"
+
+
+def _headline(run: Run) -> str:
+    kind = "good" if run.waited < _LITTLE else "bad"
     return (
-        f'<h1 class="{kind}">{html.escape(line)}</h1><p class="key">{html.escape(words(run))}</p>'
+        f'<h1 class="{kind}">{html.escape(headline(run))}</h1>'
+        f'<p class="key">{html.escape(words(run))}</p>'
     )
 
 
@@ -156,14 +175,32 @@ def _facts(run: Run) -> str:
     stats = run.stats
     world = max((s.world_size for s in stats), default=len(run.ranks))
     facts = [
+        *_trained_on(run),
+        ("ranks", str(world) if len(run.ranks) == world else f"{world}, {len(run.ranks)} recorded"),
+        ("hosts", ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")),
         ("command", given.get("command", "")),
         ("began", given.get("began", "")),
-        ("hosts", ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")),
-        ("ranks", str(world) if len(run.ranks) == world else f"{world}, {len(run.ranks)} recorded"),
         ("versions", ", ".join(f"{k} {v}" for k, v in given.get("versions", {}).items() if v)),
     ]
     items = "".join(f"<div><dt>{k}</dt><dd>{html.escape(str(v))}</dd></div>" for k, v in facts if v)
     return f'<dl class="facts">{items}</dl>'
+
+
+def _trained_on(run: Run) -> list[tuple[str, str]]:
+    """The data sets, batches and epochs of the loaders, each in the loaders' order."""
+    given = [(g[0].settings, g[0].stats) for g in run.loaders() if g and "samples" in g[0].settings]
+    sets, batches, epochs = [], [], []
+    for s, stats in given:
+        size = format_bytes(float(s.get("dataset_bytes", 0)))
+        sets.append(f"{s.get('dataset', '')}, {s['samples']:,} samples, {size}")
+        each, world = s.get("batch_size", 0), stats.world_size
+        batches.append(f"{each}" + (f" a rank, {each * world} together" if world > 1 else ""))
+        done, planned = 1 + max((e.epoch for e in stats.epochs), default=-1), s.get("epochs")
+        epochs.append(f"{done}" + (f" of {planned}" if planned not in (None, done) else ""))
+    return [
+        (name, "; ".join(dict.fromkeys(found)))
+        for name, found in (("data set", sets), ("batch", batches), ("epochs", epochs))
+    ]
 
 
 def _shares(run: Run) -> str:
@@ -409,7 +446,8 @@ def _phases(digests: Sequence[Digest]) -> str:
     kinds: dict[tuple[str, str], float] = {}
     for d in digests:
         for (category, name), found in d.spans.items():
-            if category != "data" and not category.startswith("device "):
+            hidden = category == "data" or name in RESUME
+            if not hidden and not category.startswith("device "):
                 kinds[category, name] = kinds.get((category, name), 0.0) + found.seconds
     if not kinds:
         return ""
@@ -472,7 +510,7 @@ def _imbalance(found: Analysis) -> str:
 # ---------------------------------------------------------------------------- one loader
 
 
-def _of_loader(group: Sequence[Loader], named: bool) -> str:
+def _of_loader(run: Run, group: Sequence[Loader], named: bool) -> str:
     stats = [x.stats for x in group]
     whole = merge(stats)
     given = group[0].settings
@@ -495,7 +533,7 @@ def _of_loader(group: Sequence[Loader], named: bool) -> str:
     return section(
         title,
         f"<p>{html.escape('; '.join(facts))}</p>" if facts else "",
-        _flow(stats),
+        _flow(run, group),
         _origins(stats),
         folded(table(HEADINGS, whole.rows()), "by epoch, as a table"),
         f"<p>{_capital(read_line(whole, len(stats)))}"
@@ -530,8 +568,24 @@ def _over_time(stats: Sequence[Stats]) -> tuple[Any, float, dict[str, Any]]:
     return edges, end, sums
 
 
-def _flow(stats: Sequence[Stats]) -> str:
-    """Samples a second of all ranks, and the share of time that they waited."""
+def _limits(run: Run, group: Sequence[Loader]) -> list[tuple[str, str, float]]:
+    """Samples a second that the source and the threads alone would give, by what was measured."""
+    whole = merge([x.stats for x in group])
+    out = []
+    rate, size = bandwidth(run), sum(e.bytes for e in whole.epochs)
+    if rate and size and whole.source_bytes:
+        out.append(("source", "as fast as the source gave", rate * whole.samples / size))
+    decode = sum(e.decode_seconds for e in whole.epochs)
+    threads = sum(int(x.settings.get("threads", 0)) for x in group)
+    if decode and threads:
+        words_ = f"as fast as {counted(threads, 'thread')} decoded"
+        out.append(("decode", words_, threads * whole.samples / decode))
+    return out
+
+
+def _flow(run: Run, group: Sequence[Loader]) -> str:
+    """Samples a second of all ranks, and what bounds them."""
+    stats = [x.stats for x in group]
     edges, end, sums = _over_time(stats)
     if not len(stats[0].batches.time):
         return ""
@@ -545,8 +599,17 @@ def _flow(stats: Sequence[Stats]) -> str:
             first[int(epoch)] = min(moment, first.get(int(epoch), moment))
     marks = [(moment, f"epoch {epoch}") for epoch, moment in sorted(first.items())]
     everywhere = ", all ranks" if len(stats) > 1 else ""
-    return f"<h3>Samples a second{everywhere}</h3>" + lines(
-        "Samples a second over time, since the loader was made", [curve], end, "", marks
+    names, curves = [(curve.colour, curve.name)], [curve]
+    # A bound far above the curve would press it flat.
+    for colour, name, value in _limits(run, group):
+        far = value > 2 * max(rate)
+        names.append((colour, f"{name}: {value:,.0f}" + (", above what is drawn" if far else "")))
+        if not far:
+            curves.append(Line(f"{colour} limit", name, [(0.0, value), (end, value)]))
+    return (
+        f"<h3>Samples a second{everywhere}</h3>"
+        + legend(names)
+        + lines("Samples a second over time, since the loader was made", curves, end, "", marks)
     )
 
 
