@@ -346,6 +346,17 @@ def write(path: str | Path | None, **parts: Any) -> None:
         Path(path).write_text(text)
 
 
+# As the report's page has it: Okabe and Ito's colours, which colour-blind readers can distinguish.
+_STYLE: dict[str, Any] = {
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
+    **dict.fromkeys(("axes.grid", "axes.axisbelow"), True),
+    **dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), "#52606d"),
+    **{"grid.color": "#dde3ea", "text.color": "#1d2733", "axes.titlesize": "medium"},
+    **{"hatch.linewidth": 0.6, "lines.linewidth": 1.8},
+}
+_CYCLE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#5f6c7b", "#7b6bb7")
+
+
 @contextlib.contextmanager
 def figure(
     path: str | Path, rows: int, columns: int, size: tuple[float, float], **options: Any
@@ -354,13 +365,16 @@ def figure(
     import matplotlib
 
     matplotlib.use("Agg")
+    from cycler import cycler
     from matplotlib import pyplot
 
-    drawn, axes = pyplot.subplots(
-        rows, columns, figsize=size, squeeze=False, layout="constrained", **options
-    )
-    try:
-        yield drawn, axes
-        drawn.savefig(path, dpi=120)
-    finally:
-        pyplot.close(drawn)
+    style = {**_STYLE, "axes.prop_cycle": cycler(color=_CYCLE)}
+    with pyplot.rc_context(style):
+        drawn, axes = pyplot.subplots(
+            rows, columns, figsize=size, squeeze=False, layout="constrained", **options
+        )
+        try:
+            yield drawn, axes
+            drawn.savefig(path, dpi=120)
+        finally:
+            pyplot.close(drawn)

@@ -8,6 +8,8 @@ import pytest
 from sync_ranks import run_ranks
 
 from nostall_bench.demo.dataset import DatasetSpec, make_dataset
+from nostall_bench.demo.experiment import draw
+from nostall_bench.harness import figure
 
 TRAIN = """
 import argparse, hashlib, torch, torch.distributed as dist
@@ -61,6 +63,24 @@ result["start"] = hashlib.sha256(
     b"".join(p.detach().numpy().tobytes() for p in make_model(5, 7).parameters())).hexdigest()
 dist.destroy_process_group()
 """
+
+
+def test_the_plot_has_whole_epochs_and_its_legend_beside_the_bars(tmp_path: Path) -> None:
+    def epochs(seconds: float) -> dict[str, object]:
+        rows = [
+            {"epoch": e, "seconds": seconds, "stall_seconds": 3.0, "loss": 1.0} for e in range(2)
+        ]
+        return {"epochs": rows}
+
+    with figure(tmp_path / "demo.png", 1, 2, (9, 3.4)) as (drawn, ((left, right),)):
+        draw({"torch": epochs(9.0), "nostall": epochs(4.0)}, left, right)
+        drawn.canvas.draw()
+        for axes in (left, right):
+            assert list(axes.get_xticks()) == [0, 1]
+            legend = axes.get_legend().get_window_extent()
+            assert legend.y0 >= axes.bbox.y1 and drawn.bbox.x1 >= legend.x1
+            assert not axes.spines["top"].get_visible()
+        assert max(p.get_y() + p.get_height() for p in left.patches) == 9.0
 
 
 @pytest.mark.multi

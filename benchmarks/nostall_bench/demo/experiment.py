@@ -18,6 +18,7 @@ from nostall_bench.programs import child_environment
 from nostall_bench.slowfs import SlowFS
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from rich.table import Table
 
 MB = 1e6
@@ -232,23 +233,28 @@ def summary(results: dict[str, Any]) -> Table:
 
 
 def _plot(results: dict[str, Any], path: Path) -> None:
-    with harness.figure(path, 1, 2, (9, 3.5)) as (_, ((left, right),)):
-        for i, loader in enumerate(("torch", "nostall")):
-            epochs = results[loader]["epochs"]
-            at = [e["epoch"] + 0.4 * i - 0.2 for e in epochs]
-            stall = [e["stall_seconds"] for e in epochs]
-            work = [max(0.0, e["seconds"] - e["stall_seconds"]) for e in epochs]
-            left.bar(at, work, 0.38, color=f"C{i}", label=f"{loader}: training")
-            left.bar(
-                at, stall, 0.38, bottom=work, color=f"C{i}", alpha=0.4, label=f"{loader}: stalled"
-            )
-            right.plot(
-                [e["epoch"] for e in epochs], [e["loss"] for e in epochs], "o-", label=loader
-            )
-        left.set(xlabel="epoch", ylabel="seconds")
-        right.set(xlabel="epoch", ylabel="training loss")
-        for axes in (left, right):
-            axes.locator_params(axis="x", integer=True)
-        left.margins(y=0.35)  # above the bars, for the legend
-        left.legend(fontsize=8, loc="upper center", ncols=2)
-        right.legend(fontsize=8)
+    with harness.figure(path, 1, 2, (9, 3.4)) as (_, ((left, right),)):
+        draw(results, left, right)
+
+
+def draw(results: dict[str, Any], left: Axes, right: Axes) -> None:
+    """The seconds of each epoch, waits apart, and the loss."""
+    colours = {"torch": ("#5f6c7b", "#c3cfdb"), "nostall": ("#0072b2", "#8fc7ea")}
+    for i, (loader, (dark, light)) in enumerate(colours.items()):
+        epochs = results[loader]["epochs"]
+        at = [e["epoch"] + 0.4 * i - 0.2 for e in epochs]
+        stall = [e["stall_seconds"] for e in epochs]
+        work = [max(0.0, e["seconds"] - e["stall_seconds"]) for e in epochs]
+        left.bar(at, work, 0.36, color=dark, label=f"{loader}: training")
+        left.bar(at, stall, 0.36, bottom=work, color=light, hatch="///", edgecolor=dark, lw=0,
+                 label=f"{loader}: waiting for data")  # fmt: skip
+        form = "o--" if i else "s-"  # both are seen where they are alike
+        losses = [e["loss"] for e in epochs]
+        right.plot([e["epoch"] for e in epochs], losses, form, color=dark, label=loader)
+    left.set(xlabel="epoch", ylabel="seconds")
+    right.set(xlabel="epoch", ylabel="training loss", ylim=(0, None))
+    for axes in (left, right):
+        axes.set_xticks([e["epoch"] for e in results["torch"]["epochs"]])
+        axes.grid(axis="x", visible=False)
+        # Above the axes, where no bar is.
+        axes.legend(fontsize=8, loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=2)
