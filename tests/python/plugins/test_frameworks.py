@@ -75,7 +75,9 @@ def test_frameworks_have_the_same_batches_on_two_ranks(data: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.multi
-def test_ranks_that_lightning_starts_share_their_node(image_folder: Path, tmp_path: Path) -> None:
+def test_ranks_that_lightning_starts_share_their_node_and_reduce_over_our_backend(
+    image_folder: Path, tmp_path: Path
+) -> None:
     needs("pytorch_lightning")
     of_launchers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if name not in of_launchers}
@@ -87,6 +89,23 @@ def test_ranks_that_lightning_starts_share_their_node(image_folder: Path, tmp_pa
     assert ranks[0]["job"] == ranks[1]["job"]
     # 61 samples and one that is repeated are dealt to two ranks, which have one copy.
     assert sum(r["source"] for r in ranks) == ranks[0]["total"]
+    labels = [np.array(r["labels"]) for r in ranks]
+    assert sorted(set(np.concatenate(labels).tolist())) == list(range(61))
+    # The mean of a step is of the last one, whose batch has one sample on each rank.
+    logged = {
+        "mean": np.mean(labels),
+        "mean_epoch": np.mean(labels),
+        "mean_step": np.mean([part[-1] for part in labels]),
+        "sum": np.sum(labels),
+        "max": 60,
+    }
+    # A gradient is the mean of the labels of a batch over both ranks.
+    steps = [np.mean([part[i : i + 5] for part in labels]) for i in range(0, 31, 5)]
+    for r in ranks:
+        assert r["backend"] == "nostall"
+        assert r["logged"] == pytest.approx(logged), r["logged"]
+        assert r["weight"] == pytest.approx(-0.01 * sum(steps))
+    assert [r["bar"] for r in ranks] == [[7, 7], None]
 
 
 @pytest.mark.parametrize("framework", ["keras", "flax"])
