@@ -9,7 +9,7 @@ one's own take the loader itself.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -78,6 +78,19 @@ class TorchLoader(torch.utils.data.DataLoader):
         """The next epoch, or the rest of the one in which the loaded state was taken."""
         for batch in self.loader:
             yield batch if self._names is None else self._named(batch, self._names)
+
+    def epochs(self) -> Iterator[Self]:
+        """This loader, once for each epoch from the position to the end of the job.
+
+            for epoch in loader.epochs():
+                for batch in epoch:
+
+        After a resume it begins with the rest of the epoch that was interrupted.
+
+        Raises:
+            UsageError: the job has no end.
+        """
+        return (self for _ in self.loader.epochs())
 
     @staticmethod
     def _named(batch: Any, names: tuple[str, ...]) -> dict[str, Any]:
