@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import nostall
 from nostall import transforms as t
 
-EPOCHS, BATCH, SAVED = 3, 4, 5
+EPOCHS, BATCH, KEPT = 3, 4, 5
 
 
 class Model(nnx.Module):
@@ -73,37 +73,39 @@ def make_loader(root, mesh):
     )
 
 
-def train(root, folder, restore=None):
+def train(root, folder):
+    """Goes on from the last checkpoint in `folder`; the labels and losses of each batch."""
     mesh = Mesh(np.array(jax.devices()), ("data",))
     model, optimizer = make_training(mesh)
     seen = []
     with make_loader(root, mesh) as loader, ocp.CheckpointManager(folder) as checkpoints:
-        if restore is not None:
+        number = checkpoints.latest_step() or 0
+        if number:
             like = ocp.args.StandardRestore(nnx.state((model, optimizer)))
             saved = checkpoints.restore(
-                restore, args=ocp.args.Composite(state=like, loader=ocp.args.JsonRestore())
+                number, args=ocp.args.Composite(state=like, loader=ocp.args.JsonRestore())
             )
             nnx.update((model, optimizer), saved["state"])
             loader.load_state_dict(saved["loader"])
         for epoch in loader.epochs():
             for images, labels in epoch:
-                assert len(images.sharding.device_set) == jax.device_count()
                 loss = float(step(model, optimizer, images, labels))
                 seen.append((labels.tolist(), loss))
-                if restore is None and len(seen) == SAVED:
+                number += 1
+                if number % KEPT == 0:
                     state = ocp.args.StandardSave(nnx.state((model, optimizer)))
                     place = ocp.args.JsonSave(loader.state_dict())
-                    checkpoints.save(SAVED, args=ocp.args.Composite(state=state, loader=place))
+                    checkpoints.save(number, args=ocp.args.Composite(state=state, loader=place))
     return seen
 
 
 def main(root):
     with tempfile.TemporaryDirectory() as folder:
         whole = train(root, folder)
-        rest = train(root, folder, SAVED)
+        rest = train(root, folder)
     assert len(whole) == EPOCHS * 3  # 14 samples in batches of four, the last two left out
     # The checkpoint is of the middle of the second epoch.
-    assert rest == whole[SAVED:], (rest, whole)
+    assert rest == whole[KEPT:], (rest, whole)
     assert jax.device_count() > 1
     loss = whole[-1][1]
     print(f"flax: loss {loss:.3f} on {jax.device_count()} devices, the same batches", flush=True)

@@ -42,26 +42,26 @@ class Model(pytorch_lightning.LightningModule):
     def __init__(self):
         super().__init__()
         self.net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 14))
-        self.seen, self.checked = [], []
 
     def training_step(self, batch, _):
         images, labels = batch
-        loss = torch.nn.functional.cross_entropy(self.net(images), labels)
-        self.seen.append((self.current_epoch, labels.tolist(), loss.item()))
-        return loss
+        return torch.nn.functional.cross_entropy(self.net(images), labels)
 
     def validation_step(self, batch, _):
-        self.checked.append((self.trainer.sanity_checking, batch[1].tolist()))
+        images, labels = batch
+        loss = torch.nn.functional.cross_entropy(self.net(images), labels)
+        self.log("val_loss", loss, sync_dist=True)
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def fit(root, folder, checkpoint=None):
-    torch.manual_seed(0)
-    model = Model()
+def fit(root, folder, kind=Model, checkpoint="last"):
+    """Goes on from the last checkpoint in `folder`, or from another one."""
+    pytorch_lightning.seed_everything(0)
+    model = kind()
     keep = pytorch_lightning.callbacks.ModelCheckpoint(
-        folder, "{step}", every_n_train_steps=6, save_top_k=-1
+        folder, "{step}", every_n_train_steps=6, save_top_k=-1, save_last=True
     )
     trainer = pytorch_lightning.Trainer(
         max_epochs=EPOCHS,
@@ -71,19 +71,35 @@ def fit(root, folder, checkpoint=None):
         default_root_dir=folder,
         callbacks=[keep],
         logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(model, datamodule=Pictures(root), ckpt_path=checkpoint)
-    assert trainer.num_training_batches == 4  # 14 samples, two ranks, batches of two
-    return model, trainer.strategy.broadcast(folder)
+    return model
+
+
+class Seen(Model):
+    """Keeps the epoch, labels and loss of each batch, and the labels of validations."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.checked = [], []
+
+    def training_step(self, batch, index):
+        loss = super().training_step(batch, index)
+        self.seen.append((self.current_epoch, batch[1].tolist(), loss.item()))
+        return loss
+
+    def validation_step(self, batch, index):
+        super().validation_step(batch, index)
+        self.checked.append((self.trainer.sanity_checking, batch[1].tolist()))
 
 
 def main(root):
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as folder:
-        whole, shared = fit(root, folder)
-        rest, _ = fit(root, folder, f"{shared}/step=6.ckpt")
+        whole = fit(root, folder, Seen)
+        assert whole.trainer.num_training_batches == 4  # 14 samples, two ranks, batches of two
+        shared = whole.trainer.strategy.broadcast(folder)
+        rest = fit(root, folder, Seen, f"{shared}/step=6.ckpt")
     assert [epoch for epoch, *_ in whole.seen] == [0] * 4 + [1] * 4 + [2] * 4
     assert rest.seen == whole.seen[6:], (rest.seen, whole.seen)
     # The order is that of torch's sampler, whose set_epoch was called.

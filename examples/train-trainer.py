@@ -29,57 +29,60 @@ class Model(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 14))
-        self.seen = []
 
     def forward(self, pixel_values, labels):
         logits = self.net(pixel_values)
-        loss = torch.nn.functional.cross_entropy(logits, labels)
-        if self.training:
-            self.seen.append((labels.tolist(), loss.item()))
-        return {"loss": loss, "logits": logits}
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
 def make_trainer(root, folder):
-    paths = sorted(Path(root, "images").glob("*.jpg"))
-    data = nostall.FileList(paths, range(len(paths)))
-    steps = [t.Resize((32, 32)), t.ToTensor()]
-    loader = nostall.DataLoader(data, BATCH, epochs=EPOCHS, seed=0, transforms=steps)
-    evaluation = nostall.DataLoader(data, BATCH, shuffle=False, transforms=steps)
-    torch.manual_seed(0)
     arguments = transformers.TrainingArguments(
         folder,
         num_train_epochs=EPOCHS,
         per_device_train_batch_size=BATCH,
         save_steps=6,
         eval_strategy="epoch",
-        logging_strategy="no",
         learning_rate=1e-2,
         report_to=[],
         use_cpu=True,
-        disable_tqdm=True,
         label_names=["labels"],
     )
+    paths = sorted(Path(root, "images").glob("*.jpg"))
+    data = nostall.FileList(paths, range(len(paths)))
+    steps = [t.Resize((32, 32)), t.ToTensor()]
+    transformers.set_seed(0)
     return ImageTrainer(
-        loader=loader,
-        eval_loader=evaluation,
+        loader=nostall.DataLoader(data, BATCH, epochs=EPOCHS, seed=0, transforms=steps),
+        eval_loader=nostall.DataLoader(data, BATCH, shuffle=False, transforms=steps),
         names=("pixel_values", "labels"),
         model=Model(),
         args=arguments,
     )
 
 
+def train(root, folder, checkpoint):
+    """The trainer, and the labels and losses of each batch."""
+    trainer, seen = make_trainer(root, folder), []
+
+    def see(model, _, given, made):
+        if model.training:
+            seen.append((given["labels"].tolist(), made["loss"].item()))
+
+    trainer.model.register_forward_hook(see, with_kwargs=True)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return trainer, seen
+
+
 def main(root):
     with tempfile.TemporaryDirectory() as folder:
         shared = broadcast_object_list([folder])[0]
-        whole = make_trainer(root, shared)
-        whole.train()
-        rest = make_trainer(root, shared)
-        rest.train(resume_from_checkpoint=f"{shared}/checkpoint-6")
-    assert whole.state.global_step == EPOCHS * 4  # 14 samples, two ranks, batches of two
-    seen = whole.model.seen
-    assert rest.model.seen == seen[6:], (rest.model.seen, seen)
-    assert [int(log["epoch"]) for log in whole.state.log_history if "eval_loss" in log] == [1, 2, 3]
-    print(f"trainer: loss {seen[-1][1]:.3f}, the same batches", flush=True)
+        trainer, whole = train(root, shared, None)
+        _, rest = train(root, shared, f"{shared}/checkpoint-6")
+    state = trainer.state
+    assert state.global_step == EPOCHS * 4  # 14 samples, two ranks, batches of two
+    assert rest == whole[6:], (rest, whole)
+    assert [int(log["epoch"]) for log in state.log_history if "eval_loss" in log] == [1, 2, 3]
+    print(f"trainer: loss {whole[-1][1]:.3f}, the same batches", flush=True)
 
 
 if __name__ == "__main__":

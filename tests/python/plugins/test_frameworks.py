@@ -22,9 +22,12 @@ EXAMPLES = ROOT / "examples"
 # One process a rank, which imports what they share once.
 RUN = """
 import runpy, sys
-scripts, data = sys.argv[1:-1], sys.argv[-1]
+from pathlib import Path
+data, out, *scripts = sys.argv[1:]
 for script in scripts:
-    sys.argv = [script, data]
+    name = Path(script).stem
+    print(f"script {name}", flush=True)
+    sys.argv = [script, data, f"{out}/{name}"]
     runpy.run_path(script, run_name="__main__")
 """
 
@@ -36,9 +39,23 @@ def needs(*packages: str) -> None:
             pytest.skip(f"needs the package {package}")
 
 
-def unindented(text: str) -> str:
-    """The page shows parts of functions at the margin."""
-    return "\n".join(line.strip() for line in text.splitlines())
+def sections() -> dict[str, list[str]]:
+    """The code of the page, by the name of its example."""
+    page = (ROOT / "docs" / "guide" / "frameworks.md").read_text()
+    rows = re.findall(r"^\| \[([^]]+)\]\(#[\w-]+\) \| \[([\w-]+)\.py\]", page, re.M)
+    found = {}
+    for title, name in rows:
+        section = page.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+        found[name] = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    return found
+
+
+def scripts_of(name: str, folder: Path) -> list[str]:
+    """The script on the page, as a user saves it, and the example."""
+    (page,) = sections()[name]
+    script = folder / f"page-{name}.py"
+    script.write_text(page)
+    return [str(script), str(EXAMPLES / f"{name}.py")]
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +68,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.long
 @pytest.mark.multi
-def test_frameworks_have_the_same_batches_on_two_ranks(data: Path) -> None:
+def test_frameworks_have_the_same_batches_on_two_ranks(data: Path, tmp_path: Path) -> None:
     needs("pytorch_lightning", "accelerate", "transformers")
     names = ["train-lightning", "train-accelerate", "train-trainer"]
+    scripts = [script for name in names for script in scripts_of(name, tmp_path)]
     port = free_port()
     ranks = []
     for rank in range(2):
@@ -61,7 +79,7 @@ def test_frameworks_have_the_same_batches_on_two_ranks(data: Path) -> None:
         numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
         job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": port}
         env = os.environ | {k: str(v) for k, v in (numbers | job | {"GROUP_RANK": 0}).items()}
-        command = ["-c", RUN, *(str(EXAMPLES / f"{name}.py") for name in names), str(data)]
+        command = ["-c", RUN, str(data), str(tmp_path), *scripts]
         ranks.append(
             prefork.Process(
                 command, torch=True, env=env, stdout=prefork.PIPE, stderr=prefork.STDOUT
@@ -71,6 +89,15 @@ def test_frameworks_have_the_same_batches_on_two_ranks(data: Path) -> None:
     for rank, output in zip(ranks, outputs, strict=True):
         assert rank.returncode == 0, output[-4000:]
         assert output.count("the same batches") == len(names), output
+    # What each script shows of its progress: four batches an epoch, and all twelve of the Trainer.
+    shown = dict(re.findall(r"^script (\S+)$(.*?)(?=^script |\Z)", outputs[0], re.M | re.DOTALL))
+    ended = {name: re.findall(r"100%[^\r\n]* (\d+/\d+) ", text) for name, text in shown.items()}
+    assert set(ended["page-train-accelerate"]) == {"4/4"}, shown
+    # The last one begins with a batch in the middle of the second epoch.
+    assert ended["train-accelerate"].count("4/4") >= 3, shown
+    assert set(ended["train-accelerate"]) == {"4/4"}, shown
+    assert "12/12" in ended["page-train-trainer"], shown
+    assert ended["train-trainer"].count("12/12") >= 2, shown
 
 
 @pytest.mark.long
@@ -109,12 +136,16 @@ def test_ranks_that_lightning_starts_share_their_node_and_reduce_over_our_backen
 
 
 @pytest.mark.parametrize("framework", ["keras", "flax"])
-def test_a_framework_has_the_same_batches(data: Path, framework: str) -> None:
+def test_a_framework_has_the_same_batches(data: Path, tmp_path: Path, framework: str) -> None:
     needs(framework)
-    script = str(EXAMPLES / f"train-{framework}.py")
-    run = prefork.run([script, str(data)], torch=framework == "keras", timeout=800)
+    scripts = scripts_of(f"train-{framework}", tmp_path)
+    command = ["-c", RUN, str(data), str(tmp_path), *scripts]
+    run = prefork.run(command, torch=framework == "keras", timeout=800)
     assert run.returncode == 0, run.stderr[-4000:]
     assert "the same batches" in run.stdout
+    if framework == "keras":
+        # Three epochs on the page and in the example, which trains two and one once more.
+        assert re.findall(r"^(\d+/\d+) - ", run.stdout, re.M) == 9 * ["4/4"], run.stdout
 
 
 READ = """
@@ -223,12 +254,13 @@ def test_names_that_do_not_fit_the_batches_are_refused() -> None:
 
 
 def test_the_guide_shows_the_scripts() -> None:
-    guide = (ROOT / "docs" / "guide" / "frameworks.md").read_text()
-    shown = re.findall(r"\(\.\./\.\./examples/([\w-]+\.py)\)", guide)
-    assert sorted(shown) == sorted(path.name for path in EXAMPLES.glob("train-*.py"))
-    scripts = [unindented((EXAMPLES / name).read_text()) for name in shown]
-    blocks = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
-    assert blocks
-    for block in blocks:
-        for part in block.strip("\n").split("\n\n"):
-            assert any(unindented(part) in script for script in scripts), part
+    shown = sections()
+    assert sorted(shown) == sorted(path.stem for path in EXAMPLES.glob("train-*.py"))
+    for name, blocks in shown.items():
+        script = (EXAMPLES / f"{name}.py").read_text()
+        assert blocks, name
+        for block in blocks:
+            # Of a whole script, all but its imports and its last lines is in the example too.
+            whole = block.startswith(("import ", "from "))
+            parts = block.rstrip().split("\n\n\n")[whole : -1 if whole else None]
+            assert "\n\n\n".join(parts) in script, (name, block)
