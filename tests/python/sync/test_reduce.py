@@ -259,15 +259,20 @@ def test_bad_options_are_refused() -> None:
 
 def test_an_engine_that_reduces_through_python_can_be_dropped_at_any_time() -> None:
     code = """
-import threading, time
+import sys, threading, time
 import numpy as np
 from nostall import _native
+
+main = threading.get_ident()
+
+def drop(held):
+    held.clear()
 
 class Alone:
     rank, ranks, node = 0, 1, [0]
     def __init__(self):
         self.entered = threading.Event()
-        self.memory = {}
+        self.memory, self.submitted = {}, False
     def allocate(self, size):
         memory = np.empty(size, np.uint8)
         self.memory[memory.ctypes.data] = memory
@@ -278,7 +283,8 @@ class Alone:
         return self
     def wait(self):
         self.entered.set()
-        time.sleep(0.2)
+        while self.submitted and sys._current_frames()[main].f_code is not drop.__code__:
+            time.sleep(0.001)  # until the engine is being dropped
     def all_gather(self, data):
         self.entered.set()
         return [data]
@@ -289,13 +295,16 @@ for mode in (_native.SyncMode.planned, _native.SyncMode.negotiated):
     options, network = _native.GradientOptions(), Alone()
     options.mode = mode
     array = np.zeros(4, np.float32)
-    engine = _native.GradientEngine(
-        [("w", 4, "float32", "float32")], options, "job", 0, 1, network, False
-    )
+    engines = [
+        _native.GradientEngine(
+            [("w", 4, "float32", "float32")], options, "job", 0, 1, network, False
+        )
+    ]
     network.entered.clear()
-    engine.submit(0, array.ctypes.data, True)
+    network.submitted = True
+    engines[0].submit(0, array.ctypes.data, True)
     assert network.entered.wait(60)
-    del engine
+    drop(engines)
     assert not network.memory
 print("dropped")
 """
