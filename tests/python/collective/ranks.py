@@ -24,6 +24,12 @@ def wait_for(what):
     while not (signals / what).exists():
         time.sleep(0.005)
     return (signals / what).read_text()
+def until_asleep(process):  # its main thread, at three looks: as one that waits for a rank
+    seen = 0
+    while seen < 3:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        seen = seen + 1 if state == "S" else 0
+        time.sleep(0.01)
 def join(**options):
     return Communicator(job, rank, size, directory=directory, **options)
 """

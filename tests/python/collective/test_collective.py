@@ -274,8 +274,10 @@ import resource
 with join(timeout=50) as node:
     array = np.ones(8 << 20)
     node.barrier()
-    if rank == 1:
-        time.sleep(0.3)
+    if rank == 0:
+        tell("in the allreduce", str(os.getpid()))
+    else:
+        until_asleep(wait_for("in the allreduce"))
         pages = int(open("/proc/self/statm").read().split()[0])
         limit = pages * resource.getpagesize() + (16 << 20)
         resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
