@@ -315,6 +315,27 @@ def add_up(epochs: Sequence[EpochStats]) -> EpochStats:
     )
 
 
+def subtract(now: EpochStats, before: EpochStats) -> EpochStats:
+    """What `now` has beside `before`, of sums of one rank; without samples that were replaced."""
+    return EpochStats(
+        epoch=-1,
+        seconds=now.seconds - before.seconds,
+        stall_seconds=now.stall_seconds - before.stall_seconds,
+        batches=now.batches - before.batches,
+        samples=now.samples - before.samples,
+        bytes=now.bytes - before.bytes,
+        origins={
+            name: OriginStats(
+                samples=origin.samples - before.origins[name].samples,
+                bytes=origin.bytes - before.origins[name].bytes,
+                seconds=origin.seconds - before.origins[name].seconds,
+            )
+            for name, origin in now.origins.items()
+        },
+        decode_seconds=now.decode_seconds - before.decode_seconds,
+    )
+
+
 def _sum_origins(epochs: Sequence[EpochStats]) -> dict[str, OriginStats]:
     return {
         name: OriginStats(

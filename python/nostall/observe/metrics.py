@@ -1,9 +1,9 @@
 """Numbers of running loaders for other tools: Prometheus, loggers of experiments, ``nostall top``.
 
     nostall.metrics.serve(9464)                       # http://127.0.0.1:9464/metrics
+    interval = nostall.metrics.Interval(loader)       # what it did since the last call
+    wandb.log(interval(), step=step)
     nostall.metrics.to_tensorboard(writer, loader.stats(), step)
-    wandb.log(nostall.metrics.scalars(loader.stats()))
-    mlflow.log_metrics(nostall.metrics.scalars(loader.stats()), step)
 
 Nothing listens unless `serve` is called, or ``NOSTALL_METRICS_PORT`` is set when a loader starts; it
 listens on the loopback interface unless an address is given.
@@ -26,7 +26,7 @@ from nostall.base import _options as options
 from nostall.base import _process as process
 from nostall.errors import Error, IoError, UsageError
 from nostall.observe._held import Watch
-from nostall.observe._stats import ORIGINS, EpochStats, Stats
+from nostall.observe._stats import ORIGINS, EpochStats, Stats, subtract
 
 if TYPE_CHECKING:
     from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from nostall.observe._observed import Observed
     from nostall.observe._recorder import Recorder
 
-__all__ = ["HELP", "close", "measured", "scalars", "serve", "text", "to_tensorboard"]
+__all__ = ["HELP", "Interval", "close", "measured", "scalars", "serve", "text", "to_tensorboard"]
 
 VARIABLE = options.row("observe.metrics_port").variable
 LIVE_SECONDS = 1.0
@@ -232,20 +232,42 @@ def scalars(stats: Stats) -> dict[str, float]:
         raise UsageError(f"give the loader's stats(), not {type(stats).__name__}")
     if not stats.epochs:
         return {}
-    epoch: EpochStats = stats.epochs[-1]
+    epoch = stats.epochs[-1]
+    return {"nostall/epoch": float(epoch.epoch), **_scalars(epoch)}
+
+
+def _scalars(of: EpochStats) -> dict[str, float]:
     found = {
-        "nostall/epoch": float(epoch.epoch),
-        "nostall/stall_fraction": epoch.stall_fraction,
-        "nostall/stall_seconds": epoch.stall_seconds,
-        "nostall/decode_seconds": epoch.decode_seconds,
+        "nostall/stall_fraction": of.stall_fraction,
+        "nostall/stall_seconds": of.stall_seconds,
+        "nostall/decode_seconds": of.decode_seconds,
     }
-    if epoch.seconds > 0:
-        found["nostall/samples_per_second"] = epoch.samples / epoch.seconds
-        found["nostall/bytes_per_second"] = epoch.bytes / epoch.seconds
-    for name, origin in epoch.origins.items():
-        found[f"nostall/share_from/{name}"] = origin.samples / max(1, epoch.samples)
+    if of.seconds > 0:
+        found["nostall/samples_per_second"] = of.samples / of.seconds
+        found["nostall/bytes_per_second"] = of.bytes / of.seconds
+    for name, origin in of.origins.items():
+        found[f"nostall/share_from/{name}"] = origin.samples / max(1, of.samples)
         found[f"nostall/fetch_seconds_from/{name}"] = origin.seconds
     return found
+
+
+class Interval:
+    """What a loader did since the last call, or since this was made; the names are those of `scalars`.
+
+    Time between epochs does not count. Nothing is given where no batch was taken.
+
+    Args:
+        loader: it need not have begun.
+    """
+
+    def __init__(self, loader: Observed) -> None:
+        self._loader = loader
+        self._before, _ = loader.totals()
+
+    def __call__(self) -> dict[str, float]:
+        before, (now, _) = self._before, self._loader.totals()
+        self._before = now
+        return _scalars(subtract(now, before)) if now.batches > before.batches else {}
 
 
 def to_tensorboard(writer: Any, stats: Stats, step: int) -> None:

@@ -59,6 +59,8 @@ class FromLoader:
         loader: of the training.
         eval_loader: of evaluations; without it they are the trainer's own.
         names: the keys of the model's arguments, for loaders whose batches are pairs.
+        log_loader: what the loader did meanwhile (`nostall.metrics.Interval`) is logged with the loss,
+            and so goes to all that `report_to` names.
         options: those of the trainer.
 
     Raises:
@@ -72,6 +74,7 @@ class FromLoader:
         loader: nostall.DataLoader,
         eval_loader: nostall.DataLoader | None = None,
         names: Sequence[str] | None = None,
+        log_loader: bool = False,
         **options: Any,
     ) -> None:
         # A loss of the user's own may take pairs.
@@ -84,6 +87,7 @@ class FromLoader:
                     'name: pass names=, for example ("pixel_values", "labels")'
                 )
         self._loader, self._eval_loader, self._names = loader, eval_loader, names
+        self._interval = nostall.metrics.Interval(loader) if log_loader else None
         if eval_loader is not None:
             options.setdefault("eval_dataset", eval_loader.dataset)  # the trainer asks for one
         super().__init__(**options)
@@ -91,6 +95,13 @@ class FromLoader:
         # The loader goes to its place by itself: the trainer need not read what was trained.
         trainer.args.ignore_data_skip = True
         trainer.add_callback(Place(loader))
+
+    def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
+        """Logs as the trainer does; with `log_loader` the loader's numbers beside the loss."""
+        if self._interval is not None and "loss" in logs:
+            logs = {**logs, **self._interval()}
+        trainer: Any = super()
+        trainer.log(logs, *args, **options)
 
     def get_train_dataloader(self) -> Any:
         """The loader of the training."""

@@ -1,4 +1,4 @@
-"""Numbers of running loaders: Prometheus, TensorBoard, ``nostall top``."""
+"""Numbers of running loaders: Prometheus, ``nostall top``."""
 
 from __future__ import annotations
 
@@ -188,38 +188,6 @@ def test_a_process_without_descriptors_does_not_spin(monkeypatch: pytest.MonkeyP
 def test_numbers_are_those_of_statistics() -> None:
     with pytest.raises(UsageError, match=r"give the loader's stats\(\), not list"):
         metrics.scalars([])  # type: ignore[arg-type]
-
-
-LOGS = """
-import sys
-import nostall
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.utils.tensorboard import SummaryWriter
-
-source, folder = sys.argv[1:]
-with nostall.DataLoader(nostall.ImageFolder(source, index=False), 4, tiers=[]) as loader:
-    assert nostall.metrics.scalars(loader.stats()) == {}
-    for _ in loader:
-        pass
-    stats = loader.stats()
-with SummaryWriter(folder) as writer:
-    nostall.metrics.to_tensorboard(writer, stats, 7)
-events = EventAccumulator(folder).Reload()
-read = {name: events.Scalars(name) for name in events.Tags()["scalars"]}
-scalars = nostall.metrics.scalars(stats)
-assert set(read) == set(scalars), read
-for name, (event,) in read.items():
-    assert event.step == 7 and abs(event.value - scalars[name]) <= 1e-6 * scalars[name], name
-assert scalars["nostall/stall_fraction"] == stats.epochs[0].stall_fraction
-assert scalars["nostall/share_from/source"] == 1
-shown = stats._repr_html_()
-assert shown.count("<tr>") == 2 and "read from the source" in shown
-"""
-
-
-def test_tensorboard_gets_the_last_epoch(image_folder: Path, tmp_path: Path) -> None:
-    run = prefork.run(["-c", LOGS, str(image_folder), str(tmp_path)], torch=True, timeout=800)
-    assert run.returncode == 0, run.stderr
 
 
 def test_top_asks_a_job_that_is_not_recorded(

@@ -1,0 +1,70 @@
+"""nostall in Lightning's loggers: what the training's loader did, beside the numbers of the model.
+
+    trainer = pytorch_lightning.Trainer(callbacks=[nostall.plugins.lightning.LoaderMonitor()], ...)
+
+Importing this module needs pytorch_lightning or lightning.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import nostall
+from nostall.errors import UsageError
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Callback
+else:
+    # Of the two names of Lightning the one that the program uses: the other takes a second more.
+    name = "lightning.pytorch" if "lightning.pytorch" in sys.modules else "pytorch_lightning"
+    try:
+        Callback = import_module(name).Callback
+    except ImportError as error:
+        raise ImportError(
+            f"nostall.plugins.lightning is for Lightning: install pytorch_lightning ({error})"
+        ) from error
+
+__all__ = ["LoaderMonitor"]
+
+
+class LoaderMonitor(Callback):
+    """Gives `nostall.metrics.Interval` to all loggers of the trainer, every `log_every_n_steps`.
+
+    The numbers are those of the rank that logs, which is the first.
+
+    Args:
+        loader: the one to look at; that of the training if None.
+    """
+
+    def __init__(self, loader: nostall.DataLoader | None = None) -> None:
+        self._given = loader
+        self._of: nostall.DataLoader | None = None
+        self._logged = 0
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Finds the loader, which may be another one in each epoch.
+
+        Raises:
+            UsageError: the training has none of nostall, or several.
+        """
+        found = self._given if self._given is not None else trainer.train_dataloader
+        if not isinstance(found, nostall.DataLoader):
+            raise UsageError(
+                f"the training's loader is {type(found).__name__}, not nostall.DataLoader: pass the "
+                "one to look at, LoaderMonitor(loader)"
+            )
+        if found is not self._of:
+            self._of, self._interval = found, nostall.metrics.Interval(found)
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        """Logs, when Lightning logs as well."""
+        step, every = trainer.global_step, trainer.log_every_n_steps
+        # A step of several batches is logged once.
+        if step == self._logged or not every or step % every:
+            return
+        self._logged = step
+        numbers = self._interval()
+        for logger in trainer.loggers:
+            logger.log_metrics(numbers, step - 1)  # as Lightning numbers the step in its own
