@@ -155,7 +155,11 @@ def headline(run: Run) -> str:
         return line
     best = found[0]
     would, save = ("could", "save up to") if best.at_most else ("would", "save")
-    gained = "end it" if best.share > _ALMOST * run.waited else f"{save} {percent(best.share)}"
+    gained = (
+        "end it"
+        if best.share > _ALMOST * run.waited
+        else f"{save} {percent(best.share)} of the time"
+    )
     return f"{line}; {best.remedy} {would} {gained}"
 
 
