@@ -581,9 +581,18 @@ class ObjectStore(Store):
         below = below and below + "/"
         found: list[Callable[[], Any]] = []
         try:
-            s3 = boto3.client("s3", endpoint_url=os.environ.get("AWS_ENDPOINT_URL") or None)
-            pages = s3.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=below)
-            for upload in [u for page in pages for u in page.get("Uploads", ())]:
+            endpoint = os.environ.get("AWS_ENDPOINT_URL") or None
+            s3 = boto3.client("s3", endpoint_url=endpoint)
+            lister = s3.get_paginator("list_multipart_uploads")
+            uploads: list[Any] = []
+            # MinIO finds none by a prefix that is no whole key.
+            for prefix in (below, "") if endpoint else (below,):
+                if not uploads:
+                    pages = lister.paginate(Bucket=bucket, Prefix=prefix)
+                    uploads = [u for page in pages for u in page.get("Uploads", ())]
+            for upload in uploads:
+                if not str(upload["Key"]).startswith(below):
+                    continue
                 step, _, name = str(upload["Key"]).removeprefix(below).partition("/")
                 if _STEP.fullmatch(step) and _OURS.fullmatch(name):
                     ids = {"Key": upload["Key"], "UploadId": upload["UploadId"]}

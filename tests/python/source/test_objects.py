@@ -15,7 +15,7 @@ import lmdb
 import numpy as np
 import pytest
 from checks import check_epochs, check_source
-from object_server import Answer, Proxy, cut, error, upload
+from object_server import ENVIRONMENT, Answer, Proxy, cut, error, upload
 from PIL import Image
 from protobuf import example, write_tfrecord
 from samples import noise
@@ -29,6 +29,7 @@ from nostall.source._flight import Overloaded
 from nostall.source._objects import Ranges
 
 pytest_plugins = ["object_fixtures"]
+KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 
 
 @pytest.fixture
@@ -155,7 +156,7 @@ def test_a_profile_gives_the_credentials(
     url, contents, _ = shards
     (tmp_path / ".aws").mkdir()
     (tmp_path / ".aws/credentials").write_text(
-        "[lab]\naws_access_key_id = FROMPROFILE\naws_secret_access_key = x\n"
+        "[lab]\n" + "".join(f"{name.lower()} = {ENVIRONMENT[name]}\n" for name in KEYS)
     )
     seen = []
     monkeypatch.setattr(
@@ -163,13 +164,13 @@ def test_a_profile_gives_the_credentials(
         "authorized",
         lambda self, value: seen.append(value),
     )
-    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    for name in KEYS:
+        monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("AWS_PROFILE", "lab")
     source = nostall.TarShards(url)
     assert source.read(7) == contents[7]
-    assert seen and all("FROMPROFILE" in value for value in seen)
+    assert seen and all(f"Credential={ENVIRONMENT[KEYS[0]]}/" in value for value in seen)
 
 
 # ----------------------------------------------------------------------------------- coalescing
