@@ -39,7 +39,7 @@ HISTORIES = 2_000
 BUCKET = "checkpoints"
 CALLS = ("put", "get", "head", "delete", "list")
 # What a job may end with that was stopped.
-REFUSALS = ("PeerError", "IoError", "CorruptionError", "UsageError", "Un")
+REFUSALS = ("PeerError", "LostStoreError", "IoError", "CorruptionError", "UsageError", "Un")
 HERE = Path(__file__).parent
 
 
