@@ -231,13 +231,16 @@ fuzz: address-build
 campaign: $(STAMPS)/checkers build
 	@PYTHONPATH=tests $(BIN)/python -m campaigns --jobs 2 $(ONLY) $(if $(SCALE),--scale $(SCALE))
 
+# With -q it would let every warning pass.
+site = NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict >build/site.log 2>&1 || { grep -v '^INFO' build/site.log; exit 1; }
+
 lint: $(STAMPS)/checkers build
 	@echo "layers, public names, documentation, clang-format, ruff, mypy"
 	@scripts/stubs $(BIN)/python
 	@$(BIN)/python scripts/check-layers
 	@$(BIN)/python scripts/reference --check
 	@$(BIN)/python scripts/check-docs
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
+	@$(site)
 	@scripts/check-locks $(CLANG) $(BIN)/python
 	@git ls-files '*.cc' '*.h' '*.c' | xargs $(CLANG_FORMAT) --dry-run -Werror
 	@$(BIN)/ruff check .
@@ -245,7 +248,7 @@ lint: $(STAMPS)/checkers build
 	@$(BIN)/mypy
 
 docs: $(STAMPS)/requirements
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
+	@$(site)
 	@echo "the site is in build/site: $(BIN)/python -m http.server -d build/site"
 
 format:

@@ -1,5 +1,5 @@
-"""What the site of the documentation adds to docs/: README as its first page, examples/, and a page of
-each public module, with the whole docstrings of its names."""
+"""What the site of the documentation adds to docs/: README as its first page, examples/ and deploy/,
+and a page of each public module, with the whole docstrings of its names."""
 
 from __future__ import annotations
 
@@ -59,8 +59,10 @@ def on_files(files: Files, config: Any) -> Files:
     first = first.replace("](tutorials/)", "](tutorials/waits.md)")  # a folder is no page
     first = re.sub(r"\[docs/([a-z-]+/)?([a-z-]+)(\.md|/)?\]", r"[\2]", first)
     files.append(File.generated(config, "index.md", content=first))
-    for path in sorted((ROOT / "examples").glob("*.py")):
-        files.append(File.generated(config, f"examples/{path.name}", abs_src_path=str(path)))
+    beside = [*(ROOT / "examples").glob("*.py"), *(ROOT / "deploy").glob("*/*")]
+    for path in sorted(beside):
+        place = str(path.relative_to(ROOT))
+        files.append(File.generated(config, place, abs_src_path=str(path)))
     for path in sorted((ROOT / "docs" / "tutorials").glob("*.ipynb")):
         files.append(File.generated(config, f"tutorials/{path.stem}.md", content=_page_of(path)))
     for module in REFERENCE.MODULES:
@@ -89,8 +91,8 @@ def _page_of(notebook: Path) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    # examples/ and README.md lie beside docs/ in the repository, and within the site.
-    within = markdown.replace("](../../examples/", "](../examples/")
+    # examples/, deploy/ and README.md lie beside docs/ in the repository, and within the site.
+    within = re.sub(r"\]\(\.\./\.\./(examples|deploy)/", r"](../\1/", markdown)
     if page.file.src_uri == "reference.md":
         within = _linked(within)
     return within.replace("](../../README.md", "](../index.md")

@@ -76,7 +76,8 @@ class Communicator:
     Args:
         job: a text that all ranks of this communicator pass, and no other communicator. By default the
             communicators of a job are numbered in the order in which each rank makes them.
-        rank, size: of this process on the node; by default from torchrun, mpirun or srun.
+        rank: of this process on the node; by default from torchrun, mpirun or srun.
+        size: how many ranks the node has; by default as `rank`.
         order: "fixed" gives the same bits for any order of arrival (a left fold in the order of
             ranks); "any" lets large floating-point sums differ from call to call in their last bits.
         timeout: seconds after which a rank that does not arrive is an error.

@@ -84,7 +84,7 @@ class Job:
         return [int(c.capacity * MB) for c in self.environment.classes[1:]]
 
     def shares(self, classes: int) -> list[list[NDArray[np.uint32]]]:
-        """keep[node][class - 1]: places sample k on node k mod N, into the first `classes` storage
+        """``keep[node][class - 1]``: places sample k on node k mod N, into the first `classes` storage
         classes in turn, as far as it fits."""
         keep = []
         for node in range(self.nodes):
@@ -99,7 +99,7 @@ class Job:
         return keep
 
     def last_class_shares(self) -> list[list[NDArray[np.uint32]]]:
-        """keep[node][class - 1]: sample k on node k mod N in the last class, as far as it fits."""
+        """``keep[node][class - 1]``: sample k on node k mod N in the last class, as far as it fits."""
         ids = np.arange(self.samples, dtype=np.uint32)
         none = np.empty(0, dtype=np.uint32)
         between = [none] * (len(self.environment.classes) - 2)

@@ -37,7 +37,8 @@ class TFRecord(PartsStore):
     Args:
         files: a list of files, a pattern (``train-*-of-01024``), a folder, or a URL of them.
         values: ``"example"`` (tf.train.Example: image and label features) or ``"raw"``.
-        image, label: names of the features; `label` None where there is none.
+        image: name of the feature that is the image.
+        label: name of that of the labels; None where there is none.
         features: instead of `image` and `label`, the names of the features that are fields, or by the
             name of the field that of its feature, or "all".
         schema: the kinds of fields. Those that it does not have follow from the features' values.

@@ -233,7 +233,9 @@ class Windows(Units):
         documents: divide windows where documents end: labels, positions and segments do not go
             across. Else a window is one segment.
         remainder: what is left over at the end of the stream: ``"drop"`` it, or ``"pad"`` a window.
-        fields, dtype, pad: as of `Units`.
+        fields: as of `Units`, and so are the next two.
+        dtype: of the ids.
+        pad: the id of places that no token fills.
 
     Raises:
         UsageError: the stream is shorter than a window.
@@ -340,7 +342,9 @@ class Documents(Units):
         length: tokens of every unit, filled up; None leaves documents as long as they are.
         longer: what becomes of a document of more than `length` tokens: ``"cut"``, ``"split"`` into
             several units, or ``"refuse"``.
-        fields, dtype, pad: as of `Units`.
+        fields: as of `Units`, and so are the next two.
+        dtype: of the ids.
+        pad: the id of places that no token fills.
 
     Raises:
         UsageError: there is no document, or one is too long and refused.
@@ -384,7 +388,9 @@ class Packed(Units):
         longer: what becomes of a document of more than `length` tokens: ``"split"``, ``"cut"`` or
             ``"refuse"``.
         seed: which documents of the same length come first; the order of ``"concatenate"``.
-        fields, dtype, pad: as of `Units`.
+        fields: as of `Units`, and so are the next two.
+        dtype: of the ids.
+        pad: the id of places that no token fills.
 
     Raises:
         UsageError: there is no document, or one is too long and refused.
@@ -447,7 +453,9 @@ class Interleaved(Units):
             ``"drop"``, which leaves it out; or ``"split"`` into pieces, each as long as can be, with
             whole images. A label goes on from one piece to the next.
         seed: which documents of the same cost come first.
-        fields, dtype, pad: as of `Units`.
+        fields: as of `Units`, and so are the next two.
+        dtype: of the ids.
+        pad: the id of places that no token fills.
 
     Raises:
         UsageError: a cost is no whole number of 1 or more, or a document costs too much.

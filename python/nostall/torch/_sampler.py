@@ -21,10 +21,12 @@ class BatchSampler:
         samples: size of the dataset.
         batch_size: samples per rank and batch.
         epochs: epochs of the job.
-        seed, drop_last: as in ``nostall.DataLoader``.
+        seed: as in ``nostall.DataLoader``.
+        drop_last: as in ``nostall.DataLoader``.
         order: as in ``nostall.DataLoader``; `ClassBalanced` and `Buckets` need their labels= and
             lengths=.
-        rank, world_size: found from the launcher where not given.
+        rank: of this process; found from the launcher where it is not given.
+        world_size: of the job, found likewise.
 
     `state_dict` counts the batches that torch's DataLoader has *asked for*, which runs ahead of
     training by its prefetching; give it the number of batches trained to be exact.
