@@ -7,7 +7,7 @@ import contextlib
 import functools
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from nostall.checkpoint._place import Pacing, UnreachableError, url_of
 from nostall.checkpoint._restore import describe, on_branch, read_part, view
 from nostall.checkpoint._retention import Keep
 from nostall.checkpoint._store import Entry, Store
+from nostall.cli._bars import Bars
 from nostall.errors import CorruptionError, Error, IoError, UsageError
 
 _THREADS = 4
@@ -180,13 +181,12 @@ def _check(store: Store, entry: Entry, manifest: Manifest) -> str:
         path = entry.path / part.name
         if manifest.spread and not store.has(entry.step, part):
             continue  # on another node
-        with _bar(f"step {manifest.step} rank {part.rank}") as advance:
-            counter = _native.Progress()
+        with Bars() as bars:
+            bars.show(f"step {manifest.step} rank {part.rank}")
             try:
-                bad = store.check(manifest.step, part, _THREADS, counter)
+                bad = store.check(manifest.step, part, _THREADS, _native.Progress())
             except CorruptionError as error:
                 return str(error)
-            advance(part.size, part.size)
         if bad:
             return f"{path}: {describe(part, bad)}"
     return ""
@@ -279,8 +279,9 @@ def _dry_run(stores: Sequence[Store], step: int | None, rank: int) -> int:
             print(f"passed over: step {found}: the part of rank {rank} is on another node")
             continue
         try:
-            with _bar(f"step {found} from {store.root}") as advance:
-                restored = read_part(store, manifest, rank, _THREADS, advance)
+            with Bars() as bars:
+                show = functools.partial(bars.show, f"reading step {found}")
+                restored = read_part(store, manifest, rank, _THREADS, show)
         except UnreachableError:  # an older one would be restored although this one may be whole
             raise
         except (Error, OSError) as error:
@@ -346,29 +347,3 @@ def _drain(arguments: argparse.Namespace) -> int:
                 )
         print(f"{counted(len(waiting), 'checkpoint')} drained")
     return 0
-
-
-class _bar:
-    """A progress bar where output is a terminal and rich is installed; else nothing."""
-
-    def __init__(self, label: str) -> None:
-        self._label = label
-        self._progress: Any = None
-
-    def __enter__(self) -> Callable[[int, int], None]:
-        try:
-            from rich.console import Console
-            from rich.progress import Progress
-        except ModuleNotFoundError:
-            return lambda *_: None
-        console = Console(stderr=True)
-        if not console.is_terminal:
-            return lambda *_: None
-        self._progress = Progress(console=console, transient=True)
-        self._progress.start()
-        task = self._progress.add_task(self._label, total=None)
-        return lambda done, total: self._progress.update(task, completed=done, total=total)
-
-    def __exit__(self, *_: object) -> None:
-        if self._progress is not None:
-            self._progress.stop()

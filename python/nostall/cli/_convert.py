@@ -4,10 +4,10 @@ it again to continue."""
 from __future__ import annotations
 
 import argparse
-import contextlib
 from typing import TYPE_CHECKING
 
 from nostall.base._words import counted
+from nostall.cli._bars import Bars
 from nostall.errors import UsageError
 from nostall.source._source import ImageFolder
 
@@ -45,30 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Converts, with a progress bar on a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bars
-
     folder = ImageFolder(arguments.source, allow_empty=True)
-    bars = Bars(
-        TextColumn("{task.description:10}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-    )
-    tasks: dict[str, TaskID] = {}
-    with contextlib.ExitStack() as showing:
-
-        def show(phase: str, done: int) -> None:
-            # Nothing is drawn of a conversion that is refused before it begins.
-            if not tasks:
-                for name in ("writing", "verifying"):
-                    tasks[name] = bars.add_task(name, total=len(folder))
-                showing.enter_context(bars)
-            bars.update(tasks[phase], completed=done)
-
-        result = _convert(arguments, folder, show)
+    # Nothing is drawn of a conversion that is refused before it begins.
+    with Bars() as bars:
+        result = _convert(
+            arguments, folder, lambda phase, done: bars.show(phase, done, len(folder))
+        )
     before = f", {result.resumed_at} of them by an earlier run" if result.resumed_at else ""
     print(
         f"{result.path}: {counted(result.samples, 'sample')}{before}, "

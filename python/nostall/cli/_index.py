@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -16,6 +15,7 @@ import numpy as np
 
 from nostall import _native
 from nostall.base._words import counted
+from nostall.cli._bars import Bars
 from nostall.errors import IoError, UsageError
 from nostall.source import LMDB, TarShards, TFRecord
 from nostall.source._objects import is_url
@@ -63,13 +63,15 @@ def run(arguments: argparse.Namespace) -> int:
             raise UsageError(f"--{name} does not go with a dataset of kind {kind}")
     if kind == "folder":
         return _folder(arguments)
-    opens = _opener(kind, arguments)
+    bars = Bars()
+    opens = _opener(kind, arguments, bars)
     if arguments.check:
         path, reason = examine_index(opens)
         print(f"{path or arguments.root}: {reason or 'holds'}")
         return 1 if reason else 0
     begun = time.perf_counter()
-    store = opens()
+    with bars:
+        store = opens()
     seconds = time.perf_counter() - begun
     how = "held" if store.index_reused else f"made in {seconds:.2f} s"
     print(
@@ -101,10 +103,10 @@ def kind_of(root: str) -> str:
     raise UsageError(f"{root}: the name does not show what kind of dataset it is: pass --kind")
 
 
-def _opener(kind: str, arguments: argparse.Namespace) -> Callable[[], RecordStore]:
+def _opener(kind: str, arguments: argparse.Namespace, bars: Bars) -> Callable[[], RecordStore]:
     options: dict[str, Any] = {"index": arguments.index or True}
-    if not arguments.check and sys.stderr.isatty():
-        options["progress"] = lambda done: print(f"\r{done} examined", end="\r", file=sys.stderr)
+    if not arguments.check:
+        options["progress"] = lambda done: bars.show("examined", done)
     for name in _OPTIONS[kind]:
         if (value := getattr(arguments, name)) is not None:
             options[name] = value
@@ -125,18 +127,23 @@ def _folder(arguments: argparse.Namespace) -> int:
     if arguments.extensions is not None:
         extensions = arguments.extensions.lower().split(",")
     options: dict[str, Any] = {"extensions": extensions, "class_per_folder": True}
-    reason = _native.check_index(root=arguments.root, index_path=path, **options)
-    # That looks at folders alone, as the start of a training does; this at all files.
-    rewritten = "" if reason else _rewritten(arguments.root, path, options)
+    with Bars() as bars:
+        bars.show("looking at folders and files")
+        reason = _native.check_index(root=arguments.root, index_path=path, **options)
+        # That looks at folders alone, as the start of a training does; this at all files.
+        rewritten = "" if reason else _rewritten(arguments.root, path, options)
     if arguments.check:
         print(f"{path}: {reason or rewritten or 'holds'}")
         return 1 if reason or rewritten else 0
     if rewritten:
         print(f"{path}: {rewritten}; listing the folder again")
-        _replace(arguments.root, path, options)
-    folder = ImageFolder(
-        arguments.root, index=arguments.index or True, allow_empty=True, extensions=extensions
-    )
+    with Bars() as bars:
+        bars.show("listing")
+        if rewritten:
+            _replace(arguments.root, path, options)
+        folder = ImageFolder(
+            arguments.root, index=arguments.index or True, allow_empty=True, extensions=extensions
+        )
     print(
         f"{path}: {counted(len(folder), 'sample')} of {counted(len(folder.classes), 'class')}, "
         f"{counted(folder.total_bytes, 'byte')}, fingerprint {folder.fingerprint:016x}"
