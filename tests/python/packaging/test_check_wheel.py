@@ -48,6 +48,7 @@ def check(folder: Path, library: Path, **changes: bytes | None) -> str:
     files["nostall/_native.abi3.so"] = library.read_bytes()
     files |= {"nostall/bin/nostall-exchange": b"", "nostall/_native.pyi": b""}
     files |= dict.fromkeys(CHECK["SOURCES"], b"")
+    files["nostall-1.dist-info/RECORD"] = b"nostall/_native.abi3.so,,\n"
     wheel = folder / "nostall-1-cp312-abi3-manylinux_2_28_x86_64.whl"
     for name, data in changes.items():
         if data is None:
@@ -105,6 +106,45 @@ def test_a_folder_of_the_build_machine_is_named(tmp_path: Path) -> None:
     assert f"names {SCRIPTS.parent}, a folder of" in check(
         tmp_path, compiled(tmp_path, source=source)
     )
+
+
+def test_auditwheel_looks_at_a_wheel_too(library: Path, tmp_path: Path) -> None:
+    audited = CHECK["audited"]
+    audited.__globals__["TOOLS"] = Path(sys.executable)
+    check(tmp_path, library)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert list(audited(wheel)) == []
+    check(tmp_path, Path(_native.__file__))
+    first, second, *_ = audited(wheel)
+    assert first.startswith("auditwheel finds symbols of manylinux_2_3")
+    assert second.startswith("auditwheel misses ") and "libsodium.so" in second
+
+
+@pytest.mark.parametrize(
+    ("own", "turns", "slow"),
+    [
+        # Other processes took part of the first turns.
+        ([(9.0, 9.0), (9.0, 1.1), (1.1, 9.0)], 3, []),
+        ([(9.0, 9.0)] * 10 + [(1.1, 1.1)], 11, []),
+        ([(1.2, 1.1)], 20, ["takes 1200 ms for decoding, 1.20 times the local build's"]),
+        ([(1.1, 2.0)], 20, ["takes 2000 ms for a keyed order, 2.00 times the local build's"]),
+    ],
+)
+def test_a_wheel_that_stays_slower_than_the_local_build_is_named(
+    own: list[tuple[float, float]],
+    turns: int,
+    slow: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    left = list(own)
+
+    def times(python: Path) -> tuple[float, float]:
+        if python == CHECK["LOCAL"]:
+            return (1.0, 1.0)
+        return left.pop(0) if len(left) > 1 else left[0]
+
+    assert list(CHECK["slowdown"](times, Path("own"))) == slow
+    assert f"after {turns} turns" in capsys.readouterr().out
 
 
 def test_what_is_built_is_what_is_checked() -> None:
