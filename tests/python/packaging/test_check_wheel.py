@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -157,6 +158,27 @@ def test_what_is_built_is_what_is_checked() -> None:
         assert re.fullmatch("[0-9a-f]{64}", source.sha256), source
         assert source.suite in ("bookworm", "trixie", "sid"), source
     assert BUILD["WITHOUT_STABLE"] < {*BUILD["PYTHON_HEADERS"]}
+
+
+def test_wheels_are_tried_as_readme_installs_them_and_by_tests_that_are_there() -> None:
+    bare = runpy.run_path(str(SCRIPTS / "check-root"))
+    foreign = runpy.run_path(str(SCRIPTS / "check-foreign"))
+    wheels = [
+        f"dist/{n}-manylinux_2_28_x86_64.whl"
+        for n in ("nostall-1-cp311-cp311", "nostall_bench-1-py3-none")
+    ]
+    for line, installed in ((bare["INSTALL"], wheels[:1]), (bare["DEMO"], wheels)):
+        patterns = [word for word in line.split() if word.startswith("dist/")]
+        assert len(patterns) == len(installed)
+        for name, pattern in zip(installed, patterns, strict=True):
+            assert fnmatch(name, pattern)
+    for test in bare["TESTS"] + foreign["TESTS"]:
+        assert (SCRIPTS.parent / test).exists(), test
+    fits = {
+        v: CHECK["fitting"](v, [Path(w) for w in wheels], "x86_64")
+        for v in foreign["PYTHONS"].values()
+    }
+    assert fits == {(3, 11): Path(wheels[0]), (3, 13): None}
 
 
 def test_python_that_does_not_run_is_named(library: Path, tmp_path: Path) -> None:
