@@ -272,7 +272,8 @@ class ObjectHistory(History):
 
 
 def run(task: Task) -> Outcome:
-    sys.path[:0] = [str(HERE.parent / "python"), str(HERE.parent / "python" / "job")]
+    tests = HERE.parent / "python"
+    sys.path[:0] = [str(tests), str(tests / "job"), str(tests / "mpi")]
     try:
         import boto3
         import moto  # noqa: F401

@@ -159,6 +159,6 @@ def run_by_mpi(which: str, *words: str | Path) -> None:
     subprocess.run(
         [*mpis.launcher(which), "-n", "2", sys.executable, *words],
         check=True,
-        timeout=110,
+        timeout=400,
         env={**os.environ, **mpis.AS_ROOT, **mpis.environment(which)},
     )

@@ -109,7 +109,7 @@ def test_ranks_that_lightning_starts_share_their_node_and_reduce_over_our_backen
     of_launchers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if name not in of_launchers}
     script = str(Path(__file__).with_name("lightning_ranks.py"))
-    run = prefork.run([script, str(image_folder), str(tmp_path)], torch=True, timeout=200, env=env)
+    run = prefork.run([script, str(image_folder), str(tmp_path)], torch=True, timeout=800, env=env)
     assert run.returncode == 0, run.stderr[-4000:]
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert [r["place"] for r in ranks] == [[0, 2, 0, 2], [1, 2, 1, 2]]
