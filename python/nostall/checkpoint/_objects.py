@@ -584,11 +584,12 @@ class ObjectStore(Store):
             endpoint = os.environ.get("AWS_ENDPOINT_URL") or None
             s3 = boto3.client("s3", endpoint_url=endpoint)
             lister = s3.get_paginator("list_multipart_uploads")
-            uploads: list[Any] = []
-            # MinIO finds none by a prefix that is no whole key.
-            for prefix in (below, "") if endpoint else (below,):
-                if not uploads:
-                    pages = lister.paginate(Bucket=bucket, Prefix=prefix)
+            pages = lister.paginate(Bucket=bucket, Prefix=below)
+            uploads = [u for page in pages for u in page.get("Uploads", ())]
+            if endpoint and not uploads:
+                # MinIO finds none by a prefix that is no whole key. The bucket may have many others'.
+                with contextlib.suppress(s3.exceptions.ClientError):
+                    pages = lister.paginate(Bucket=bucket, PaginationConfig={"MaxItems": 1000})
                     uploads = [u for page in pages for u in page.get("Uploads", ())]
             for upload in uploads:
                 if not str(upload["Key"]).startswith(below):

@@ -63,10 +63,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.once or not console.is_terminal:
         if not before:
             raise UsageError(
-                f"{' '.join(arguments.run)}: no loader has told what it does, which each does "
+                _none_here()
+                if getattr(look, "func", None) is of_processes
+                else f"{' '.join(arguments.run)}: no loader has told what it does, which each does "
                 "once per second from its first batch on"
-                if arguments.run
-                else _none_here()
             )
         console.print(table(before, {}))
         return 0
@@ -109,6 +109,12 @@ def _looks(names: list[str]) -> Callable[[], dict[str, dict[str, Any]]]:
 
 def _none_here(number: int | None = None) -> str:
     """Why there is nothing to show: of all processes, or of this one and those it started."""
+    silent = [str(pid) for pid, loaders in live.ask().items() if not loaders]
+    if silent:
+        return (
+            f"of this user's processes with a loader {', '.join(silent)} did not answer in time: they "
+            "are stopped, or in a call that keeps the interpreter (py-spy dump --pid tells which)"
+        )
     of = "no process of this user" if number is None else f"no process {number} of this user"
     return (
         f"{of} has a loader open here: run nostall top as the user who trains, in the same container; "

@@ -789,6 +789,7 @@ class DataLoader:
             "samples": len(self.dataset),
             "dataset_bytes": self.dataset.total_bytes,
             "batch_size": self._batch_size,
+            "global_batch": self._global_batch,
             "epochs": self.epochs_total,
             "seed": self.seed,
             "name": self._name,

@@ -74,7 +74,7 @@ def held_twice(
 ) -> int:
     """Bytes that two loaders with tiers of their own may both have in memory."""
     here, there = (sum(t.capacity for t in each if t.kind == "ram") for each in (tiers, of_other))
-    if not here or not there:
+    if min(here, there, source.total_bytes, other.total_bytes) < _WORTH_TELLING:
         return 0
     (whole, mine), (other_whole, theirs) = _part_of(source), _part_of(other)
     if whole.fingerprint != other_whole.fingerprint:

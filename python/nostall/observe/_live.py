@@ -155,20 +155,30 @@ def _names() -> Iterator[str]:
 def ask() -> dict[int, list[dict[str, Any]]]:
     """What the loaders of this user's processes do, by process.
 
-    Processes of another network namespace, and so of most containers, are not found.
+    A process that does not answer in time, as one that is stopped, has an empty list. Processes of
+    another network or process namespace, and so of most containers, are not found.
     """
-    found: dict[int, list[dict[str, Any]]] = {}
-    for name in _names():
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.settimeout(_SECONDS)
-            try:
-                connection.connect(f"\0{name}")
-                process, user = _other_end(connection)
-                if user != os.geteuid():
-                    continue
-                with connection.makefile("rb") as answer:
-                    loaders = json.load(answer)
-            except (OSError, ValueError):  # it ends at this moment, or is stopped
-                continue
-        found.setdefault(process, []).extend(loaders)
-    return found
+    from concurrent.futures import ThreadPoolExecutor
+
+    names = list(_names())
+    if not names:
+        return {}
+    with ThreadPoolExecutor(min(32, len(names))) as pool:
+        return dict(filter(None, pool.map(_answer, names)))
+
+
+def _answer(name: str) -> tuple[int, list[dict[str, Any]]] | None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(_SECONDS)
+        process = 0
+        try:
+            connection.connect(f"\0{name}")
+            process, user = _other_end(connection)
+            if user != os.geteuid() or process == 0:  # 0: of another process namespace
+                return None
+            with connection.makefile("rb") as answer:
+                return process, json.load(answer)
+        except TimeoutError:
+            return (process, []) if process else None
+        except (OSError, ValueError):  # it ends at this moment
+            return None

@@ -32,7 +32,8 @@ __all__ = ["LoaderMonitor"]
 class LoaderMonitor(Callback):
     """Gives `nostall.metrics.Interval` to all loggers of the trainer, every `log_every_n_steps`.
 
-    The numbers are those of the rank that logs, which is the first.
+    The numbers are those of the rank that logs, which is the first, and of one epoch: what came after
+    the last ones of an epoch is not logged.
 
     Args:
         loader: the one to look at; that of the training if None.
@@ -40,7 +41,6 @@ class LoaderMonitor(Callback):
 
     def __init__(self, loader: nostall.DataLoader | None = None) -> None:
         self._given = loader
-        self._of: nostall.DataLoader | None = None
         self._logged = 0
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
@@ -55,16 +55,17 @@ class LoaderMonitor(Callback):
                 f"the training's loader is {type(found).__name__}, not nostall.DataLoader: pass the "
                 "one to look at, LoaderMonitor(loader)"
             )
-        if found is not self._of:
-            self._of, self._interval = found, nostall.metrics.Interval(found)
+        # Anew in each epoch: Lightning leaves the loader's running while it validates.
+        self._interval = nostall.metrics.Interval(found)
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         """Logs, when Lightning logs as well."""
-        step, every = trainer.global_step, trainer.log_every_n_steps
-        # A step of several batches is logged once.
+        # As Lightning counts for its own: batches of one step, and steps of one batch, are one.
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped + 1
+        every = trainer.log_every_n_steps
         if step == self._logged or not every or step % every:
             return
         self._logged = step
         numbers = self._interval()
         for logger in trainer.loggers:
-            logger.log_metrics(numbers, step - 1)  # as Lightning numbers the step in its own
+            logger.log_metrics(numbers, step - 1)

@@ -158,11 +158,13 @@ class Ranges:
             known = self._flight.ask(head, self._urls, stopped=lambda: bool(failures))
         if failures:  # the others that were asked for would fail alike
             raise failures[0]
-        for meta in known:
+        for url, meta in zip(self._urls, known, strict=True):
             if isinstance(meta, BaseException):
                 raise meta
             self.sizes.append(int(meta["size"]))
-            self._tags.append(_tag(meta))
+            # Stores of the user's own compare what they gave; that of Azure wants the quotes.
+            azure = url.startswith(("az:", "azure:", "abfs:", "abfss:"))
+            self._tags.append(_quoted(meta) if azure else meta.get("e_tag"))
             self.versions.append(_version(meta))
 
     def _store(self, url: str) -> Any:
@@ -208,7 +210,7 @@ class Ranges:
         return error
 
 
-def _tag(meta: Any) -> str | None:
+def _quoted(meta: Any) -> str | None:
     """An object's ETag as headers have it; Azure's lists leave the quotes out."""
     tag: str | None = meta.get("e_tag")
     return f'"{tag}"' if tag and '"' not in tag else tag
@@ -216,7 +218,7 @@ def _tag(meta: Any) -> str | None:
 
 def _version(meta: Any) -> int:
     """A number that differs for another content of the object: from its ETag, or its time."""
-    tag = _tag(meta) or str(meta.get("last_modified"))
+    tag = _quoted(meta) or str(meta.get("last_modified"))
     return int.from_bytes(hashlib.sha256(tag.encode()).digest()[:8], "little", signed=True)
 
 

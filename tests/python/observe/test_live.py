@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -62,7 +63,7 @@ def of(*processes: prefork.Process) -> dict[int, Any]:
 
 
 STRANGER = """
-import contextlib, json, os, socket, sys
+import concurrent.futures.thread, contextlib, json, os, socket, sys
 from nostall.observe import _live as live
 
 os.setresuid(65534, 65534, 65534)
@@ -144,6 +145,10 @@ def test_top_asks_the_processes_of_its_user(
     first.wait()
     assert name_of(first.pid) is None
     assert list(of(first, second)) == [second.pid]
+    second.send_signal(signal.SIGSTOP)
+    assert live.ask()[second.pid] == []
+    assert main(["top", str(second.pid), "--once"]) == UsageError.exit_code
+    assert f"{second.pid} did not answer in time" in capsys.readouterr().err
     monkeypatch.setattr(live, "ask", dict)
     for names in ([], ["4194304"]):
         assert main(["top", *names, "--once"]) == UsageError.exit_code

@@ -198,7 +198,9 @@ def _trained_on(run: Run) -> list[tuple[str, str]]:
         size = format_bytes(float(s.get("dataset_bytes", 0)))
         sets.append(f"{s.get('dataset', '')}, {s['samples']:,} samples, {size}")
         each, world = s.get("batch_size", 0), stats.world_size
-        batches.append(f"{each}" + (f" a rank, {each * world} together" if world > 1 else ""))
+        whole = s.get("global_batch", each * world)
+        most = "" if whole == each * world else "at most "
+        batches.append(f"{most}{each} a rank, {whole} together" if world > 1 else f"{each}")
         done, planned = 1 + max((e.epoch for e in stats.epochs), default=-1), s.get("epochs")
         epochs.append(f"{done}" + (f" of {planned}" if planned not in (None, done) else ""))
     return [
