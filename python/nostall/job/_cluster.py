@@ -16,7 +16,6 @@ from nostall.base import _options as options
 from nostall.base._sizes import TierSpec
 from nostall.base._words import counted
 from nostall.errors import Error, UsageError
-from nostall.job import _notes as notes
 from nostall.job import _secret as secret
 from nostall.job._rendezvous import exposed, initialised_store
 from nostall.job._world import AllGather, World
@@ -160,6 +159,8 @@ def _check_alike_here(world: World, name: str, settings: Mapping[str, Any]) -> N
     """
     if world.processes is not None or world.local_world_size == 1:
         return
+    from nostall.job import _notes as notes
+
     try:
         notes.note(world.job, world.local_rank, name, {"rank": world.rank, "settings": settings})
     except OSError as error:

@@ -37,7 +37,6 @@ from nostall.loader._ahead import Ahead, Made
 from nostall.loader._options import LoaderArguments, LoaderOptions, with_arguments
 from nostall.loader._recipe import Recipe, Transforms
 from nostall.loader._tiers import TierList, Tiers, held_twice, planned, warn_of_second
-from nostall.observe import _live as live
 from nostall.observe import metrics, trace
 from nostall.observe._recorder import Recorder
 from nostall.plan import (
@@ -185,10 +184,10 @@ def _end_with_program() -> None:
             batches.close()
 
 
-def _end(loader: _native.Loader, learned: Source | None) -> None:
+def _end(loader: _native.Loader, learned: Source | None, unobserve: Callable[[], None]) -> None:
     """Closes; `learned` is the source whose checksums this rank keeps for the next job."""
     loader.close()
-    live.remove()
+    unobserve()
     if learned is not None:
         learned.keep_sums()
 
@@ -1022,7 +1021,9 @@ class DataLoader:
             )
             self._finalizer.detach()
             learned = self.dataset if self.world.rank == 0 else None
-            self._finalizer = Closer(self, _end, self._loader, learned)
+            from nostall.observe import _live as live
+
+            self._finalizer = Closer(self, _end, self._loader, learned, live.remove)
             metrics.add(self)
             live.add(self)
             if trace.wanted():
@@ -1123,6 +1124,8 @@ class DataLoader:
             self._ahead.close()
             self._ahead = None
         if self._loader is not None:
+            from nostall.observe import _live as live
+
             self._peer_counts = self._loader.peers
             live.remove(self)
             self._finalizer()

@@ -7,6 +7,7 @@ import operator
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import BrokenExecutor, Future
 from pathlib import Path
 from typing import Any
@@ -145,7 +146,12 @@ def test_a_close_ends_the_processes_that_a_pool_without_its_thread_leaves() -> N
     processes._manager = lambda: None
     processes._pool.shutdown = lambda **more: None  # type: ignore[method-assign]
     processes.close()
-    assert [process.exitcode for process in processes._spawn.processes] == [-signal.SIGKILL]
+    (process,) = processes._spawn.processes
+    while (
+        process.exitcode is None
+    ):  # the pool's thread was first to hear of the end, and tells next
+        time.sleep(0.01)
+    assert process.exitcode == -signal.SIGKILL
     assert processes.crashed() == {}
 
 
