@@ -761,7 +761,9 @@ def test_a_copy_without_room_goes_before_its_rank_leaves_word(
             ckpt.wait(60)  # rank 0 copies all parts alone
 
     assert World(2).run(work) == [None, None]
-    assert left == [[]] and steps_in(tmp_path / "durable") == [1]
+    # The other rank may find the directory of the step gone, and leaves word as well.
+    assert left and not any(left)
+    assert steps_in(tmp_path / "durable") == [1]
 
 
 def test_a_failed_drain_of_several_ranks_is_tried_again(
