@@ -756,12 +756,13 @@ def test_a_copy_without_room_goes_before_its_rank_leaves_word(
 
     def work(rank: int, gather: Any) -> Any:
         with make(rank, gather) as ckpt:
-            with pytest.raises(IoError, match=f"rank {failing}: full"):
+            # The failing rank removes the step's directory, in which the other one may begin.
+            with pytest.raises(IoError, match=f"rank {failing}: full|cannot make the checkpoint"):
                 ckpt.save(state_of(rank), 1, level="durable")
             ckpt.wait(60)  # rank 0 copies all parts alone
 
     assert World(2).run(work) == [None, None]
-    # The other rank may find the directory of the step gone, and leaves word as well.
+    # The other rank may leave word as well.
     assert left and not any(left)
     assert steps_in(tmp_path / "durable") == [1]
 
