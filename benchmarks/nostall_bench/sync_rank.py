@@ -203,9 +203,8 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
     }
     for key, value in engine_after.items():
         out[f"engine_{key}"] = value - engine[key]
-    for component, counts in _threads(foreign).items():
-        for kind, value in counts.items():
-            out[f"{component}_{kind}"] = value - threads[component][kind]
+    for component, counts in _since(threads, foreign).items():
+        out |= {f"{component}_{kind}": value for kind, value in counts.items()}
     late_counts = zip(_oversleeps(optimizer), woke_late, strict=True)
     out["oversleeps"] = [after - before for after, before in late_counts]
     sync = getattr(optimizer, "gradient_sync", None)
@@ -241,15 +240,13 @@ def _weights(model: torch.nn.Module) -> dict[str, Any]:
     return {"weights": digest.hexdigest(), "weights_size": total / count}
 
 
-def _threads(foreign: Collection[int]) -> dict[str, dict[str, int]]:
-    """Context switches and processor time of input pipeline, engine and training so far.
+def _threads(foreign: Collection[int]) -> dict[int, tuple[str, dict[str, int]]]:
+    """The component, the context switches and the processor time so far of each thread, by its number.
 
-    Told apart by the names of threads: ours begin with nostall-; Gloo's are an engine too, as are the
-    `foreign` ones, which have no names. The first of those counts by itself as well, as "background".
+    Components are told apart by the names of threads: ours begin with nostall-; Gloo's are an engine
+    too, as are the `foreign` ones, which have no names. All else is the training.
     """
-    kinds = ("voluntary", "involuntary", "cpu_ns")
-    components = ("training", "engine", "input", "background")
-    totals = {name: dict.fromkeys(kinds, 0) for name in components}
+    threads = {}
     for task in Path("/proc/self/task").iterdir():
         try:
             name, status = (task / "comm").read_text(), (task / "status").read_text()
@@ -264,10 +261,29 @@ def _threads(foreign: Collection[int]) -> dict[str, dict[str, int]]:
             int(status.split(f"\n{key}:")[1].split()[0])
             for key in ("voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
         )
-        first = [*foreign][:1] == [int(task.name)]
+        counts = {"voluntary": voluntary, "involuntary": involuntary, "cpu_ns": nanoseconds}
+        threads[int(task.name)] = (component, counts)
+    return threads
+
+
+def _since(
+    before: dict[int, tuple[str, dict[str, int]]], foreign: Collection[int]
+) -> dict[str, dict[str, int]]:
+    """What the threads of now have used since `before`, by component.
+
+    A thread of an earlier run may end between the two, so the difference is taken of each thread: of
+    sums it could be negative. The first of the `foreign` threads counts by itself as well, as
+    "background".
+    """
+    kinds = ("voluntary", "involuntary", "cpu_ns")
+    components = ("training", "engine", "input", "background")
+    totals = {name: dict.fromkeys(kinds, 0) for name in components}
+    for thread, (component, counts) in _threads(foreign).items():
+        earlier = before[thread][1] if thread in before else dict.fromkeys(kinds, 0)
+        first = [*foreign][:1] == [thread]
         for own in (component, "background") if first else (component,):
-            for kind, value in zip(kinds, (voluntary, involuntary, nanoseconds), strict=True):
-                totals[own][kind] += value
+            for kind in kinds:
+                totals[own][kind] += counts[kind] - earlier[kind]
     return totals
 
 

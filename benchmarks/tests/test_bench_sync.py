@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from nostall.errors import BugError, UsageError
-from nostall_bench import sync, sync_horovod
+from nostall_bench import sync, sync_horovod, sync_rank
 
 pytest_plugins = ["forked_children"]
 
@@ -49,6 +51,30 @@ def test_ways_are_measured_in_turns(
             assert 0 < rank["engine_cpu_ns"] < rank["cpu"] * 1e9
     assert planned["ranks"][0]["engine_cycles"] == 0
     assert negotiated["ranks"][0]["engine_cycles"] > 0
+
+
+def test_a_thread_that_ends_is_taken_from_no_other() -> None:
+    used, end = threading.Event(), threading.Event()
+
+    def engine() -> None:
+        deadline = time.thread_time() + 0.01
+        while time.thread_time() < deadline:
+            pass
+        used.set()
+        end.wait()
+
+    thread = threading.Thread(target=engine)
+    thread.start()
+    used.wait()
+    foreign = [thread.native_id or 0]
+    before = sync_rank._threads(foreign)
+    assert before[foreign[0]][0] == "engine"
+    assert before[foreign[0]][1]["cpu_ns"] >= 10_000_000
+    end.set()
+    thread.join()
+    since = sync_rank._since(before, foreign)
+    assert set(since["engine"].values()) == set(since["background"].values()) == {0}
+    assert since["training"]["cpu_ns"] > 0
 
 
 def test_horovod_that_does_not_load_is_skipped_with_its_own_words(
