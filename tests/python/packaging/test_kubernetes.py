@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import kubeflow_trainer_api.models as models
 import pytest
 import yaml
 
@@ -81,6 +84,66 @@ def test_metrics_are_served_where_probes_and_scrapers_look(name: str) -> None:
     assert named["containerPort"] == int(port)
     for probe in ("startupProbe", "livenessProbe"):
         assert container[probe]["httpGet"] == {"path": "/metrics", "port": named["name"]}
+
+
+def read(document: Any) -> Any:
+    """What a document is to the models that Kubeflow makes of its schemas, as a document again.
+
+    The models refuse values of other types and documents without a required field.
+    """
+    if document["kind"] == "PyTorchJob":
+        from kubeflow.training.api_client import ApiClient
+
+        client = ApiClient()
+        answer = SimpleNamespace(data=json.dumps(document))
+        job = client.sanitize_for_serialization(client.deserialize(answer, "KubeflowOrgV1PyTorchJob"))
+        # Its own model of a pod takes values of any type.
+        template = document["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]
+        pod = models.IoK8sApiCoreV1PodTemplateSpec.from_dict(template)
+        assert missing(template, pod.to_dict()) == []
+        return job
+    model = {
+        "JobSet": models.JobsetV1alpha2JobSet,
+        "TrainJob": models.TrainerV1alpha1TrainJob,
+        "TrainingRuntime": models.TrainerV1alpha1TrainingRuntime,
+    }[document["kind"]]
+    return model.from_dict(document).to_dict()
+
+
+def missing(document: Any, found: Any, path: str = "") -> list[str]:
+    """Where `found` has not what `document` has: the models leave out the names that they do not know."""
+    if isinstance(document, dict) and isinstance(found, dict):
+        return [
+            one
+            for key, value in document.items()
+            for one in missing(value, found.get(key), f"{path}.{key}")
+        ]
+    if isinstance(document, list) and isinstance(found, list) and len(document) == len(found):
+        pairs = enumerate(zip(document, found, strict=True))
+        return [one for i, (a, b) in pairs for one in missing(a, b, f"{path}[{i}]")]
+    return [] if document == found else [path]
+
+
+@pytest.mark.parametrize("name", ["pytorchjob.yaml", "jobset.yaml", "trainjob.yaml"])
+def test_manifests_hold_to_the_schemas(name: str) -> None:
+    for kind, document in documents(name).items():
+        assert missing(document, read(document)) == []
+        if kind == "TrainJob":
+            continue
+        # The check finds a name that no schema has, and a value of another type.
+        pod = within(document, PODS[kind])
+        (container,) = pod["spec"]["containers"]
+        pod["spec"]["restartPolicies"] = "Never"
+        place = "." + re.sub(r" (\d+)", r"[\1]", PODS[kind]).replace(" ", ".")
+        if kind != "PyTorchJob":
+            assert missing(document, read(document)) == [f"{place}.spec.restartPolicies"]
+        else:
+            with pytest.raises(AssertionError, match="restartPolicies"):
+                read(document)
+        del pod["spec"]["restartPolicies"]
+        container["ports"][0]["containerPort"] = "9464"
+        with pytest.raises(ValueError, match="containerPort"):
+            read(document)
 
 
 def test_the_trainjob_has_its_runtime() -> None:
