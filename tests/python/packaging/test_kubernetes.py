@@ -96,7 +96,9 @@ def read(document: Any) -> Any:
 
         client = ApiClient()
         answer = SimpleNamespace(data=json.dumps(document))
-        job = client.sanitize_for_serialization(client.deserialize(answer, "KubeflowOrgV1PyTorchJob"))
+        job = client.sanitize_for_serialization(
+            client.deserialize(answer, "KubeflowOrgV1PyTorchJob")
+        )
         # Its own model of a pod takes values of any type.
         template = document["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]
         pod = models.IoK8sApiCoreV1PodTemplateSpec.from_dict(template)
@@ -111,7 +113,7 @@ def read(document: Any) -> Any:
 
 
 def missing(document: Any, found: Any, path: str = "") -> list[str]:
-    """Where `found` has not what `document` has: the models leave out the names that they do not know."""
+    """Where `found` has not what `document` has: models leave out names that they do not know."""
     if isinstance(document, dict) and isinstance(found, dict):
         return [
             one
