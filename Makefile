@@ -29,7 +29,7 @@ help:
 	@echo "make demo      train on a slow file system, with and without nostall (under 5 minutes); the first time it"
 	@echo "               installs system packages and 6 GB into .venv, most of it torch, and compiles for 3 minutes"
 	@echo "make test      native and Python tests; the first time as for make demo, and it fetches MPICH and Slurm"
-	@echo "make -j 2 ready  the package, and what sanitizers and fuzz targets need: pip beside the compilers"
+	@echo "make -j 2 ready  the package, and what sanitizers and fuzz targets need: downloads beside the compilers"
 	@echo "make docs      the documentation as a site, with a search"
 	@echo "make wheel     wheels for any Linux of glibc 2.28 or later, into dist/ (also with ARCH=aarch64)"
 	@echo "make bench     nostall bench loader, with every peer that installs"
@@ -58,19 +58,19 @@ $(STAMPS)/venv: $(STAMPS)/system
 # What compiles the native core and its tests, UCX among it: not the gigabytes of the Python tests.
 $(STAMPS)/tools: pyproject.toml $(STAMPS)/venv
 	@echo "installing build requirements into $(VENV)"
-	@$(BIN)/python scripts/requirements build cluster | xargs -d '\n' $(BIN)/python -m pip install -q
+	@scripts/install $(BIN)/python build cluster
 	@mkdir -p $(STAMPS) && touch $@
 
 # The package builds for a user with what demo asks for; for the tests with the second MPI as well.
 $(STAMPS)/demo-requirements: pyproject.toml benchmarks/pyproject.toml $(STAMPS)/venv
 	@echo "installing build requirements, torch, torchvision and the command line into $(VENV) (torch of PyPI carries CUDA: 6 GB)"
-	@$(BIN)/python scripts/requirements build benchmarks | xargs -d '\n' $(BIN)/python -m pip install -q
+	@scripts/install $(BIN)/python build benchmarks
 	@mkdir -p $(STAMPS) && touch $@
 
 # With `ready` after the checkers too, for playwright may run apt as well.
 $(STAMPS)/requirements: $(STAMPS)/tools | $(if $(filter ready,$(MAKECMDGOALS)),$(STAMPS)/checkers)
 	@echo "installing build and test requirements into $(VENV) (6 GB, most of it torch)"
-	@$(BIN)/python scripts/requirements build test | xargs -d '\n' $(BIN)/python -m pip install -q
+	@scripts/install $(BIN)/python build test
 	@command -v chromium >/dev/null || $(BIN)/python -m playwright install --with-deps chromium >/dev/null
 	@mkdir -p $(STAMPS) && touch $@ $(STAMPS)/demo-requirements
 
@@ -183,7 +183,7 @@ stores-test: build
 	@NOSTALL_TESTS_S3=minio PYTHONPATH=tests $(BIN)/python -m campaigns objects
 
 bench: build
-	@$(BIN)/python scripts/requirements benchmarks.peers | xargs -d '\n' $(BIN)/python -m pip install -q
+	@scripts/install $(BIN)/python benchmarks.peers
 	@$(BIN)/nostall bench loader
 
 # The native tests and the fuzz targets under clang's AddressSanitizer and UndefinedBehaviorSanitizer
@@ -210,8 +210,8 @@ sanitize: address-build thread-build
 	@echo "native tests under the thread sanitizer"
 	@$(call native_tests,thread)
 
-# The package, and what sanitizers and fuzz targets need. With make -j 2 compilers work while pip, which takes
-# one core and the network, installs; no test runs meanwhile.
+# The package, and what sanitizers and fuzz targets need. With make -j 2 compilers work while gigabytes of
+# requirements are fetched; no test runs meanwhile.
 ready: $(STAMPS)/package address-build thread-build
 
 # Much longer (an hour on 2 cores), so not in continuous integration: the package, with bindings and the
