@@ -245,6 +245,7 @@ def several_steps(free: bool = True) -> tuple[list[str], float]:
                     if free:  # of the size of what was set aside
                         early.append(torch.zeros(COUNT // 5, device="simdev"))
             made.wait()
+            torch.accelerator.synchronize()  # the window is measured once its update has begun
         simdev.capacity(1 << 30)
         _device_clock.end_step(torch, stream.device)
         _device_clock.settle()
@@ -252,7 +253,7 @@ def several_steps(free: bool = True) -> tuple[list[str], float]:
             assert weight.detach().eq(6).all().item()
             assert all(made.restore(first).state["weight"].eq(first).all() for first in (0, 3))
         words = "the bus carries 0 of 0 MiB before" if free else "no memory for another copy"
-        assert words in saved.copying
+        assert words in saved.copying, saved.copying
         return reports, _device_clock.waits_of(stream.device)["checkpoint"]
 
 
@@ -301,6 +302,7 @@ def case_a_pace_that_was_found_slow_once_is_measured_again() -> None:
             made.save({"weight": weight}, step, window=True)
             made.before_update()
             made.wait()
+            torch.accelerator.synchronize()
         assert pace.rate == pytest.approx(weight.nbytes / 0.002)
 
 
