@@ -23,7 +23,7 @@ from nostall.checkpoint._cleaner import Cleaner
 from nostall.checkpoint._drain import copy_all, read_back
 from nostall.checkpoint._format import Manifest, Part
 from nostall.checkpoint._nodes import Nodes
-from nostall.checkpoint._place import Copy, LostStoreError, Pacing, UnreachableError
+from nostall.checkpoint._place import Copy, LostStoreError, Pacing
 from nostall.checkpoint._saved import Drain, Job, Level, Saved, Settings
 from nostall.checkpoint._store import Store, part_name
 from nostall.errors import CorruptionError, Error, IoError, StoppedError
@@ -738,7 +738,7 @@ class BackgroundWriter:
             known = self._cleaner.complete(self.durable) | waiting | {manifest.id: manifest}
             if manifest.id in self._cleaner.staying(known):
                 return ""
-        except UnreachableError:  # other ranks wait for this one
+        except (Error, OSError):  # the copy tells of it; other ranks wait for this one
             return ""
         newest = max(newer, key=lambda m: m.order).step
         return f"step {newest} is complete already and step {manifest.step} need not be kept"

@@ -29,7 +29,7 @@ from nostall.checkpoint._drain import copy_all, read_back
 from nostall.checkpoint._format import Branch, Manifest, Part
 from nostall.checkpoint._place import LostStoreError
 from nostall.checkpoint._retention import Keep
-from nostall.checkpoint._saved import Saved, Settings
+from nostall.checkpoint._saved import Drain, Saved, Settings
 from nostall.checkpoint._store import Store, part_name, rename
 from nostall.checkpoint._tree import Stored, decode
 from nostall.errors import CorruptionError, IoError, PeerError, StoppedError, UsageError
@@ -915,6 +915,32 @@ def test_a_drain_that_the_end_stops_is_left_to_the_next_start(tmp_path: Path) ->
     with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable") as ckpt:
         ckpt.wait(60)
     assert steps_in(tmp_path / "durable") == [1]
+
+
+def of_two_ranks(tmp_path: Path) -> tuple[Store, Store, Manifest]:
+    """A checkpoint on the fast one of two stores."""
+    fast, durable = Store(tmp_path / "fast", "fast"), Store(tmp_path / "durable", "durable")
+    data, id = b"a part", "aaaaaaaa-000001"
+    parts = [Part(rank, part_name(rank, id), 6, (_native.crc32c(data),)) for rank in (0, 1)]
+    manifest = Manifest(1, id, 2, tuple(parts), sequence=1)
+    for store in (fast, durable):
+        store.make()
+    for part in parts:
+        (fast.prepare(1) / part.name).write_bytes(data)
+    fast.publish(manifest)
+    return fast, durable, manifest
+
+
+def test_what_cannot_be_listed_supersedes_nothing(tmp_path: Path) -> None:
+    """Other ranks would wait for rank 0."""
+    fast, durable, manifest = of_two_ranks(tmp_path)
+    engine = BackgroundWriter(fast, durable, 0, Settings(Keep(1)))
+    newer = dataclasses.replace(manifest, step=2, id="aaaaaaaa-000002", sequence=2)
+    engine._drains.append(Drain(newer))
+    assert engine._superseded(manifest).startswith("step 2 is complete already")
+    durable._path.rmdir()
+    durable._path.write_text("not a directory")
+    assert engine._superseded(manifest) == ""
 
 
 def test_a_manifest_of_another_step_is_damaged(tmp_path: Path) -> None:
