@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import itertools
 import json
 import logging
 import os
@@ -580,11 +579,10 @@ class Store:
         if before is None and not (attempt > 0 and manifest.world_size > 1):
             return {part.name: part.name for part in manifest.parts}
         taken = {part.name for part in before.parts} if before is not None else set()
-        for number in itertools.count(max(attempt, 1)):
-            names = {p.name: part_name(p.rank, manifest.id, number) for p in manifest.parts}
-            if not taken & set(names.values()):
-                return names
-        raise AssertionError  # numbers have no end
+        number = max(attempt, 1)
+        while not taken.isdisjoint(part_name(p.rank, manifest.id, number) for p in manifest.parts):
+            number += 1
+        return {p.name: part_name(p.rank, manifest.id, number) for p in manifest.parts}
 
     def copy(self, source: Path, step: int, name: str, part: Part, pacing: Pacing) -> Copy:
         """A copy of a file to the part of that name, not yet begun."""
