@@ -27,7 +27,7 @@ from nostall.checkpoint._begin import undrained
 from nostall.checkpoint._cleaner import Cleaner
 from nostall.checkpoint._drain import copy_all, read_back
 from nostall.checkpoint._format import Branch, Manifest, Part
-from nostall.checkpoint._place import LostStoreError
+from nostall.checkpoint._place import LostStoreError, UnreachableError
 from nostall.checkpoint._retention import Keep
 from nostall.checkpoint._saved import Drain, Saved, Settings
 from nostall.checkpoint._store import Store, part_name, rename
@@ -228,6 +228,83 @@ def test_retention_needs_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert steps_in(tmp_path) == [3]
 
 
+def test_a_rank_without_a_part_needs_no_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, start = ranked(tmp_path, 2, replicated=True), threading.Thread.start
+
+    def start_or_fail(thread: threading.Thread) -> None:
+        if thread.name == "nostall-checkpoint-writer":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def work(rank: int, gather: Any) -> Any:
+        with make(rank, gather) as ckpt:
+            return ckpt.save(state_of(1), 1, level="durable").level  # type: ignore[union-attr]
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_fail)
+    assert World(2).run(work) == ["durable"] * 2
+
+
+def test_retention_that_waits_for_a_restore_needs_no_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", Raising(RuntimeError("no new thread")))
+        with nostall.Checkpointer(durable=tmp_path, keep=1) as ckpt:
+            with ckpt._background.all_stays():
+                for step in (1, 2):
+                    ckpt.save(state_of(step), step, level="durable")
+                assert steps_in(tmp_path) == [1, 2]
+            assert steps_in(tmp_path) == [2]
+
+
+def test_a_restore_does_not_wait_for_ever_for_a_removal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    removing, go = threading.Event(), threading.Event()
+
+    def hang(*_: Any) -> None:
+        removing.set()
+        go.wait(60)
+
+    monkeypatch.setattr(Cleaner, "retain", hang)
+    engine = BackgroundWriter(None, Store(tmp_path, "durable"), 0, Settings(Keep(1), timeout=0.01))
+    thread = threading.Thread(target=engine._retain)
+    thread.start()
+    try:
+        assert removing.wait(60)
+        with engine.all_stays():
+            assert "removed for 0.01 s already: the restore begins" in caplog.text
+    finally:
+        go.set()
+        thread.join(60)
+
+
+def test_a_save_waits_for_the_one_before_as_long_as_its_patience(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare, go = Store.prepare, threading.Event()
+
+    def hang(store: Store, step: int) -> Path:
+        go.wait(60)
+        return prepare(store, step)
+
+    monkeypatch.setattr(Store, "prepare", hang)
+    ckpt = nostall.Checkpointer(durable=tmp_path, patience=0.01)
+    try:
+        ckpt.save(state_of(1), 1)
+        late = ckpt.save(state_of(2), 2)
+    finally:
+        go.set()
+    assert late is not None
+    with pytest.raises(IoError, match=r"not written after 0\.01 s, its storage hangs"):
+        late.wait("durable", 60)
+    with pytest.raises(IoError, match="of step 2, is safe nowhere"):
+        ckpt.close()
+    assert steps_in(tmp_path) == [1]
+
+
 def test_a_level_is_never_lowered() -> None:
     saved = Saved(1, "a", 0)
     saved._reach("durable")
@@ -423,6 +500,23 @@ def test_a_wait_tells_once_of_what_somebody_has_removed(
         ckpt.save(state_of(2), 2, level="durable")
         ckpt.wait(60)
     assert steps_in(tmp_path / "durable") == [2]
+
+
+def test_a_fast_directory_that_is_away_has_not_lost_what_waits_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken, fast = Broken(monkeypatch, "durable"), tmp_path / "fast"
+    with nostall.Checkpointer(fast, tmp_path / "durable") as ckpt:
+        ckpt.save(state_of(1), 1, level="fast")
+        with pytest.raises(IoError, match="the disk is gone"):
+            ckpt.wait(60)
+        fast.rename(tmp_path / "away")
+        with pytest.raises(IoError, match="step 1 stays in"):
+            ckpt.wait(60)
+        (tmp_path / "away").rename(fast)
+        broken.broken = False
+        ckpt.wait(60)
+    assert steps_in(tmp_path / "durable") == [1]
 
 
 def test_a_directory_whose_number_could_not_be_noted_is_known_too(
@@ -655,6 +749,29 @@ def test_room_is_made_without_a_look_at_the_durable_storage(
     assert fast.steps() == []  # all of them were durable
 
 
+@pytest.mark.parametrize("durable", [True, False])
+def test_no_more_is_removed_than_makes_room(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    durable: bool,
+) -> None:
+    fast, there = two_tiers(tmp_path)
+    if not durable:
+        shutil.rmtree(there.root)
+    cleaner, coming = Cleaner(fast, there, Settings(Keep(1))), fast.manifests()[-1]
+    cleaner.begin()
+
+    def room(_: Any) -> Any:
+        free = 0 if fast.directory(1).exists() else 1 << 20
+        return os.statvfs_result((4096, 4096, free, free, free, 9, 9, 9, 0, 255))
+
+    monkeypatch.setattr(os, "statvfs", room)
+    cleaner.make_room(fast, 1, dataclasses.replace(coming, step=4, id="coming-0", sequence=1 << 40))
+    assert fast.steps() == [2, 3]
+    assert ("step 1 is removed before the one that replaces it" in caplog.text) != durable
+
+
 class Full:
     """Writes of snapshots that leave a file and find no room, where `refuses` says so of its path."""
 
@@ -860,6 +977,25 @@ def test_what_cannot_be_removed_once_goes_after_the_next_complete_save(
         assert store.steps() == left
 
 
+def test_saves_whose_files_cannot_be_removed_take_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, tried = Store(tmp_path, "durable"), []
+    saves = [Manifest(step, f"aaaaaaaa-00000{step}", 2, (), sequence=step) for step in range(6)]
+    for manifest in saves[:4]:
+        store.abort(manifest, "step 4 is complete already")
+
+    def fail(_: Store, step: int, __: str) -> None:
+        tried.append(step)
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(Store, "_forget", fail)
+    for manifest in saves[4:]:
+        store.prepare(manifest.step)
+        assert commit_all(store, manifest) == ["", ""]
+    assert tried == [0, 1, 2, 3]
+
+
 def test_late_ranks_of_a_replicated_state_are_told_of_the_last_saves_that_were_given_up(
     tmp_path: Path,
 ) -> None:
@@ -918,6 +1054,41 @@ def test_a_drain_that_the_end_stops_is_left_to_the_next_start(tmp_path: Path) ->
     assert steps_in(tmp_path / "durable") == [1]
 
 
+@pytest.mark.parametrize("what", ["own", "leftover", "together"])
+def test_a_copy_under_way_ends_with_the_job(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    what: str,
+) -> None:
+    """Its second block would have to wait for years."""
+    ranks, state = 1 + (what == "together"), {"w": np.zeros(_native.CHECKPOINT_BLOCK, np.uint8)}
+    if what == "leftover":
+        with nostall.Checkpointer(tmp_path / "fast", level="fast") as ckpt:
+            ckpt.save(state, 1)
+
+    def work(rank: int, gather: Any) -> bool:
+        ckpt = ranked(tmp_path, ranks, rate="1B")(rank, gather)
+        if what != "leftover":
+            ckpt.save(state, 1, level="fast")
+        engine = ckpt._background
+        while engine._copying is None:
+            time.sleep(0.01)
+        engine.stop(10)
+        alive = engine._threads["drain"].is_alive()
+        ckpt.close()
+        return alive
+
+    raised: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    caplog.set_level("INFO", "nostall")
+    assert World(ranks).run(work) == [False] * ranks
+    assert raised == []
+    assert caplog.text.count("the next start copies it") == ranks
+    assert "cannot be copied" not in caplog.text
+    assert list((tmp_path / "durable").glob("*1/*.json")) == []  # neither a manifest nor a word
+
+
 def of_two_ranks(tmp_path: Path) -> tuple[Store, Store, Manifest]:
     """A checkpoint on the fast one of two stores."""
     fast, durable = Store(tmp_path / "fast", "fast"), Store(tmp_path / "durable", "durable")
@@ -932,6 +1103,35 @@ def of_two_ranks(tmp_path: Path) -> tuple[Store, Store, Manifest]:
     return fast, durable, manifest
 
 
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_rank_that_the_end_meets_in_its_wait_for_rank_0_leaves_the_drain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: bool
+) -> None:
+    """Its part stays if rank 0 has taken its word."""
+    fast, durable, manifest = of_two_ranks(tmp_path)
+    engine, leave = BackgroundWriter(fast, durable, 1, Settings(Keep(5))), Store._leave_word
+
+    def left(store: Store, *word: Any) -> str:
+        why = leave(store, *word)
+        assert not taken or len(list(store._words(manifest, [1]))) == 1
+        engine._stopping = True
+        return why
+
+    monkeypatch.setattr(Store, "_leave_word", left)
+    with pytest.raises(StoppedError, match="part stays" if taken else "before this job's end$"):
+        engine._drain_together(Drain(manifest), damaged=False)
+    assert durable.has(1, manifest.parts[1]) == taken
+
+
+def test_after_the_end_no_file_is_made(tmp_path: Path) -> None:
+    fast, durable, manifest = of_two_ranks(tmp_path)
+    engine = BackgroundWriter(fast, durable, 0, Settings(Keep(5)))
+    engine.stop(0.0)
+    with pytest.raises(StoppedError, match="the checkpointer is closed"):
+        engine._copy_here(Drain(manifest), manifest.parts[0], "copy")
+    assert list(durable._path.rglob("copy*")) == []
+
+
 def test_what_cannot_be_listed_supersedes_nothing(tmp_path: Path) -> None:
     """Other ranks would wait for rank 0."""
     fast, durable, manifest = of_two_ranks(tmp_path)
@@ -942,6 +1142,44 @@ def test_what_cannot_be_listed_supersedes_nothing(tmp_path: Path) -> None:
     durable._path.rmdir()
     durable._path.write_text("not a directory")
     assert engine._superseded(manifest) == ""
+
+
+def test_a_leftover_that_is_superseded_is_not_copied(tmp_path: Path) -> None:
+    places, waiting = (tmp_path / "fast", tmp_path / "durable"), threading.Event()
+    with nostall.Checkpointer(places[0], level="fast") as ckpt:
+        ckpt.save(state_of(1), 1)
+    superseded, copied = BackgroundWriter._superseded, []
+
+    def once_another_waits(self: BackgroundWriter, manifest: Manifest) -> str:
+        assert waiting.wait(60)
+        why = superseded(self, manifest)
+        copied.append((manifest.step, not why))
+        return why
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(BackgroundWriter, "_superseded", once_another_waits)
+        with nostall.Checkpointer(*places, keep=1) as ckpt:
+            ckpt.save(state_of(2), 2, level="fast")
+            waiting.set()
+            ckpt.wait(60)
+    assert copied == [(1, False), (2, True)]
+    assert steps_in(places[0]) == steps_in(places[1]) == [2]
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_copies_are_read_back_where_that_is_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify: bool
+) -> None:
+    damaged = Raising(IoError("it reads back with damaged blocks"))
+    with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable", verify=verify) as ckpt:
+        monkeypatch.setattr(nostall.checkpoint._background, "read_back", damaged)
+        saved = ckpt.save(state_of(1), 1)
+        assert saved is not None
+        told = pytest.raises(IoError, match="it reads back with damaged blocks")
+        with told if verify else contextlib.nullcontext():
+            saved.wait("durable", 60)
+        monkeypatch.setattr(nostall.checkpoint._background, "read_back", read_back)
+    assert steps_in(tmp_path / "durable") == [1]
 
 
 def test_a_manifest_of_another_step_is_damaged(tmp_path: Path) -> None:
@@ -991,6 +1229,89 @@ def test_a_checkpoint_that_goes_before_it_is_drained_is_told(tmp_path: Path) -> 
         ckpt.durable.remove(1, manifest.id)
         with pytest.raises(IoError, match=r"the checkpoint in .* is gone"):
             ckpt._background._complete(ckpt.durable, manifest)
+
+
+def test_a_save_that_is_removed_at_once_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = Store.commit
+
+    def remove(store: Store, manifest: Manifest, *more: Any, **options: Any) -> str:
+        reason = commit(store, manifest, *more, **options)
+        shutil.rmtree(store.directory(manifest.step))
+        return reason
+
+    monkeypatch.setattr(Store, "commit", remove)
+    ckpt = nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable")
+    saved = ckpt.save(state_of(1), 1)
+    assert saved is not None
+    with pytest.raises(IoError, match=r"step 1 is not saved: the checkpoint in .* is gone"):
+        saved.wait("fast", 60)
+    with pytest.raises(IoError, match="of step 1, is safe nowhere"):
+        ckpt.close()
+
+
+def test_what_the_system_says_of_files_is_told(tmp_path: Path) -> None:
+    fast, _, manifest = of_two_ranks(tmp_path)
+    (fast.directory(2) / "manifest.json").mkdir(parents=True)
+    entry = fast.entry(2)
+    assert entry is not None and entry.unread and "cannot be read: Is a directory" in entry.damage
+    assert fast.files(3) == {} and len(fast.files(1)) == 2
+    path = fast.directory(1) / manifest.parts[1].name
+    path.unlink()
+    assert fast.missing(manifest) == f"{path} does not exist"
+    path.symlink_to(path.name)  # a loop
+    with pytest.raises(IoError, match=f"cannot look for {path}: Too many levels"):
+        fast.missing(manifest)
+
+
+def test_a_directory_that_is_not_there_is_gone(tmp_path: Path) -> None:
+    store = Store(tmp_path / "durable", "durable")
+    store.own()
+    (tmp_path / "durable").rename(tmp_path / "away")
+    with pytest.raises(IoError, match=r"not the directory that .*\.sequence is gone"):
+        store.check_owned()
+    (tmp_path / "away").rename(tmp_path / "durable")
+    store.check_owned()
+    store.disown()
+
+
+def test_a_step_without_a_checkpoint_is_removed_too(tmp_path: Path) -> None:
+    store = Store(tmp_path, "durable")
+    (store.prepare(1) / part_name(0, "aaaaaaaa-000001")).write_text("of an attempt")
+    store._in_use.clear()  # by the job that made it
+    store.remove_step(1)
+    assert store.steps() == []
+
+
+@pytest.mark.parametrize(
+    ("word", "stopped", "told"),
+    [
+        (b"{}", False, "rank 1: its word cannot be read: 'rank'"),
+        (b"[]", False, "rank 1: its word cannot be read: list"),
+        (b"no JSON", False, "rank 1: its word cannot be read: Expecting"),
+        (None, True, "stopped"),
+        (
+            UnreachableError("it is away"),
+            False,
+            "ranks [1] did not finish their part in time: it is",
+        ),
+    ],
+)
+def test_why_rank_0_completes_nothing_is_told_to_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: Any, stopped: bool, told: str
+) -> None:
+    store, manifest = Store(tmp_path, "durable"), Manifest(1, "aaaaaaaa-000001", 2, ())
+    store.prepare(1)
+    timeout = 60.0
+    if isinstance(word, bytes):
+        assert store._leave_word(manifest, 1, word) == ""
+    elif word is not None:
+        monkeypatch.setattr(Store, "_words", Raising(word))
+        timeout = 0.0
+    mine = Part(0, part_name(0, manifest.id), 0, ())
+    reason = store.commit(manifest, 0, mine, timeout=timeout, stopped=lambda: stopped)
+    assert reason.startswith(told) and store.aborted(manifest) == reason
 
 
 def test_a_rank_that_is_stopped_does_not_speak_of_a_timeout(tmp_path: Path) -> None:

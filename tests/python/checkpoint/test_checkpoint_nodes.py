@@ -274,6 +274,7 @@ def test_a_listener_survives_what_accept_says(
         (1000, resource.RLIM_INFINITY, resource.RLIM_INFINITY, resource.RLIM_INFINITY),
         (1500, 1024, 4096, 4096),
         (2500, 1024, 4096, 4096),  # there is none
+        (1500, 4096, 4096, 4096),  # nor could it be raised
     ],
 )
 def test_rank_0_may_open_a_connection_to_each_rank(
@@ -294,6 +295,7 @@ def test_rank_0_may_open_a_connection_to_each_rank(
         store = Store(tmp_path, "fast")
         Nodes(store, rank, groups, b"secret", partner=False, timeout=10).close()
         assert limits[-1] == ((now if rank == 0 else soft), hard)
+    assert len(limits) == 1 + (now != soft)
     told = (
         "needs a connection to each of 2500 ranks: checkpoints may fail; start it with `ulimit -n"
     )
@@ -412,6 +414,56 @@ def test_ranks_that_do_not_finish_are_named_and_a_stop_ends_the_wait(tmp_path: P
         nodes.close()
 
 
+@pytest.mark.parametrize("where", ["_decide", "_publish_everywhere"])
+def test_what_no_one_expects_to_fail_on_rank_0_is_told_to_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Once the manifest may be somewhere nothing is certain."""
+    first, second = two_nodes(tmp_path)
+    manifest, told = Manifest(5, "aaaaaaaa-000001", 2, ()), {}
+
+    def fail(*_: Any) -> Any:
+        raise MemoryError("none is left")
+
+    def commit(nodes: Nodes) -> None:
+        told[nodes.rank] = nodes.commit(manifest, own_part(nodes, 5), lambda: False)
+
+    monkeypatch.setattr(first, where, fail)
+    thread = threading.Thread(target=commit, args=(second,))
+    thread.start()
+    commit(first)
+    thread.join(60)
+    outcome = Outcome("MemoryError: none is left", where == "_decide")
+    assert told == {0: outcome, 1: outcome}
+    for nodes in (first, second):
+        nodes.close()
+
+
+def test_a_report_that_is_none_is_told(tmp_path: Path) -> None:
+    first, second = two_nodes(tmp_path)
+    manifest = Manifest(5, "aaaaaaaa-000001", 2, ())
+    first._take_note(manifest.id, 1, {"rank": 1})
+    outcome = first.commit(manifest, own_part(first, 5), lambda: False)
+    assert outcome == Outcome("a rank's report cannot be read: 'name'", True)
+    assert first.store.entries() == []
+    for nodes in (first, second):
+        nodes.close()
+
+
+def test_rank_0_remembers_the_last_saves_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nostall.checkpoint._nodes, "_REMEMBERED", 2)
+    (only,) = some_nodes(tmp_path, 1)
+    ids = [f"aaaaaaaa-00000{step}" for step in range(1, 7)]
+    for step, id in enumerate(ids[:3], 1):
+        assert only.commit(Manifest(step, id, 1, ()), own_part(only, step), lambda: False)[0] == ""
+    for id in (*ids[3:], ids[2]):  # the last of them is decided already
+        only._take_note(id, 1, None)
+    assert list(only._decided) == ids[1:3] and list(only._notes) == ids[4:]
+    only.close()
+
+
 def test_a_part_that_does_not_fit_or_cannot_be_written_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -528,6 +580,95 @@ def test_a_node_that_misses_the_manifest_drains_all_the_same(
     assert [e.step for e in durable.entries()] == [1]
 
 
+def test_the_first_rank_of_a_node_writes_the_manifest_that_it_misses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("NOSTALL_HOST", "127.0.0.1")
+    stores = [Store(tmp_path / f"node{node}", "fast") for node in range(2)]
+    for store in stores:
+        store.make()
+    ranks = [
+        Nodes(stores[node], rank, [[0], [1, 2]], b"secret", partner=False, timeout=60)
+        for rank, node in enumerate([0, 1, 1])
+    ]
+    for one in ranks:
+        one.addresses = [ranks[0].address, ranks[1].address]  # type: ignore[list-item]
+    publish, tried, told = Store.publish, [], {}
+
+    def fail(store: Store, manifest: Manifest) -> None:
+        if store is stores[1]:
+            tried.append(threading.current_thread().name)
+            raise IoError("the disk is full")
+        publish(store, manifest)
+
+    def commit(one: Nodes) -> None:
+        manifest = Manifest(5, "aaaaaaaa-000001", 3, ())
+        told[one.rank] = one.commit(manifest, own_part(one, 5), lambda: False)
+
+    monkeypatch.setattr(Store, "publish", fail)
+    threads = [threading.Thread(target=commit, args=(one,), name=f"{one.rank}") for one in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    (whole,) = stores[0].manifests()
+    assert told == {0: Outcome("", True, whole, (1,)), 1: Outcome("", True, whole), 2: told[1]}
+    assert len(tried) == 2 and tried[1] == "1"  # the first time rank 0 has asked for it
+    assert caplog.text.count("this node has no manifest of step 5: the disk is full") == 1
+    for one in ranks:
+        one.close()
+
+
+@pytest.mark.parametrize("partner", [True, False])
+def test_parts_of_a_save_that_fails_go_from_all_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, partner: bool
+) -> None:
+    monkeypatch.setenv("NOSTALL_HOST", "127.0.0.1")
+    make = checkpointer_of(tmp_path, world_size=2, partner=partner)
+    write, files = BackgroundWriter._write_file, []
+
+    def full(self: BackgroundWriter, *job: Any) -> Any:
+        if self.rank == 1:
+            raise IoError("no room is left")
+        return write(self, *job)
+
+    def work(rank: int, gather: Any) -> None:
+        ckpt = make(rank, gather)
+        ckpt.save({"rank": rank}, 1)
+        ckpt.wait(60)
+        gather(b"")
+        files.extend(tmp_path.rglob("*.safetensors"))  # before another start clears up
+        gather(b"")
+        with pytest.raises(IoError, match="rank 1: no room is left"):
+            ckpt.close()
+
+    monkeypatch.setattr(BackgroundWriter, "_write_file", full)
+    assert World(2).run(work) == [None, None]
+    assert files == []
+
+
+@pytest.mark.parametrize(("ranks", "why"), [(1, "this job has one rank"), (2, "all ranks share")])
+def test_a_partner_that_there_cannot_be_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, ranks: int, why: str
+) -> None:
+    def work(rank: int, gather: Any) -> None:
+        nostall.Checkpointer(
+            tmp_path, rank=rank, world_size=ranks, gather=gather, job="nodes", partner=True
+        ).close()
+
+    assert World(ranks).run(work) == [None] * ranks
+    assert caplog.text.count(f"partner=True has no effect: {why}") == 1
+
+
+def test_a_durable_directory_of_each_node_is_refused(tmp_path: Path) -> None:
+    def work(rank: int, gather: Any) -> None:
+        durable = tmp_path / f"durable{rank}"
+        nostall.Checkpointer(durable=durable, rank=rank, world_size=2, gather=gather, job="nodes")
+
+    for error in World(2).run(work):
+        assert isinstance(error, UsageError) and "rank 0 does not see rank 0's" in str(error)
+
+
 @pytest.mark.parametrize("finders", [{0}, {1}, {0, 1}])
 def test_a_durable_copy_that_lacks_parts_is_acknowledged_by_no_rank_before_it_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finders: set[int]
@@ -615,6 +756,29 @@ def test_what_has_lost_parts_takes_no_place_among_those_that_are_kept(
     assert [manifest.step for manifest in waiting] == [1]
 
 
+def test_what_has_lost_parts_goes_once_a_later_one_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NOSTALL_HOST", "127.0.0.1")
+    make = checkpointer_of(tmp_path, world_size=2)
+
+    def save(rank: int, gather: Any) -> None:
+        with make(rank, gather) as ckpt:
+            for step in (1, 2, 3):
+                ckpt.save({"rank": rank}, step, level="fast")
+
+    assert World(2).run(save) == [None, None]
+    for part in (tmp_path / "node1").glob("*[13]/*.safetensors"):
+        part.unlink()
+
+    def begin(rank: int, gather: Any) -> None:
+        make(rank, gather).close()
+
+    assert World(2).run(begin) == [None, None]
+    for node in (0, 1):  # that of step 3 may have a part on a node that comes back
+        assert Store(tmp_path / f"node{node}", "fast").steps() == [2, 3]
+
+
 def test_a_durable_directory_that_is_gone_hides_nothing_that_the_nodes_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -670,6 +834,33 @@ def test_common_state_comes_to_a_node_once(tmp_path: Path, monkeypatch: pytest.M
     assert fetched == [2]
 
 
+def test_common_state_that_no_node_has_undamaged_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("NOSTALL_HOST", "127.0.0.1")
+    make = checkpointer_of(tmp_path, world_size=2, replicated=True)
+
+    def work(rank: int, gather: Any) -> Any:
+        with make(rank, gather) as ckpt:
+            for step in (1, 2):
+                ckpt.save({"common": step}, step, level="fast")
+            ckpt.wait(60)
+            gather(b"")
+            if rank == 0:
+                (part,) = (tmp_path / "node0").glob("*2/*.safetensors")
+                part.write_bytes(bytes(part.stat().st_size))
+            found = ckpt.restore()
+            gather(b"")  # all listen until here
+            return found and found.state["common"]
+
+    assert World(2).run(work) == [1, 1]
+    # By rank 1 in its place as the first of a node, and by both ranks that read.
+    assert caplog.text.count("a copy of a part cannot be used: ") == 3
+    told = r"passing over a checkpoint: rank 0: .* damaged.*; rank 1: .* damaged"
+    assert re.search(told, caplog.text)
+    assert not list((tmp_path / "node1").glob("*2/*.safetensors"))
+
+
 def test_nodes_do_not_all_ask_the_same_one(tmp_path: Path) -> None:
     nodes = some_nodes(tmp_path, 4)
     assert [one.nearest_first([0, 1])[0] for one in nodes] == [0, 1, 0, 1]
@@ -706,6 +897,47 @@ def test_a_leftover_is_drained_from_the_copy_that_is_good(
 
     expected = [("durable", node_rank.digest(node_rank.state_of(rank, 1))) for rank in range(3)]
     assert World(3).run(drain) == expected
+
+
+@pytest.mark.parametrize("what", ["damaged", "stopped"])
+def test_a_leftover_without_a_good_copy_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    """Rank 0 drains it: at a byte a second, or of node 1 a part with other bytes."""
+    monkeypatch.setenv("NOSTALL_HOST", "127.0.0.1")
+    make, paced = checkpointer_of(tmp_path, world_size=2), threading.Event()
+
+    def save(rank: int, gather: Any) -> None:
+        with make(rank, gather) as ckpt:
+            ckpt.save({"rank": rank}, 1, level="fast")
+
+    assert World(2).run(save) == [None, None]
+    if what == "damaged":
+        (part,) = (tmp_path / "node1").glob("*1/*.safetensors")
+        part.write_bytes(bytes(part.stat().st_size))
+    pace = BackgroundWriter._pace
+
+    def noted(self: BackgroundWriter, drain: Drain) -> Any:
+        paced.set()
+        return pace(self, drain)
+
+    def drain(rank: int, gather: Any) -> None:
+        rate = "1B" if what == "stopped" else None
+        with make(rank, gather, durable=tmp_path / "durable", rate=rate) as ckpt:
+            if rank == 0 and what == "stopped":
+                assert paced.wait(60)
+                ckpt._background.stop(60)
+            elif rank == 0:
+                with pytest.raises(IoError, match=r"stays in .*: node 1: .*1 damaged block"):
+                    ckpt.wait(60)
+            gather(b"")  # all listen until here
+
+    monkeypatch.setattr(BackgroundWriter, "_pace", noted)
+    caplog.set_level("INFO", "nostall")
+    assert World(2).run(drain) == [None, None]
+    assert ("the next start copies it" in caplog.text) == (what == "stopped")
+    assert ("cannot be drained" in caplog.text) == (what == "damaged")
+    assert Store(tmp_path / "durable", "durable").manifests() == []
 
 
 def test_a_manifest_that_may_be_there_is_not_certainly_missing(tmp_path: Path) -> None:

@@ -378,6 +378,27 @@ def test_parts_of_other_nodes_are_drained_when_the_store_is_back(
     assert job("new") == [(1, "durable", True)] * 2
 
 
+def test_a_damaged_part_takes_that_of_the_next_node_on_its_way(
+    bucket: Any, url: str, tmp_path: Path
+) -> None:
+    def work(rank: int, gather: Any, durable: str | None) -> None:
+        with nostall.Checkpointer(
+            tmp_path / f"node{rank}", durable, rank=rank, world_size=2, gather=gather, job="test",
+            partner=True, priority="normal",
+        ) as ckpt:  # fmt: skip
+            if durable is None:
+                ckpt.save({"w": np.full(1000, rank)}, 1, level="fast")
+            ckpt.wait(60)
+            gather(b"")  # all listen until here
+
+    assert World(2).run(lambda rank, gather: work(rank, gather, None)) == [None, None]
+    paths = [next((tmp_path / f"node{node}").rglob("rank-00001*")) for node in range(2)]
+    paths[0].write_bytes(bytes(paths[0].stat().st_size))
+    assert World(2).run(lambda rank, gather: work(rank, gather, url)) == [None, None]
+    assert steps_on(url) == [1]
+    assert paths[0].read_bytes() == paths[1].read_bytes()  # and it stays
+
+
 # ---------------------------------------------------------------------- two jobs
 
 
@@ -571,6 +592,23 @@ def test_a_drain_that_another_job_prevents_is_told_once(
     with make():  # nor is it lost
         pass
     assert steps_on(url) == [1]
+
+
+def test_a_drain_of_ranks_that_another_job_prevents_keeps_nobody_waiting(
+    url: str, tmp_path: Path
+) -> None:
+    def work(rank: int, gather: Any) -> None:
+        with nostall.Checkpointer(
+            tmp_path / "fast", url, rank=rank, world_size=2, gather=gather, job="test",
+            max_failures=100, priority="normal",
+        ) as ckpt:  # fmt: skip
+            if rank == 0:
+                store_at(url).own()
+            gather(b"")
+            with pytest.raises(IoError, match="taken over by process"):
+                ckpt.save(state_of(1), 1, level="durable")  # ranks wait for each other for 600 s
+
+    assert World(2).run(work) == [None, None]
 
 
 def test_a_rank_goes_by_the_decision_of_rank_0_of_its_own_job(

@@ -1151,12 +1151,45 @@ def test_a_manifest_that_one_rank_cannot_read_is_told_on_all(
     assert World(2).run(work) == [1, 1]
 
 
-@pytest.mark.parametrize("name", ["_read", "_choices"])
+def test_what_cannot_be_listed_is_not_taken_for_no_checkpoint(tmp_path: Path) -> None:
+    root = tmp_path / "durable"
+    with nostall.Checkpointer(durable=root) as ckpt:
+        ckpt.save(state_of(1), 1, level="durable")
+        root.rename(tmp_path / "away")
+        root.write_text("not a directory")
+        with pytest.raises(IoError, match=f"cannot list the checkpoints in {root}"):
+            ckpt.restore()
+        root.unlink()
+        (tmp_path / "away").rename(root)
+
+
+def test_what_is_removed_after_the_look_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    look = _search.view
+
+    def remove(stores: Any, step: int | None) -> Any:
+        found = look(stores, step)
+        stores[0].remove_step(2)
+        return found
+
+    with nostall.Checkpointer(durable=tmp_path, level="durable") as ckpt:
+        for step in (1, 2):
+            ckpt.save(state_of(step), step)
+        monkeypatch.setattr(_search, "view", remove)
+        found = ckpt.restore()
+    assert found is not None and found.step == 1
+    assert f"passing over a checkpoint: step 2 in {tmp_path} is gone" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["_read", "_choices", "_manifest"])
 def test_what_no_one_expects_to_fail_on_a_rank_ends_the_restore_of_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     make, failing = ranked(tmp_path, 2), threading.local()
-    where, method = (Search, "_read") if name == "_read" else (_search, "view")
+    where, method = (Search, name) if name == "_read" else (_search, name)
+    if name == "_choices":
+        method = "view"
     inner = getattr(where, method)
 
     def refuse(*arguments: Any) -> Any:
