@@ -141,7 +141,7 @@ def window(attached: bool = True, clamps: bool = False) -> tuple[list[str], list
         assert saved.copying == "from the device, before an update"
         reports = simdev.reports()
         if not saved.problems and not reports:
-            assert updated.query()
+            updated.synchronize()  # the update runs, for the copies have ended
             assert made.restore(1).state["weight"].eq(0).all()
             assert weight.detach().cpu().eq(-3).all()
         made.save({"weight": weight}, 2)  # so that the newest one is safe
