@@ -77,7 +77,7 @@ def train(root, folder):
     """Goes on from the last checkpoint in `folder`; the labels and losses of each batch."""
     mesh = Mesh(np.array(jax.devices()), ("data",))
     model, optimizer = make_training(mesh)
-    seen = []
+    seen, folder = [], Path(folder).absolute()  # as Orbax wants it
     with make_loader(root, mesh) as loader, ocp.CheckpointManager(folder) as checkpoints:
         number = checkpoints.latest_step() or 0
         if number:

@@ -29,7 +29,8 @@ def fit(root, folder, *callbacks):
     data = nostall.FileList(paths, range(len(paths)))
     steps = [t.Resize((32, 32)), t.RandomHorizontalFlip(), t.ToTensor()]
     loader = nostall.DataLoader(data, BATCH, epochs=EPOCHS, seed=0, transforms=steps, layout="hwc")
-    check = nostall.DataLoader(data, BATCH, shuffle=False, transforms=steps, layout="hwc")
+    plain = [t.Resize((32, 32)), t.ToTensor()]
+    check = nostall.DataLoader(data, BATCH, shuffle=False, transforms=plain, layout="hwc")
     keras.utils.set_random_seed(0)
     model = keras.Sequential(
         [keras.Input((32, 32, 3)), keras.layers.Flatten(), keras.layers.Dense(14)]
