@@ -747,6 +747,10 @@ class ObjectStore(Store):
                 self._manifests.pop((step, name), None)
             if not late:
                 return
+        raise IoError(
+            f"{self.place(step)} cannot be removed: other jobs completed checkpoints there meanwhile: "
+            "end them, and try again"
+        )
 
     def discard(self, step: int, name: str) -> None:
         with contextlib.suppress(OSError, PeerError):

@@ -21,6 +21,7 @@ import object_rank
 import prefork
 import pytest
 from object_server import Answer, Proxy, Request, cut, error
+from obstore.store import MemoryStore
 from test_checkpoint_failures import Clock, commit_all
 from test_checkpointer import World
 
@@ -1602,3 +1603,38 @@ def test_an_owner_whose_note_is_removed_stops(bucket: Any, url: str) -> None:
     store.disown()
     with pytest.raises(PeerError, match="the checkpointer is closed"):
         store.publish(dataclasses.replace(Manifest(1, ID, 1, ()), sequence=1))
+
+
+# ---------------------------------------------------------------------- the store alone
+
+
+def in_memory(client: Any = None) -> ObjectStore:
+    """Objects of this process, which no server has."""
+    store = ObjectStore(Url("gs://bucket/run"), "durable")
+    store._client = client or MemoryStore()
+    return store
+
+
+def test_a_removal_that_attempts_overtake_again_and_again_is_not_told_as_done(
+    tmp_path: Path,
+) -> None:
+    """Earlier jobs complete one attempt after the other, each before it is given up."""
+    client = MemoryStore()
+    earlier, store = in_memory(client), in_memory(client)
+    attempts, create, late = [under_way(earlier, tmp_path)], store._create, []
+    store.own()
+
+    def create_late(key: str, data: bytes) -> bool:
+        if len(late) < 5:
+            earlier._put_manifest(attempts.pop())
+            attempts.append(under_way(earlier, tmp_path))
+            late.append(key)
+        return create(key, data)
+
+    store._create = create_late
+    with pytest.raises(IoError, match=r"step-000000000001 cannot be removed: other jobs completed"):
+        store.remove(1, ID)
+    assert len(late) == 3 and [m.id for m in store.manifests()] == [ID]
+    store._create = create
+    store.remove(1, ID)
+    assert store._sizes(1) == {}
