@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import json
 import logging
 import os
@@ -118,7 +117,9 @@ class ObjectStore(Store):
         obstore = client.client(url)
         if self._client is None:
             self._client = self._connect(doing, url)
-        for attempt in itertools.count(1):
+        attempt = 0
+        while True:
+            attempt += 1
             try:
                 return call(obstore, self._client)
             except Exception as error:
@@ -139,7 +140,6 @@ class ObjectStore(Store):
                 )
                 kind = UnreachableError if _is_final(error) else UnknownOutcomeError
                 raise kind(f"cannot {doing} {url}: {text}") from None
-        raise AssertionError  # the loop has no end
 
     def _connect(self, doing: str, url: str) -> Any:
         try:
