@@ -10,19 +10,22 @@ import os
 import re
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import object_rank
+import obstore
 import prefork
 import pytest
 from object_server import Answer, Proxy, Request, cut, error
-from obstore.store import MemoryStore
-from test_checkpoint_failures import Clock, commit_all
+from obstore.store import LocalStore, MemoryStore
+from test_checkpoint_failures import Clock, Raising, commit_all
 from test_checkpointer import World
 
 import nostall
@@ -33,7 +36,7 @@ from nostall.checkpoint._cleaner import Cleaner
 from nostall.checkpoint._drain import copy_all
 from nostall.checkpoint._format import Branch, Manifest, Part
 from nostall.checkpoint._lineage import STRIDE
-from nostall.checkpoint._objects import ObjectStore, _step
+from nostall.checkpoint._objects import ObjectStore, _part_name, _step
 from nostall.checkpoint._open import open_store
 from nostall.checkpoint._place import Pacing, UnknownOutcomeError, UnreachableError, Url
 from nostall.checkpoint._restore import view
@@ -1615,6 +1618,273 @@ def in_memory(client: Any = None) -> ObjectStore:
     return store
 
 
+def completed(store: ObjectStore, tmp_path: Path) -> Manifest:
+    manifest = under_way(store, tmp_path)
+    store._put_manifest(manifest)
+    return manifest
+
+
+def test_a_step_of_objects_is_no_directory() -> None:
+    with pytest.raises(UsageError, match="gs://bucket/run/step-000000000001 is not a directory"):
+        in_memory().directory(1)
+
+
+def test_what_the_environment_says_wrongly_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "nowhere")
+    with pytest.raises(UsageError, match="AWS_ENDPOINT_URL='nowhere' in the environment is not a"):
+        store_at("s3://bucket/run").steps()
+
+
+def test_a_name_that_is_refused_and_never_shown_is_of_unknown_outcome(
+    proxy: Proxy, url: str
+) -> None:
+    puts: list[str] = []
+
+    def refuse(request: Request, forward: Callable[[], Answer]) -> Answer:
+        if request.method == "PUT":
+            puts.append(request.path)
+            return error(412, "PreconditionFailed")
+        return forward()
+
+    proxy.meddle, store = refuse, store_at(url)
+    with pytest.raises(UnknownOutcomeError, match="says that it is there, and does not show it"):
+        store._create(store.key("name"), b"1")
+    assert len(puts) == 3
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_an_answer_that_lacks_bytes_is_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    store, get, answers = in_memory(), obstore.get, []
+
+    def lacking(client: Any, key: str) -> Any:
+        answers.append(key)
+        result = get(client, key)
+        data = bytes(result.bytes())
+        left = data[:2] if len(answers) <= times else data
+        return SimpleNamespace(bytes=lambda: left, meta=result.meta)
+
+    store._create("a", b"123")
+    monkeypatch.setattr(obstore, "get", lacking)
+    told = pytest.raises(UnknownOutcomeError, match="the answer has 2 bytes instead of 3")
+    with told if times == 3 else contextlib.nullcontext():
+        assert store._read("a") == b"123"
+    assert len(answers) == min(times + 1, 3)
+
+
+def test_a_store_that_stops_at_what_is_gone_is_asked_to_remove_the_others(tmp_path: Path) -> None:
+    store = in_memory(LocalStore(tmp_path))
+    names = [f"{number:02d}" for number in range(50)]
+    for name in names[25:]:
+        store._create(name, b"")
+    store._delete(names)
+    assert os.listdir(tmp_path) == []
+    store._delete([])
+
+
+def test_a_manifest_that_goes_after_it_was_listed_is_none(tmp_path: Path) -> None:
+    store = in_memory()
+    manifest = completed(store, tmp_path)
+    assert store.has(1, manifest.parts[0])
+    assert not store.has(1, dataclasses.replace(manifest.parts[0], size=1))
+    listed = store._list()
+    store._delete(store.key(name) for name in listed)
+    assert not store.has(1, manifest.parts[0])
+    store._list = lambda *names: listed
+    assert store.entries() == []
+
+
+@pytest.mark.parametrize("whole", ["1" * 16, "2" * 16])
+def test_of_two_manifests_of_a_save_the_one_with_parts_counts(tmp_path: Path, whole: str) -> None:
+    store, (manifest, path) = in_memory(), one_part(tmp_path)
+    (part,) = manifest.parts
+    for token in ("1" * 16, "2" * 16):
+        name = _part_name(part, ID, token)
+        parts = (dataclasses.replace(part, name=name),)
+        store._put_manifest(dataclasses.replace(manifest, parts=parts))
+        if token == whole:
+            copying(store, path)(part, name)
+    (entry,) = store.saves(1)
+    assert entry.manifest is not None and store.has_all(entry.manifest)
+
+
+def test_a_note_of_a_branch_that_goes_after_it_was_listed_is_passed_over() -> None:
+    store = in_memory()
+    for number in (1, 2):
+        store.note_branch(Branch(number, (), number, ID))
+    listed = store._list(".branches")
+    store._list = lambda *names: listed
+    for number in (2, 1):
+        assert store.branch() == Branch(number, (), number, ID)
+        store._delete(store.key(".branches", n) for n in listed if int(n[:20]) == number)
+    assert store.branch() is None
+
+
+@pytest.mark.parametrize("note", [b"?", b"{}", b"[]", b'{"first": null}', None])
+def test_an_owners_note_that_says_nothing_of_its_numbers_keeps_nobody_out(
+    note: bytes | None,
+) -> None:
+    store = in_memory()
+    if note is None:  # only a list shows it
+        names = store._list
+        store._list = lambda *below: {**names(*below), "000000000001.json": 1}
+    else:
+        store._create("run/.owners/000000000001.json", note)
+    store.own()
+    assert (store._owner, store._first) == (2, STRIDE)
+    store.check_owned()
+
+
+def test_a_later_owner_that_cannot_be_read_is_another_job() -> None:
+    store = in_memory()
+    store.own()
+    store._create(store._owner_key(2), b"?")
+    with pytest.raises(PeerError, match="was taken over by another job, which began later"):
+        store.check_owned()
+
+
+@pytest.mark.parametrize("away", [False, True])
+def test_a_job_ends_although_no_thread_can_be_started(
+    monkeypatch: pytest.MonkeyPatch, away: bool
+) -> None:
+    store = in_memory()
+    store.own()
+    if away:
+        store._create = Raising(UnreachableError("away"))
+    monkeypatch.setattr(threading.Thread, "start", Raising(RuntimeError("can't start new thread")))
+    store.disown()
+    assert (store.other_owner() == "") == (not away)
+    with pytest.raises(PeerError, match="the checkpointer is closed"):
+        store.check_owned()
+
+
+@pytest.mark.parametrize("arrived", [False, True])
+def test_numbers_that_were_asked_for_in_vain_are_taken_before_the_next_change(
+    arrived: bool,
+) -> None:
+    store = in_memory()
+    store.own()
+    create = store._create
+
+    def fail(key: str, data: bytes) -> bool:
+        store._create = create
+        if arrived:
+            create(key, data)
+        raise UnknownOutcomeError("away")
+
+    store._create = fail
+    with pytest.raises(UnknownOutcomeError):
+        store.note_sequence(9 * STRIDE)
+    assert (store._owner, store._first) == (1, STRIDE)
+    store.check_owned()
+    assert (store._owner, store._first) == (2, 9 * STRIDE) == store._last_owner()
+
+
+def test_uploads_are_asked_for_where_there_can_be_any(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    assert store_at("s3://bucket/run")._uploads() == []
+    clients: list[str] = []
+    monkeypatch.setitem(sys.modules, "boto3", SimpleNamespace(client=clients.append))
+    assert in_memory()._uploads() == []
+    assert clients == [] and caplog.text == ""
+
+
+def is_list_of_uploads(request: Request) -> bool:
+    query = request.path.partition("?")[2]
+    return request.method == "GET" and "uploads" in re.split("[=&]", query)
+
+
+# The bytes of an upload that is interrupted, and names like it that are not of this store.
+_INTERRUPTED = f"step-000000000001/rank-00000.{ID}.{'a' * 16}.safetensors"
+_OTHERS = [f"runs/one/other/{_INTERRUPTED}", "runs/one/step-000000000001/mine.txt", _INTERRUPTED]
+
+
+def test_uploads_of_others_stay_where_a_list_takes_no_prefix(
+    bucket: Any, proxy: Proxy, url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for key in (f"runs/one/{_INTERRUPTED}", *_OTHERS):
+        bucket.Object(key).initiate_multipart_upload()
+    lists: list[str] = []
+
+    def find_none(request: Request, forward: Callable[[], Answer]) -> Answer:
+        """As MinIO does."""
+        if is_list_of_uploads(request):
+            lists.append(request.path)
+            if "prefix=" in request.path:
+                body = b"<ListMultipartUploadsResult></ListMultipartUploadsResult>"
+                return Answer(200, {"Content-Type": "application/xml"}, body)
+        return forward()
+
+    store, proxy.meddle = store_at(url), find_none
+    store.own()
+    store.clean()
+    assert sorted(uploads(bucket)) == sorted(_OTHERS) and caplog.text == ""
+    assert ["prefix=" in path for path in lists[:2]] == [True, False]
+
+
+@pytest.mark.parametrize("denied", ["list", "remove"])
+def test_uploads_that_cannot_be_given_up_are_told(
+    bucket: Any, proxy: Proxy, url: str, caplog: pytest.LogCaptureFixture, denied: str
+) -> None:
+    keys_of = [f"runs/one/{_INTERRUPTED}", f"runs/one/{_INTERRUPTED.replace('1/', '2/')}"]
+    for key in keys_of:
+        bucket.Object(key).initiate_multipart_upload()
+
+    def deny(request: Request, forward: Callable[[], Answer]) -> Answer:
+        removal = request.method == "DELETE" and _step(1) in request.path
+        if removal if denied == "remove" else is_list_of_uploads(request):
+            return error(403, "AccessDenied")
+        return forward()
+
+    store, proxy.meddle = store_at(url), deny
+    store.own()
+    store.clean()
+    proxy.meddle = None
+    told = "an upload stays" if denied == "remove" else "uploads that were interrupted stay"
+    assert f"{told} in {url}: " in caplog.text and "AccessDenied" in caplog.text
+    assert uploads(bucket) == (keys_of[:1] if denied == "remove" else keys_of)
+
+
+def test_a_save_whose_name_another_thing_has_is_not_acknowledged(tmp_path: Path) -> None:
+    store = in_memory()
+    store.own()
+    manifest = under_way(store, tmp_path)
+    token = manifest.parts[0].name.split(".")[2]
+    key = store.key(_step(1), f"manifest-{ID}.{token}.json")
+    store._create(key, b"another")
+    with pytest.raises(IoError, match="is there, and is another one"):
+        store.publish(manifest)
+    assert store._read(key) == b"another" and not store._uncertain
+
+
+def test_what_is_not_owned_is_not_adopted(tmp_path: Path) -> None:
+    client = MemoryStore()
+    manifest = completed(in_memory(client), tmp_path)
+    store = in_memory(client)
+    there = store._list(_step(1))
+    store.adopt(manifest)
+    store.own()
+    store.disown()
+    store.adopt(manifest)
+    assert store._list(_step(1)) == there
+
+
+def test_a_save_stays_whose_name_of_this_job_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = MemoryStore()
+    earlier, store = in_memory(client), in_memory(client)
+    manifest = completed(earlier, tmp_path)
+    store.own()
+    monkeypatch.setattr(_objects.secrets, "token_hex", lambda size: "0" * 2 * size)
+    store._create(store.key(_step(1), f"manifest-{ID}.{'0' * 16}.json"), b'{"given up": true}')
+    store.adopt(manifest)
+    assert store.manifests() == [manifest]
+
+
 def test_a_removal_that_attempts_overtake_again_and_again_is_not_told_as_done(
     tmp_path: Path,
 ) -> None:
@@ -1638,3 +1908,39 @@ def test_a_removal_that_attempts_overtake_again_and_again_is_not_told_as_done(
     store._create = create
     store.remove(1, ID)
     assert store._sizes(1) == {}
+
+
+def test_a_part_that_a_manifest_names_is_not_discarded(tmp_path: Path) -> None:
+    store = in_memory()
+    (named,), (other,) = completed(store, tmp_path).parts, under_way(store, tmp_path).parts
+    for part in (named, other):
+        store.discard(1, part.name)
+    assert store.has(1, named) and not store.has(1, other)
+
+
+def test_a_job_of_one_rank_leaves_no_decision(tmp_path: Path) -> None:
+    store = in_memory()
+    (manifest, _), part = one_part(tmp_path), under_way(store, tmp_path).parts[0]
+    assert store.commit(manifest, 0, part, timeout=20) == ""
+    assert [m.id for m in store.manifests()] == [ID]
+    assert not any("decision" in name for name in store._sizes(1))
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (b"?", None),
+        (b"[]", None),
+        (b"{}", None),
+        (b'{"complete": true, "certain": true, "reason": ""}', None),
+        (b'{"complete": false, "certain": false, "reason": "away"}', None),
+        (b'{"complete": false, "certain": true, "reason": "the disk is full"}', "the disk is full"),
+    ],
+)
+def test_only_a_decision_that_is_certain_gives_a_save_up(said: bytes, reason: str | None) -> None:
+    store, manifest = in_memory(), Manifest(1, ID, 2, ())
+    assert store.aborted(manifest) is None
+    store._create(store._decision_key(manifest), said)
+    assert store.aborted(manifest) == reason
+    store._read = Raising(UnreachableError("away"))
+    assert store.aborted(manifest) is None
