@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import IO, Any
 
 import prefork
@@ -44,7 +45,8 @@ def fork(
 class Subprocess:
     """The module, but for how processes start."""
 
-    Popen = staticmethod(fork)
+    def __init__(self, start: Callable[..., Any]) -> None:
+        self.Popen = start
 
     def __getattr__(self, name: str) -> Any:
         return getattr(subprocess, name)
@@ -53,6 +55,21 @@ class Subprocess:
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The benchmark's children need not import torch, some seconds each."""
-    monkeypatch.setattr("nostall_bench.harness.subprocess", Subprocess())
-    monkeypatch.setattr("nostall_bench.sync.subprocess", Subprocess())
-    monkeypatch.setattr("nostall_bench.allreduce.subprocess", Subprocess())
+    started: dict[int, prefork.Process] = {}
+    open_any = os.pidfd_open
+
+    def start(command: list[str], **options: Any) -> prefork.Process | subprocess.Popen[bytes]:
+        process = fork(command, **options)
+        if isinstance(process, prefork.Process):
+            started[process.pid] = process
+        return process
+
+    def pidfd_open(pid: int, flags: int = 0) -> int:
+        """Of a child, also where the server has waited for it; one of subprocess would be there."""
+        process = started.get(pid)
+        own = process.descriptor() if process is not None else None
+        return open_any(pid, flags) if own is None else own
+
+    monkeypatch.setattr(os, "pidfd_open", pidfd_open)
+    for module in ("harness", "sync", "allreduce"):
+        monkeypatch.setattr(f"nostall_bench.{module}.subprocess", Subprocess(start))

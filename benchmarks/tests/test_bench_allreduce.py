@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import select
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,17 @@ from nostall_bench import allreduce, choose
 
 pytest_plugins = ["forked_children"]
 pytestmark = pytest.mark.multi
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_rank_that_has_ended_already_is_waited_for() -> None:
+    environment = {**os.environ}
+    commands = [[sys.executable, "-c", f"raise SystemExit({status})"] for status in (0, 3)]
+    processes = [allreduce.subprocess.Popen(c, env=environment) for c in commands]
+    for process in processes:
+        select.select([process._status], [], [])
+    assert not allreduce.all_end_well(processes)
+    assert [process.wait() for process in processes] == [0, 3]
 
 
 @pytest.mark.long

@@ -179,6 +179,10 @@ class Process:
                 os.close(descriptor)
         self._status: int | None = status
 
+    def descriptor(self) -> int | None:
+        """A descriptor of the process (pidfd_open(2)), unless it was waited for."""
+        return None if self._status is None else os.dup(self._pidfd)
+
     def poll(self) -> int | None:
         try:
             return self.wait(0)
