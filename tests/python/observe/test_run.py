@@ -174,6 +174,86 @@ def test_words_of_a_short_run_have_its_milliseconds() -> None:
     assert text.startswith("This run waited 40.0 % of its time, 0.040 of 0.100 s")
 
 
+def without_remedy(threads: int = 1, cores: int = 1) -> Rank:
+    """Of its 20 s it waits 4 for decoding and 1 for idle threads; its data lies in memory."""
+    rank = made()
+    (loader,) = rank.loaders
+    loader.settings.update(tiers=[("ram", 1 << 30, "")], threads=threads, cores=cores)
+    origins = {"source": OriginStats(), "ram": OriginStats(100, 800_000_000, 0.1)}
+    epochs = [
+        replace(e, stall_seconds=2.5, origins={**e.origins, **origins}) for e in loader.stats.epochs
+    ]
+    memory = {**loader.stats.memory, "staging": 0}
+    stats = replace(loader.stats, epochs=epochs, memory=memory)
+    rank.loaders[0] = replace(loader, stats=stats)
+    assert rank.digest is not None
+    rank.digest.spans = {
+        ("data", "wait for batch"): spans([0, 4], [4, 5]),
+        ("data", "decode"): spans([0] * threads, [4] * threads),
+        ("compute", "forward"): spans([5], [20]),
+    }
+    return rank
+
+
+def test_where_no_change_helps_the_report_says_why() -> None:
+    run = Run("run", [without_remedy(2, 2)], None, [])
+    assert advise(run) == []
+    assert run_page.headline(run) == (
+        "25.0 % of the time waited, most of it for decoding; all 2 cores decode already"
+    )
+    line = (
+        "No change that the model knows would make this run noticeably shorter: all 2 cores decode "
+        "already; more cores, smaller images or cheaper transforms would help."
+    )
+    assert f"  -> {line}" in run_page.text(run)
+    assert line in run_page.page([run])
+    few = run_page.headline(Run("run", [without_remedy(1, 2)], None, []))
+    assert few.endswith("; decoding is fast enough on average, yet single batches came late")
+
+
+def test_where_the_first_epoch_reads_all_that_is_the_reason() -> None:
+    rank = without_remedy()
+    (loader,) = rank.loaders
+    first, second = loader.stats.epochs
+    # Of a source that is faster than the training: a tier that is kept would gain nothing.
+    source = {"source": OriginStats(100, 800_000_000, 4.0)}
+    first = replace(first, origins={**first.origins, **source})
+    rank.loaders[0] = replace(loader, stats=replace(loader.stats, epochs=[first, second]))
+    assert rank.digest is not None
+    del rank.digest.spans["data", "decode"]
+    rank.digest.spans["data", "read source"] = spans([0], [4], 800_000_000)
+    run = Run("run", [rank], None, [])
+    assert run_page.headline(run) == (
+        "25.0 % of the time waited, most of it for storage; the first epoch must read everything once"
+    )
+
+
+def test_idle_threads_are_explained_where_they_were_waited_for() -> None:
+    rank = without_remedy()
+    assert "5.0 % for threads that stood idle" in runs.words(Run("run", [rank], None, []))
+    assert "Threads that stood idle neither read" in run_page.page([Run("run", [rank], None, [])])
+    assert "stood idle" not in runs.words(Run("run", [made()], None, []))
+
+    assert rank.digest is not None
+    rank.digest.spans["data", "decode"] = spans([0], [1.9])
+    assert run_page.headline(Run("run", [rank], None, [])).endswith(
+        "threads that stood idle; only 9.5 % of the time is due to reading and decoding, all that a "
+        "change could shorten"
+    )
+
+
+def test_one_rank_waits_for_no_samples_of_others() -> None:
+    rank = without_remedy()
+    assert rank.digest is not None
+    rank.digest.spans["data", "wait for others"] = spans([4], [5])
+    alone = Run("run", [rank], None, [])
+    assert alone.causes()["source"] == pytest.approx(0.05)
+    assert "other ranks read" not in run_page.page([alone]) + run_page.page([alone, alone])
+    assert "wait for others" not in run_page.page([alone])
+    rank.digest.world = 2
+    assert "5.0 % for samples that other ranks read" in runs.words(Run("run", [rank], None, []))
+
+
 def test_one_rank_alone_is_told_of_no_ranks() -> None:
     run = Run("run", [made()], None, [])
     assert "Waits for checkpoints were not recorded" in runs.words(run)

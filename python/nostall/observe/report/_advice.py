@@ -15,10 +15,11 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from nostall.base._sizes import format_bytes
 from nostall.base._words import counted
-from nostall.observe.report._run import Loader, Run
+from nostall.observe.report._run import Loader, Run, percent
 
 # Of the staging buffer's bytes, at the most: beyond this it counts as full. A batch may not fit in the
 # rest.
@@ -145,6 +146,60 @@ def advise(run: Run, most: int = 2) -> list[Advice]:
         found.append(_advice(change, remedy, why, run.checkpoints * total, total))
     worth = [a for a in found if a.share >= 0.01]
     return sorted(worth, key=lambda a: -a.gain)[:most]
+
+
+def reason(run: Run) -> list[str]:
+    """Why no change is advised although the run waited: what holds it, and what would help if that is
+    known. By what the run waited for longest; nothing if its record does not say."""
+    cause = run.most()[0]
+    if cause == "peers" and len(run.ranks) > 1:
+        return ["no rank is late: each waits about as long for the others"]
+    groups = [g for g in run.loaders() if any(x.stats.epochs for x in g)]
+    if cause in ("peers", "checkpoint") or not groups:
+        return []
+    # Of several loaders the one that was waited for.
+    ranks = max(groups, key=lambda g: sum(e.stall_seconds for x in g for e in x.stats.epochs))
+    settings = next((x.settings for x in ranks if x.settings), {})
+    rows = terms(run, ranks)
+    if cause == "decode":
+        return _reason_to_decode(run, rows, settings)
+    if cause == "source":
+        return _reason_to_read(rows, ranks)
+    if cause == "peer":
+        return ["the samples come from other nodes' tiers already"]
+    if cause == "tier":
+        return ["the samples come from this node's tiers already"]
+    if cause == "others":
+        return ["each sample is read once in the whole job, and another rank was reading it"]
+    causes = run.causes()
+    rest = percent(sum(causes.values()) - causes["other"])
+    return [
+        f"only {rest} of the time is due to reading and decoding, all that a change could shorten"
+    ]
+
+
+def _reason_to_decode(run: Run, rows: Sequence[Term], settings: dict[str, Any]) -> list[str]:
+    threads = int(settings.get("threads", 0))
+    cores = int(settings.get("cores", 0)) // int(settings.get("local_world_size", 1))
+    if 0 < cores <= threads:
+        whose = "" if run.alone else " of each rank"
+        held = f"all {cores} cores{whose} decode" if cores > 1 else f"the only core{whose} decodes"
+        return [f"{held} already", "more cores, smaller images or cheaper transforms would help"]
+    if threads and sum(t.decode for t in rows) < sum(max(t.compute, t.read) for t in rows):
+        return ["decoding is fast enough on average, yet single batches came late"]
+    return []
+
+
+def _reason_to_read(rows: Sequence[Term], ranks: Sequence[Loader]) -> list[str]:
+    read = {t.epoch: 0.0 for t in rows}
+    for e in (e for x in ranks for e in x.stats.epochs):
+        read[e.epoch] += e.origins["source"].bytes
+    first = min(read)
+    if read[first] > 0.9 * sum(read.values()):
+        return ["the first epoch must read everything once"]
+    if sum(t.read for t in rows) < sum(max(t.compute, t.decode) for t in rows):
+        return ["the source is fast enough on average, yet single batches came late"]
+    return []
 
 
 def _advice(

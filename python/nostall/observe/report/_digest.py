@@ -140,6 +140,9 @@ class Digest:
         out = {cause: float((share * a).sum()) for cause, a in active.items()}
         out["decode"] = float((length * decode + working).sum())
         out["other"] = float(rest[quiet].sum())
+        if self.world == 1:  # its other threads are the others: they read the source
+            out["source"] += out["others"]
+            out["others"] = 0.0
         return out
 
 

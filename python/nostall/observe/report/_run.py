@@ -27,8 +27,12 @@ CAUSE_NAMES = {
     "tier": "this node's tiers",
     "others": "samples that other ranks read",
     "decode": "decoding",
-    "other": "starting up",
+    "other": "threads that stood idle",
 }
+_IDLE = (
+    "Threads that stood idle neither read for the batch nor decoded: so it is while a loader or an "
+    "epoch starts, when a batch is handed over, and while other work has the cores."
+)
 
 
 # What a report takes of a loader's settings.
@@ -187,6 +191,12 @@ class Run:
         """Share of the run in which ranks waited for anything that was recorded."""
         return self.data + (self.peers or 0.0) + (self.checkpoints or 0.0)
 
+    def most(self) -> tuple[str, float]:
+        """What was waited for longest, of `CAUSES`, "peers" and "checkpoint", and its share."""
+        shares = self.causes() | {"peers": self.peers or 0.0, "checkpoint": self.checkpoints or 0.0}
+        cause = max(shares, key=lambda c: shares[c])
+        return cause, shares[cause]
+
 
 def files_of(directory: Path) -> list[Path]:
     """The records of a run's directory."""
@@ -300,6 +310,8 @@ def words(run: Run) -> str:
     text += "."
     if absent:
         text += f" Waits for {' and '.join(absent)} were not recorded."
+    if causes["other"] >= 0.001:
+        text += f" {_IDLE}"
     if len(run.ranks) > 1:
         shares = {r.rank: sum(r.waits().values()) / r.seconds for r in run.ranks if r.seconds}
         most = max(shares, key=lambda r: shares[r])

@@ -14,7 +14,7 @@ from nostall.base._sizes import format_bytes
 from nostall.base._words import counted
 from nostall.errors import IoError, UsageError
 from nostall.observe._stats import DEVICE_CAUSES, HEADINGS, ORIGINS, Stats, device_lines, merge
-from nostall.observe.report._advice import advise, bandwidth
+from nostall.observe.report._advice import advise, bandwidth, reason
 from nostall.observe.report._digest import CAUSES, FETCHING, Digest, Spans
 from nostall.observe.report._drawing import Line, Part, bar, legend, lines, spans, stacks
 from nostall.observe.report._kept import RESUME, memory, resume
@@ -33,6 +33,7 @@ _ORIGIN_COLOURS = {"ram": "ram", "file": "file", "peer": "peer", "source": "sour
 _DEVICE_COLOURS = {"input": "data", "copy": "tier", "gradient": "peers", "checkpoint": "checkpoint"}
 _SEEN = 0.002  # of a slot
 _LITTLE = 0.02  # of the time: a run that waits less has nothing to gain
+_HEADLINE_NAMES = {"source": "storage"}  # where they are other than those of WAITS
 _ALMOST = 0.9  # of the waits: as good as all of them
 _SLOTS = 100
 _LANES = 32
@@ -43,7 +44,9 @@ def advice_lines(run: Run) -> list[str]:
     """What to change, one sentence each."""
     found = advise(run)
     if not found:
-        return ["No change that the model knows would make this run noticeably shorter."]
+        line = "No change that the model knows would make this run noticeably shorter"
+        why = "; ".join(reason(run)) if run.waited >= _LITTLE else ""
+        return [f"{line}: {why}." if why else f"{line}."]
     each = "" if run.alone else " per rank"
     return [
         f"{a.change}: expected gain {a.gain:.1f} s{each}, {percent(a.share)} of the run, because "
@@ -97,7 +100,11 @@ def _compared(a: Run, b: Run) -> str:
          f"{100 * (b.seconds / a.seconds - 1):+.1f} %" if a.seconds else ""),
         row("waited", a.waited, b.waited),
         row("for data", a.data, b.data),
-        *(row(f"... {CAUSE_NAMES[c]}", ca[c], cb[c]) for c in CAUSES),
+        *(
+            row(f"... {CAUSE_NAMES[c]}", ca[c], cb[c])
+            for c in CAUSES
+            if not (c == "others" and a.alone and b.alone)
+        ),
         row("for peers", a.peers, b.peers),
         row("for checkpoints", a.checkpoints, b.checkpoints),
     ]  # fmt: skip
@@ -144,15 +151,13 @@ def headline(run: Run) -> str:
     """The answer: what the time waited for, and what would end it."""
     if run.waited < _LITTLE:
         return f"Nothing to do: the training waited {percent(run.waited)} of its time"
-    causes = {CAUSE_NAMES[c]: share for c, share in run.causes().items()}
-    causes["storage"] = causes.pop(CAUSE_NAMES["source"])
-    causes |= {"other ranks": run.peers or 0.0, "checkpoints": run.checkpoints or 0.0}
-    most = max(causes, key=lambda c: causes[c])
-    mostly = "" if causes[most] > _ALMOST * run.waited else ", most of it"
-    line = f"{percent(run.waited)} of the time waited{mostly} for {most}"
+    most, share = run.most()
+    mostly = "" if share > _ALMOST * run.waited else ", most of it"
+    name = _HEADLINE_NAMES.get(most, WAITS[most])
+    line = f"{percent(run.waited)} of the time waited{mostly} for {name}"
     found = advise(run, 1)
     if not found:
-        return line
+        return "; ".join([line, *reason(run)[:1]])
     best = found[0]
     would, save = ("could", "save up to") if best.at_most else ("would", "save")
     gained = (
@@ -370,11 +375,9 @@ def _ranks(run: Run) -> str:
     """Waits by cause, and the time between batches without them: the slowest rank is a straggler."""
     shown = _shown(run.ranks)
     rows, lengths, own = [], [], {}
-    names = {
-        c: name
-        for c, name in WAITS.items()
-        if not (c == "peers" and run.alone and run.peers is None)
-    }
+    hidden = {"others"} if run.alone else set()
+    hidden |= {"peers"} if run.alone and run.peers is None else set()
+    names = {c: name for c, name in WAITS.items() if c not in hidden}
     for r in shown:
         waits: dict[str, float | None] = {**r.waits(), "checkpoint": r.phase("checkpoint")}
         waits["peers"] = None if run.peers is None else run.peer_seconds(r)
@@ -426,9 +429,10 @@ def _threads(run: Run, digests: Sequence[Digest]) -> str:
             sums += kind.active(edges[:-1] + zero - d.origin, edges[1:] + zero - d.origin)
         if sums.max(initial=0) <= 0.001:
             continue
-        curves.append(Line(cause, name, list(zip(middle, sums.tolist(), strict=True))))
+        shown = "wait for another thread's read" if run.alone and cause == "others" else name
+        curves.append(Line(cause, shown, list(zip(middle, sums.tolist(), strict=True))))
         rows.append(
-            (name, f"{float(sums.mean()):.2f}", f"{float(sums.max()):.2f}",
+            (shown, f"{float(sums.mean()):.2f}", f"{float(sums.max()):.2f}",
              f"{sum(k.seconds for k in kinds):.2f} s",
              format_bytes(sum(float(k.bytes.sum()) for k in kinds)))
         )  # fmt: skip
