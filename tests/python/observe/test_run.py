@@ -520,6 +520,19 @@ def test_two_runs_stand_side_by_side(image_folder: Path, tmp_path: Path) -> None
     assert "Side by side" in seen.text
     assert "than A" in seen.text
     assert len(seen.figures) == 14
+    (whole, _), *_ = seen.figures  # a bar, which is as wide as its column
+    assert 500 < whole < 600 and {w for w, _ in seen.figures} == {whole}
+    table = re.search("<table>.*?</table>", page.read_text(), re.S)
+    assert table is not None
+    changes = re.findall(r"<td>([^<]*)</td></tr>", table[0])
+    # Lengths and bytes change by a share of themselves, shares by points.
+    assert [bool(re.fullmatch(r"[+-][\d.]+ %", changes[i])) for i in (0, 1, -1)] == [
+        True,
+        False,
+        True,
+    ]
+    assert all(re.fullmatch(r"([+-][\d.]+ points)?", change) for change in changes[1:-1])
+    assert changes[1].endswith(" points")
     with pytest.raises(UsageError, match="not 3"):
         run_page.page([Run("", [made()], None, [])] * 3)
 

@@ -49,6 +49,8 @@ summary { cursor: pointer; color: var(--soft); margin: .4em 0 } li { margin: .35
 svg { display: block; width: 100%; height: auto; min-width: 40em }
 .bar { margin: .4em 0 } .bar svg { min-width: 0 }
 svg text { font: 12px system-ui, sans-serif; fill: var(--soft) }
+body:has(> .pair) { max-width: 130em } .pair .wide svg { min-width: 30em }
+.pair .wide svg text:not([text-anchor="end"]) { font-size: 15px }
 svg text.on { fill: #111; font-weight: 600 } svg text.on.compute { fill: var(--ink) }
 .drawn svg { background: #fff; border-radius: 6px; width: auto; max-width: 100% }
 .drawn svg text { fill: #000 }

@@ -91,7 +91,7 @@ def _names(runs: Sequence[Run]) -> str:
 
 def _compared(a: Run, b: Run) -> str:
     def row(name: str, x: float | None, y: float | None) -> tuple[str, ...]:
-        change = "" if x is None or y is None else f"{100 * (y - x):+.1f}"
+        change = "" if x is None or y is None else f"{100 * (y - x):+.1f} points"
         return (name, percent(x), percent(y), change)
 
     ca, cb = a.causes(), b.causes()
@@ -114,7 +114,7 @@ def _compared(a: Run, b: Run) -> str:
             ("read from the source", format_bytes(x), format_bytes(y),
              f"{100 * (y / x - 1):+.1f} %" if x else "")
         )  # fmt: skip
-    return table(("", "A", "B", "change (points)"), rows)
+    return table(("", "A", "B", "change"), rows)
 
 
 # ---------------------------------------------------------------------------- one run
