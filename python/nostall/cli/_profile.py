@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(run_page.text(found))
         page = home / "report.html"
         run_page.save([found], page)
-        print(page)
+        print(f"written to {page}")
     except Error as error:
         # The result of the command is returned all the same.
         print(f"nostall: {error}", file=sys.stderr)

@@ -84,4 +84,4 @@ def _write(save: Callable[[str], None], path: str) -> None:
     """Writes one file, and says its name, and whether there was one of that name."""
     replaced = Path(path).exists()
     save(path)
-    print(f"{path} (in the place of an older one)" if replaced else path)
+    print(f"written to {path}" + (" (in the place of an older one)" if replaced else ""))

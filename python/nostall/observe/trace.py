@@ -221,11 +221,9 @@ def _write(run: _Run, entry: _Entry) -> None:
 
 def describe(loader: Observed) -> dict[str, Any]:
     """The loader's settings, as far as a report needs them."""
-    import shlex
-
     return {
         "host": platform.node(),
-        "command": shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]]),
+        "command": _command(),
         "began": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "versions": _versions(),
         "cores": len(os.sched_getaffinity(0)),
@@ -233,6 +231,18 @@ def describe(loader: Observed) -> dict[str, Any]:
         "storage": _storage(str(getattr(loader.dataset, "root", ""))),
         **loader.settings(),
     }
+
+
+def _command() -> str:
+    """How this process was started, without the directory of its Python."""
+    import shlex
+
+    words = list(sys.orig_argv)
+    # A process that multiprocessing made has the words of its parent's program in sys.argv alone.
+    if not words or "--multiprocessing-fork" in words:
+        words = ["python", *sys.argv]
+    words = ["..." if "\n" in word else word for word in words]  # a program after -c
+    return shlex.join([os.path.basename(words[0]), *words[1:]])
 
 
 def _versions() -> dict[str, str]:

@@ -108,9 +108,9 @@ def test_report_is_one_file_that_asks_nobody(
     out = tmp_path / "report.html"
     command = ["report", str(tmp_path / "0.json"), str(tmp_path / "1.json"), "-o", str(out)]
     assert main(command) == 0
-    assert capsys.readouterr().out == f"{out}\n"
+    assert capsys.readouterr().out == f"written to {out}\n"
     assert main(command) == 0
-    assert capsys.readouterr().out == f"{out} (in the place of an older one)\n"
+    assert capsys.readouterr().out == f"written to {out} (in the place of an older one)\n"
     text = out.read_text()
     assert "<svg" in text
     assert "lower bound" in text

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -580,10 +581,14 @@ def test_profile_runs_a_command_and_reports(
     )
     command = ["profile", "-o", str(tmp_path / "run"), "--", sys.executable, "-c", code]
     assert main([*command, str(image_folder)]) == 7
-    assert "This run waited" in capfd.readouterr().out
+    said = capfd.readouterr().out
+    assert "This run waited" in said
+    assert said.endswith(f"\nwritten to {tmp_path / 'run' / 'report.html'}\n")
     # A loader that nobody closed leaves its statistics as well.
     kept = json.loads((tmp_path / "run" / "rank0.0.run.json").read_text())
     assert kept["stats"]["epochs"][0]["samples"] == kept["samples"]
+    python = Path(sys.executable).name
+    assert kept["command"] == f"{python} -c ... {shlex.quote(str(image_folder))}"
     found = runs.read(tmp_path / "run")
     assert [[x.stats.loader for x in g] for g in found.loaders()] == [["loader 0"], ["loader 1"]]
     assert [len(x.stats.epochs) for (x,) in found.loaders()] == [2, 2]
