@@ -46,6 +46,11 @@ _OF_BENCHMARKS = {
     "demo": "train on slow storage, with torch's loader and with nostall",
     "bench": "measure nostall and its peers, side by side",
 }
+_LACKING = "(needs nostall-bench)"
+BENCHMARKS_FROM = (
+    "pip install the wheel nostall_bench-*.whl beside that of nostall in dist/, or in a checkout "
+    "pip install ./benchmarks"
+)
 _NESTED_OF_BENCHMARKS = {
     ("simulate", "sync"),
     ("simulate", "collectives"),
@@ -103,15 +108,29 @@ def _options_of(parser: argparse.ArgumentParser) -> Iterator[str]:
                 yield from _options_of(below)
 
 
-def parser() -> argparse.ArgumentParser:
-    """The parser of the command line: the names of subcommands, without their options."""
+def parser(helps: bool = False) -> argparse.ArgumentParser:
+    """The parser of the command line: the names of subcommands, without their options.
+
+    Where it `helps` it says which are not installed, for which it has to look.
+    """
     top = argparse.ArgumentParser(prog="nostall", description="Training that does not wait.")
     top.add_argument("--version", action="version", version=f"nostall {nostall.__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     texts = _OF_BENCHMARKS | {name: text for name, (_, text) in _COMMANDS.items()}
     for name, text in texts.items():
-        commands.add_parser(name, help=text, description=text, add_help=False)
+        lacking = helps and name in _OF_BENCHMARKS and name not in of_benchmarks()
+        shown = f"{text} {_LACKING}" if lacking else text
+        commands.add_parser(name, help=shown, description=text, add_help=False)
     return top
+
+
+def of_benchmarks() -> dict[str, str]:
+    """The first words of the commands that nostall-bench brings, with what they do; none without it."""
+    from importlib import metadata
+
+    points = metadata.entry_points(group=_GROUP)
+    names = dict.fromkeys(point.name.partition(".")[0] for point in points)
+    return {name: text for name, text in _OF_BENCHMARKS.items() if name in names}
 
 
 def _of_benchmarks(words: Sequence[str]) -> tuple[str, str, list[str]]:
@@ -121,9 +140,7 @@ def _of_benchmarks(words: Sequence[str]) -> tuple[str, str, list[str]]:
     found = {point.name: point.value for point in metadata.entry_points(group=_GROUP)}
     if not found:
         named = " ".join(w for w in words[:2] if not w.startswith("-"))
-        raise UsageError(
-            f"nostall {named} is a command of nostall-bench: pip install ./benchmarks in a checkout"
-        )
+        raise UsageError(f"nostall {named} is a command of nostall-bench: {BENCHMARKS_FROM}")
     if words[0] in found:
         return found[words[0]], words[0], list(words[1:])
     prefix = f"{words[0]}."
@@ -170,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     label = " ".join(words[:1])
     try:
         _refuse_unknown(words[:1])
-        parser().parse_known_args(words[:1])
+        parser(helps=words[:1] in (["-h"], ["--help"])).parse_known_args(words[:1])
         module, label, rest = _choose(words)
         command = importlib.import_module(module)
         options = _Parser(prog=f"nostall {label}", description=command.__doc__)

@@ -19,6 +19,7 @@ class _Words:
 
     text: str
     follow: list[str] = field(default_factory=list)
+    no_files: bool = False  # one of the names in `follow` comes next, not a file
     values: dict[str, list[str]] = field(default_factory=dict)
 
 
@@ -33,6 +34,7 @@ def _read(parser: argparse.ArgumentParser, name: str, text: str, found: dict[str
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             words.follow += action.choices
+            words.no_files = True
             for inner, below in action.choices.items():
                 _read(below, f"{name} {inner}", below.description or "", found)
             continue
@@ -42,6 +44,7 @@ def _read(parser: argparse.ArgumentParser, name: str, text: str, found: dict[str
             words.values |= {option: choices for option in action.option_strings if choices}
         else:
             words.follow += choices
+            words.no_files = words.no_files or bool(choices)
 
 
 def commands() -> dict[str, _Words]:
@@ -53,9 +56,14 @@ def commands() -> dict[str, _Words]:
         parser = argparse.ArgumentParser()
         importlib.import_module(module).add_arguments(parser)
         _read(parser, name, text, found)
+    there = cli.of_benchmarks()
+    for name, text in cli._OF_BENCHMARKS.items():
+        found[name] = _Words(text if name in there else f"{text} {cli._LACKING}")
     for point in metadata.entry_points(group=cli._GROUP):
         first, _, second = point.name.partition(".")
-        words = found.setdefault(first, _Words("of nostall-bench"))
+        if (words := found.get(first)) is None:
+            continue  # no command has this name
+        words.no_files = words.no_files or bool(second and first in there)
         if second:
             words.follow.append(second)
             found[f"{first} {second}"] = _Words("")
@@ -118,11 +126,15 @@ def _fish(found: dict[str, _Words]) -> str:
                 f"-d {shlex.quote(words.text)}"
             )
         seen = f"__fish_seen_subcommand_from {first}"
+        names = [word for word in words.follow if not word.startswith("-")]
         if second:
             seen += f"; and __fish_seen_subcommand_from {second}"
         for word in words.follow:
-            if not word.startswith("-"):
-                lines.append(f"complete -c nostall -n '{seen}' -a {word}")
+            if word in names:
+                # Once: after it come files.
+                once = f"{seen}; and not __fish_seen_subcommand_from {' '.join(names)}"
+                files = " -f" if words.no_files else ""
+                lines.append(f"complete -c nostall{files} -n '{once}' -a {word}")
                 continue
             values = words.values.get(word)
             given = f" -x -a {shlex.quote(' '.join(values))}" if values else ""

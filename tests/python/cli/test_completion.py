@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -58,11 +60,15 @@ end <$argv[2] >$argv[3]
 """
 
 
-def answers(shell: str, script: Path, typed: list[str], folder: Path) -> list[list[str]]:
-    """What the shell offers in an empty directory, its own settings left out."""
+def answers(
+    shell: str, script: Path, typed: list[str], folder: Path, files: Sequence[str] = ()
+) -> list[list[str]]:
+    """What the shell offers in a directory of these files alone, its own settings left out."""
     asked, answered, empty = folder / "asked", folder / "answered", folder / "empty"
     asked.write_text("".join(f"{line}\n" for line in typed))
     empty.mkdir()
+    for name in files:
+        (empty / name).touch()
     assert shutil.which(shell), f"there is no {shell}: scripts/setup installs it"
     if shell == "zsh":
         (folder / ".zshrc").write_text(ZSH)
@@ -78,13 +84,18 @@ def answers(shell: str, script: Path, typed: list[str], folder: Path) -> list[li
     return [line.split() for line in answered.read_text().splitlines()]
 
 
+def script_of(shell: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    assert main(["completion", shell]) == 0
+    script = folder / f"nostall.{shell}"
+    script.write_text(capsys.readouterr().out)
+    return script
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_shells_offer_commands_options_and_values(
     shell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["completion", shell]) == 0
-    script = tmp_path / f"nostall.{shell}"
-    script.write_text(capsys.readouterr().out)
+    script = script_of(shell, tmp_path, capsys)
     expected = {typed: set(offered.split()) for typed, offered in QUESTIONS.items()}
     for name in commands():
         first, _, second = name.rpartition(" ")
@@ -95,3 +106,28 @@ def test_shells_offer_commands_options_and_values(
         plain = [word for word in found if typed[-1] != " " or word[0] != "-"]
         assert (typed, set(plain)) == (typed, words)
         assert len(plain) == len(words)
+
+
+def test_fish_offers_files_only_where_one_may_come(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = script_of("fish", tmp_path, capsys)
+    typed = ["nostall checkpoints ", "nostall checkpoints verify ", "nostall report "]
+    names, *others = answers("fish", script, typed, tmp_path, ["a.file"])
+    assert "verify" in names and "a.file" not in names
+    assert others == [["a.file"], ["a.file"]]
+
+
+def test_what_is_not_installed_is_listed_as_such_everywhere(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ())
+    monkeypatch.setenv("COLUMNS", "1000")  # no line is broken
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    listed = capsys.readouterr().out
+    assert {"demo", "bench"} <= commands().keys()
+    for name in ("demo", "bench"):
+        assert commands()[name].text.endswith("(needs nostall-bench)")
+        assert commands()[name].text in listed
+    assert listed.count("nostall-bench") == 2
