@@ -9,6 +9,8 @@ import pytest
 from PIL import Image
 
 from nostall.errors import UsageError
+from nostall_bench import harness
+from nostall_bench.demo import experiment
 from nostall_bench.demo.dataset import DatasetSpec, digest, make_dataset
 
 
@@ -32,7 +34,7 @@ def test_files_decode_and_have_the_stated_sizes(tmp_path: Path) -> None:
     )
     paths = sorted(root.rglob("*.jpg"))
     assert len(paths) == 60
-    assert seen[-1] == (60, 60)
+    assert (seen[0], seen[-1]) == ((0, 60), (60, 60))
     assert sorted(p.name for p in root.iterdir()) == [f"class_{i:03d}" for i in range(10)]
     sizes = np.array([p.stat().st_size for p in paths])
     assert 85_000 < sizes.mean() < 105_000
@@ -65,3 +67,27 @@ def test_a_foreign_directory_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="not empty"):
         make_dataset(tmp_path / "data", DatasetSpec(files=4, classes=2))
     assert (tmp_path / "data" / "thesis.tex").read_text() == "years of work"
+
+
+def test_the_demo_says_what_it_makes_before_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = DatasetSpec(files=8, classes=2, scale=0.2)
+
+    def said() -> str:
+        return " ".join(capsys.readouterr().out.split())
+
+    class Begun(Exception):
+        pass
+
+    def no_pool(*_: object, **__: object) -> None:
+        raise Begun
+
+    with monkeypatch.context() as patched:
+        patched.setattr("nostall_bench.demo.dataset.ProcessPoolExecutor", no_pool)
+        with pytest.raises(Begun):
+            experiment._dataset(tmp_path / "data", spec, harness.console())
+    assert said().startswith("making 8 pictures in ")
+    make_dataset(tmp_path / "data", spec, processes=1)
+    experiment._dataset(tmp_path / "data", spec, harness.console())
+    assert "making" not in said()

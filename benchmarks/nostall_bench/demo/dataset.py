@@ -156,7 +156,8 @@ def make_dataset(
 ) -> Path:
     """Writes the dataset under `root`, class per folder; does nothing if it is complete there.
 
-    `progress` is called with (files made, files in all). About 8 ms of one core per file.
+    `progress` is called with (files made, files in all), at first with none.
+    About 8 ms of one core per file.
 
     Raises:
         UsageError: `root` holds something else.
@@ -175,6 +176,8 @@ def make_dataset(
         raise UsageError(f"{root} is not empty: name a new directory for the dataset")
     for label in range(min(spec.classes, spec.files)):
         (root / f"class_{label:03d}").mkdir(parents=True, exist_ok=True)
+    if progress:
+        progress(0, spec.files)
     processes = processes or len(os.sched_getaffinity(0))
     with ProcessPoolExecutor(
         processes,

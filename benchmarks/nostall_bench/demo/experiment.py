@@ -149,9 +149,13 @@ def _dataset(root: Path, spec: DatasetSpec, console: Any) -> Path:
 
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("making the dataset", total=spec.files)
-        return make_dataset(
-            root, spec, progress=lambda done, _: progress.update(task, completed=done)
-        )
+
+        def made(done: int, files: int) -> None:
+            if not done:
+                console.print(f"making {files:,} pictures in {root} ...")
+            progress.update(task, completed=done)
+
+        return make_dataset(root, spec, progress=made)
 
 
 def _train(
@@ -177,6 +181,7 @@ def _train(
         *("--seed", str(arguments.seed), "--workers", str(workers), "--tiers", *tiers),
     ]
     environment = child_environment(OMP_NUM_THREADS="1")
+    console.print(f"training with {loader}: {arguments.epochs} epochs, {arguments.ranks} ranks ...")
     with log.open("w") as errors, Progress(console=console, transient=True) as progress:
         task = progress.add_task(f"training with {loader}", total=arguments.epochs)
         with subprocess.Popen(

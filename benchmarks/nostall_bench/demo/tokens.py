@@ -66,6 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     console = harness.console()
     home = Path(arguments.dir).absolute() / "tokens"
     home.mkdir(parents=True, exist_ok=True)
+    console.print(f"making a text of {len(text())} files in {home} ...")
     ids = make(home / "text.bin")
     fixed = {
         "data": str(home / "text.bin"),
