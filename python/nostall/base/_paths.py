@@ -1,4 +1,4 @@
-"""What may be a path, for every argument that names a file or a folder."""
+"""Paths that users give: what may be one, and what may be made there."""
 
 from __future__ import annotations
 
@@ -18,3 +18,22 @@ def path_of(value: Any, name: str = "path") -> str:
     if isinstance(path, str):
         return path
     raise UsageError(f"{name} must be a path, as str or pathlib.Path, not {value!r}")
+
+
+def unmounted(path: str | os.PathLike[str]) -> str:
+    """Why a directory must not be made, as where no disk is mounted.
+
+    "" if the directory right below the root of the file system is there. Tiers follow the same rule
+    (native/tier/node_cache.cc).
+    """
+    top = "/" + os.path.abspath(path).lstrip("/").partition("/")[0]
+    try:
+        os.stat(top)
+    except FileNotFoundError:
+        return (
+            f"{top} is not there, and would lie on the disk of the system (is a disk not mounted? "
+            f"mount it, or make {top})"
+        )
+    except OSError:  # the call that follows says so
+        pass
+    return ""

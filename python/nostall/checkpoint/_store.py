@@ -25,6 +25,7 @@ from typing import Any
 
 from nostall import _native
 from nostall.base._garbage import await_all
+from nostall.base._paths import unmounted
 from nostall.base._words import words_of
 from nostall.checkpoint._format import Branch, Manifest, Part
 from nostall.checkpoint._lineage import is_past
@@ -118,7 +119,26 @@ def sync_directory(path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """A directory whose name, and those of the parents that it needs, are durable."""
+    """A directory whose name, and those of the parents that it needs, are durable.
+
+    Raises:
+        IoError: it cannot be made, or would lie directly below the root of the file system.
+    """
+    refuse_unmounted(path)
+    try:
+        _make_durably(path)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        failed = IoError(
+            f"cannot make the directory {path}: {error.strerror}: give a directory where this user may "
+            "write, or have this one made and given to this user"
+        )
+        failed.errno = error.errno
+        raise failed from error
+
+
+def _make_durably(path: Path) -> None:
     missing = []
     while not path.is_dir():
         missing.append(path)
@@ -130,6 +150,12 @@ def make_directory(path: Path) -> None:
             sync_directory(directory.parent)
         except PermissionError:  # a parent that others may enter and not list
             os.sync()
+
+
+def refuse_unmounted(path: Path) -> None:
+    """Raises IoError for a directory on a disk that is not mounted, as tiers refuse it."""
+    if why := unmounted(path):
+        raise IoError(f"cannot make the directory {path}: {why}")
 
 
 def rename(old: Path, new: Path) -> None:

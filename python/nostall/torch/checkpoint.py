@@ -53,7 +53,7 @@ from nostall.checkpoint._place import Pacing, UnreachableError
 from nostall.checkpoint._restore import describe, on_branch, view
 from nostall.checkpoint._retention import Keep
 from nostall.checkpoint._saved import Settings
-from nostall.checkpoint._store import Store, io_errors, part_name
+from nostall.checkpoint._store import Store, io_errors, part_name, refuse_unmounted
 from nostall.checkpoint._tree import decode, encode
 from nostall.errors import CorruptionError, Error, IoError, UsageError
 
@@ -188,6 +188,7 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
             path = self._store.prepare(self._step) / name
         else:  # not in a directory of the step, which another rank might remove
             with io_errors("make the directory", self._fast):
+                refuse_unmounted(self._fast)
                 self._fast.mkdir(parents=True, exist_ok=True)
             path = self._fast / name
         priority = _native.Priority.normal

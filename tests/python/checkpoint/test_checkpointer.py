@@ -595,6 +595,37 @@ def test_directories_belong_to_one_job(tmp_path: Path) -> None:
     nostall.Checkpointer(durable=tmp_path).close()
 
 
+@pytest.mark.parametrize("below", ["", "/job/ckpt"])
+@pytest.mark.parametrize("which", ["fast", "durable"])
+def test_a_directory_on_a_disk_that_is_not_mounted_is_refused(
+    tmp_path: Path, which: str, below: str
+) -> None:
+    places = {"fast": str(tmp_path / "fast"), "durable": str(tmp_path / "durable")}
+    places[which] = f"/nostall-unmounted{below}"
+    with pytest.raises(
+        IoError,
+        match=f"directory /nostall-unmounted{below}: /nostall-unmounted is not there, and would lie",
+    ):
+        nostall.Checkpointer(**places)
+    assert not Path("/nostall-unmounted").exists()
+    nostall.Checkpointer(tmp_path / "fast").close()  # nothing holds the other one
+
+
+def test_a_directory_that_this_user_may_not_make_is_told_with_a_remedy(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    if os.geteuid() == 0:
+        os.seteuid(65534)
+    try:
+        with pytest.raises(
+            IoError, match="Permission denied: give a directory where this user may"
+        ):
+            nostall.Checkpointer(tmp_path / "a" / "b")
+    finally:
+        if os.getuid() == 0:
+            os.seteuid(0)
+        tmp_path.chmod(0o700)
+
+
 def test_waiting_for_a_directory_that_was_not_given_is_refused(tmp_path: Path) -> None:
     with nostall.Checkpointer(tmp_path) as ckpt:
         saved = ckpt.save({"x": 1}, 1)
