@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import SupportsFloat
 
 from nostall.errors import UsageError
 from nostall.loader._steps import (
@@ -123,19 +124,40 @@ class ToTensor(Transform):
 
 @dataclass(frozen=True)
 class Normalize(Transform):
-    """(value - mean) / std for each of the three channels; needs `ToTensor` before it."""
+    """(value - mean) / std for each of the three channels; needs `ToTensor` before it.
 
-    mean: Sequence[float]
-    std: Sequence[float]
+    A number is that of all three.
+    """
+
+    mean: Sequence[float] | float
+    std: Sequence[float] | float
 
     def __post_init__(self) -> None:
         for name in ("mean", "std"):
-            values = tuple(float(v) for v in getattr(self, name))
+            given = getattr(self, name)
+            try:
+                values = (float(given),) * 3 if _is_number(given) else tuple(map(float, given))
+            except (TypeError, ValueError):
+                values = ()
             if len(values) != 3 or not all(math.isfinite(v) for v in values):
-                raise UsageError(f"Normalize: {name} {values} must be three finite numbers")
+                raise UsageError(
+                    f"Normalize: {name} {given!r} must be three finite numbers, or one for all "
+                    "channels, for example Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))"
+                )
             object.__setattr__(self, name, values)
-        if min(self.std) <= 0:
+        if min(self._channels("std")) <= 0:
             raise UsageError(f"Normalize: std {self.std} must be above zero")
 
+    def _channels(self, name: str) -> tuple[float, ...]:
+        values: tuple[float, ...] = getattr(self, name)
+        return values
+
     def to_step(self) -> Step:
-        return "Normalize", {"mean": list(self.mean), "std": list(self.std)}
+        return "Normalize", {n: list(self._channels(n)) for n in ("mean", "std")}
+
+
+def _is_number(value: object) -> bool:
+    """Also a scalar of NumPy or torch; not text, of which float() makes a number."""
+    if isinstance(value, (str, bytes)):
+        return False
+    return isinstance(value, SupportsFloat) and not getattr(value, "shape", ())

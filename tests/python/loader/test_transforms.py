@@ -344,6 +344,10 @@ def test_random_boxes_have_torchvisions_distribution() -> None:
         lambda: t.RandomResizedCrop(8, scale=(0.5, 0.1)),
         lambda: t.RandomHorizontalFlip(1.5),
         lambda: t.Normalize((0, 0, 0), (1, 0, 1)),
+        lambda: t.Normalize(0.5, 0.0),
+        lambda: t.Normalize(float("nan"), 1.0),
+        lambda: t.Normalize(None, 1.0),
+        lambda: t.Normalize("half", 1.0),
         lambda: t.compile([t.Resize(8)]),
         lambda: t.compile([t.Resize((8, 8)), t.Normalize((0, 0, 0), (1, 1, 1))]),
         lambda: t.compile([t.Resize((8, 8)), t.ToTensor()], dtype="uint8"),
@@ -353,6 +357,13 @@ def test_random_boxes_have_torchvisions_distribution() -> None:
 def test_wrong_parameters_are_usage_errors(make: Any) -> None:
     with pytest.raises(errors.UsageError):
         make()
+
+
+@pytest.mark.parametrize("one", [0.5, np.float32(0.5), np.array(0.5)])
+def test_a_number_normalizes_all_channels(one: Any) -> None:
+    assert t.Normalize(one, one) == t.Normalize((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    with pytest.raises(errors.UsageError, match=r"mean \(0\.5,\) must be three .* or one for all"):
+        t.Normalize((0.5,), one)
 
 
 def test_memory_for_large_images_is_counted_and_given_back(tmp_path: Path) -> None:
