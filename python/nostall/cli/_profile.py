@@ -74,8 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         except Error as error:
             print(f"nostall: {error}", file=sys.stderr)
     if not (home.is_dir() and runs.files_of(home)):
-        lacked = "called no collective" if arguments.mpi else "used no loader of nostall"
-        print(f"nostall: {command[0]} {lacked}: nothing recorded", file=sys.stderr)
+        print(f"nostall: {_why_nothing(command[0], status, home, arguments.mpi)}", file=sys.stderr)
         return status
     try:
         found = runs.read(home)
@@ -87,6 +86,19 @@ def run(arguments: argparse.Namespace) -> int:
         # The result of the command is returned all the same.
         print(f"nostall: {error}", file=sys.stderr)
     return status
+
+
+def _why_nothing(program: str, status: int, home: Path, mpi: bool) -> str:
+    there = home
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        return f"{home} cannot be written: nothing recorded; give another directory with -o"
+    did = "called a collective" if mpi else "made a loader of nostall"
+    if status != 0:
+        return f"{program} ended with status {status} before it {did}: nothing recorded"
+    lacked = "called no collective" if mpi else "used no loader of nostall"
+    return f"{program} {lacked}: nothing recorded"
 
 
 def _call(words: list[str], environment: dict[str, str]) -> int:

@@ -603,9 +603,14 @@ def test_profile_runs_a_command_and_reports(
     assert main(["profile"]) == UsageError.exit_code
     nothing = ["profile", "-o", str(tmp_path / "none"), "--", sys.executable, "-c", "pass"]
     assert main(nothing) == 0
-    assert "nothing recorded" in capfd.readouterr().err
+    assert "used no loader of nostall: nothing recorded" in capfd.readouterr().err
     nothing[-1] = "import os; os.kill(os.getpid(), 9)"
     assert main(nothing) == 128 + signal.SIGKILL
+    assert "ended with status 137 before it made a loader" in capfd.readouterr().err
+    (tmp_path / "file").touch()
+    nothing[2] = str(tmp_path / "file" / "run")
+    assert main([*nothing[:-1], code, str(image_folder)]) == 7
+    assert f"nostall: {nothing[2]} cannot be written" in capfd.readouterr().err
     assert subprocess.run([sys.executable, "-m", "nostall", "profile", "--help"]).returncode == 0
 
 
