@@ -17,7 +17,7 @@ from nostall.checkpoint._format import Manifest, Part, arrays_in, parse
 from nostall.checkpoint._lineage import Ranges, Record, is_past, newest
 from nostall.checkpoint._place import UnreachableError
 from nostall.checkpoint._store import Entry, Store
-from nostall.checkpoint._tree import decode
+from nostall.checkpoint._tree import decode, import_for
 from nostall.errors import CorruptionError, Error, IoError, UsageError
 
 if TYPE_CHECKING:
@@ -173,7 +173,9 @@ def read_part(
         if landing is not None:
             state, damaged = landing.read(file, blocks, threads, counter)
         elif not (damaged := file.read(0, blocks, threads, counter)):
-            state = decode(*parse(file.data))
+            tree, arrays = parse(file.data)
+            began += import_for(tree)
+            state = decode(tree, arrays)
     if damaged:
         raise CorruptionError(
             f"{path} is damaged: {describe(part, damaged, arrays_in(file.data, damaged))}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import math
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -290,6 +291,29 @@ def decode(tree: Any, arrays: Mapping[str, Stored], placed: Mapping[str, Any] | 
         RuntimeError,
     ) as error:
         raise CorruptionError(f"the checkpoint's tree of values cannot be read: {error}") from error
+
+
+def import_for(tree: Any) -> float:
+    """Imports torch if `decode` needs it; the seconds that this took, which the read did not."""
+    if "torch" in sys.modules or not _has_torch(tree):
+        return 0.0
+    began = time.perf_counter()
+    import torch  # noqa: F401
+
+    return time.perf_counter() - began
+
+
+def _has_torch(tree: Any) -> bool:
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, dict):
+            if "$tensor" in node and node.get("kind") == "torch":
+                return True
+            waiting += node.values()
+        elif isinstance(node, list):
+            waiting += node
+    return False
 
 
 def _array(stored: Stored, node: Mapping[str, Any]) -> Any:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import nostall
 from nostall import _native
@@ -165,6 +169,34 @@ def test_restore_dry_run_reads_as_a_restore_would(
     for step in (1, 2, 3):
         damage(tiers[1], step)
     assert main(["checkpoints", "restore-dry-run", *tiers]) == 5
+
+
+def test_restore_dry_run_does_not_count_the_import_of_torch(tmp_path: Path) -> None:
+    with nostall.Checkpointer(durable=tmp_path / "ckpt") as ckpt:
+        ckpt.save({"w": (torch.zeros(9), 1)}, 1, level="durable")
+    # A torch whose import takes long: it sets the clock forward.
+    (tmp_path / "torch.py").write_text(
+        "import time\n"
+        "clock = time.perf_counter\n"
+        "time.perf_counter = lambda: clock() + 1000\n"
+        "class dtype: pass\n"
+        "class Tensor:\n"
+        "    shape = (9,)\n"
+        "    view = reshape = lambda self, _: self\n"
+        "float32 = Tensor.dtype = dtype()\n"
+        "from_numpy = lambda _: Tensor()\n"
+    )
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-m", "nostall", "checkpoints", "restore-dry-run", tmp_path / "ckpt"],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"bytes in ([\d.]+) s .*\n.*\n.*state\['w'\]: tuple of 2", done.stdout)
+    assert found is not None, done.stdout
+    assert float(found[1]) < 1000
 
 
 def test_restore_dry_run_refuses_what_a_restore_refuses(
