@@ -9,14 +9,14 @@ from nostall.errors import UsageError
 
 
 def path_of(value: Any, name: str = "path") -> str:
-    """The path as text.
+    """The path as text; ``~/`` at its begin is the user's home, as a shell has it.
 
     Raises:
         UsageError: the argument of this name is no path.
     """
     path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else value
     if isinstance(path, str):
-        return path
+        return os.path.expanduser(path) if path == "~" or path.startswith("~/") else path
     raise UsageError(f"{name} must be a path, as str or pathlib.Path, not {value!r}")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from nostall.base._paths import path_of
 from nostall.errors import IoError, UsageError
 from nostall.fields import Audio, Bytes, Image, Json, Kind, Scalar, Text
 from nostall.source._composite import NO_PART, Composite, make_column
@@ -60,9 +61,10 @@ class Files(Composite):
         schema: Mapping[str, Kind] | None = None,
         root: PathLike | None = None,
     ) -> None:
-        self.root = str(Path(root if root is not None else ".").absolute())
+        self.root = str(Path(path_of(root, "root") if root is not None else ".").absolute())
+        sought = {name: _given(paths) for name, paths in files.items()}
         self._arguments = {
-            "files": dict(files),
+            "files": sought,
             "columns": columns,
             "schema": schema,
             "root": self.root,
@@ -76,7 +78,7 @@ class Files(Composite):
                 f"schema names the field {min(unknown)}, which has no files and no column"
             )
         self.names: list[str] = []
-        paths = self._paths(files)
+        paths = self._paths(sought)
         lengths = {name: len(values) for name, values in {**paths, **columns}.items()}
         if not lengths or len(set(lengths.values())) > 1 or not max(lengths.values()):
             told = ", ".join(f"{name} has {n}" for name, n in lengths.items()) or "there are none"
@@ -96,17 +98,11 @@ class Files(Composite):
             parts = open_files(self.root, listed, [])
         self._compose(parts, part_of, kinds, made, samples)
 
-    def _paths(
-        self, files: Mapping[str, PathLike | Sequence[PathLike | None]]
-    ) -> dict[str, list[str | None]]:
-        trees = {n: isinstance(v, (str, os.PathLike)) for n, v in files.items()}
-        if not any(trees.values()):
-            return {
-                name: [None if path is None else os.fspath(path) for path in paths]
-                for name, paths in files.items()
-                if not isinstance(paths, (str, os.PathLike))
-            }
-        if not all(trees.values()):
+    def _paths(self, files: Mapping[str, str | list[str | None]]) -> dict[str, list[str | None]]:
+        lists = {name: paths for name, paths in files.items() if not isinstance(paths, str)}
+        if len(lists) == len(files):
+            return lists
+        if lists:
             raise UsageError(
                 "files are either lists of paths or folders, and not both in one data set"
             )
@@ -114,6 +110,13 @@ class Files(Composite):
         first = next(iter(listed.values()))
         self.names = sorted(first)
         return {name: [found.get(stem) for stem in self.names] for name, found in listed.items()}
+
+
+def _given(paths: PathLike | Sequence[PathLike | None]) -> str | list[str | None]:
+    """A folder, or a list of paths."""
+    if isinstance(paths, (str, os.PathLike)):
+        return path_of(paths, "a folder")
+    return [None if path is None else path_of(path, "a file") for path in paths]
 
 
 def _tree(folder: str) -> dict[str, str]:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nostall import _native
+from nostall.base._paths import path_of
 from nostall.errors import CorruptionError, IoError, UsageError
 from nostall.source._source import IMAGE_EXTENSIONS, FileList, ImageFolder, Source
 
@@ -53,9 +54,9 @@ class ImageNet(Source):
     ) -> None:
         if split not in ("train", "val"):
             raise UsageError(f'split must be "train" or "val", not {split!r}')
-        top = Path(root).absolute()
+        top = Path(path_of(root, "root")).absolute()
         self.root = str(top / split)
-        kit = top / _DEVKIT if devkit is None else Path(devkit).absolute()
+        kit = top / _DEVKIT if devkit is None else Path(path_of(devkit, "devkit")).absolute()
         self._arguments = {"root": str(top), "split": split, "devkit": str(kit), "index": index}
         names, of_number = _synsets(kit / _META)
         self.synsets = sorted(names)

@@ -22,6 +22,7 @@ from nostall.source._records import (
     PathLike,
     Progress,
     ReadOptions,
+    absolute,
     classes_beside,
     open_storage,
     reading_of,
@@ -109,7 +110,7 @@ class LMDB(PartsStore):
         has_fields = members is not None or values == "npy"
         _check_options(values, label, order, members, has_fields or schema is None)
         chosen = reading_of(reading)
-        self._arguments["path"] = path if is_url(path_of(path)) else str(Path(path).absolute())
+        (self._arguments["path"],) = absolute([path_of(path)])
         self.database = database
         self.path = data_file(path)
         self.storage = open_storage([self.path], direct=chosen.direct, store=store)

@@ -80,7 +80,7 @@ class Manifest(Files):
             field: _typed(path, name, table[name], (schema or {}).get(field))
             for field, name in valued.items()
         }
-        root = root if root is not None else Path(path).absolute().parent
+        root = root if root is not None else Path(path_of(path)).absolute().parent
         try:
             super().__init__(paths, values, schema=schema, root=root)
         except (IoError, UsageError) as error:
@@ -89,7 +89,7 @@ class Manifest(Files):
                 raise
             raise type(error)(f"{_place(path, row)}: {error}") from error
         self._arguments = {
-            "path": str(Path(path).absolute()),
+            "path": str(Path(path_of(path)).absolute()),
             "files": named,
             "columns": valued,
             "schema": schema,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Never
 import numpy as np
 from numpy.lib import format as npy_format
 
+from nostall.base._paths import path_of
 from nostall.errors import CorruptionError, IoError, UsageError
 from nostall.fields import Array, Image, Kind
 from nostall.source._columns import array_kind, as_texts, check_fields
@@ -134,7 +135,7 @@ def _parts(mapped: list[_Map]) -> _native.Source:
 def _named(arrays: Any) -> dict[str, Any]:
     """The arrays by the names of their fields, files as memory maps."""
     if isinstance(arrays, (str, os.PathLike)):
-        path = os.fspath(arrays)
+        path = path_of(arrays)
         if zipfile.is_zipfile(path):
             return _members(path)
         arrays = _mapped(path)
@@ -147,7 +148,7 @@ def _named(arrays: Any) -> dict[str, Any]:
     opened: dict[str, Any] = {}
     for name, values in arrays.items():
         if isinstance(values, (str, os.PathLike)):
-            values = _mapped(os.fspath(values))
+            values = _mapped(path_of(values))
         elif isinstance(values, _Map):
             values = values.open()
         if isinstance(values, np.ndarray) and values.dtype.names:

@@ -413,6 +413,7 @@ class FileList(Source):
             if numbers.dtype.kind == "f":
                 numbers = numbers.astype(np.float64).view(np.int64)
             listed = [path_of(p, "a file of paths") for p in paths]
+            self._arguments["paths"] = listed
             self.native = open_files(self.root, listed, numbers.tolist())
 
 

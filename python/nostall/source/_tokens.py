@@ -18,6 +18,7 @@ import numpy as np
 
 from nostall import _native
 from nostall.base._made_once import made_once
+from nostall.base._paths import path_of
 from nostall.errors import CorruptionError, IoError, UsageError
 from nostall.source._hugging_face import dataset_files
 from nostall.source._objects import is_url, store_identity
@@ -553,7 +554,7 @@ def _paths_of(
         try:
             paths = shard_paths(files, (".bin", ".npy", ".wav"), store)
         except UsageError as error:
-            if isinstance(files, str | os.PathLike) and any(Path(files).rglob("*.arrow")):
+            if isinstance(files, str | os.PathLike) and any(Path(path_of(files)).rglob("*.arrow")):
                 raise UsageError(
                     f"{files} has Arrow files: name their column of ids: column="
                 ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import re
 import subprocess
@@ -213,3 +214,35 @@ def test_a_path_that_is_no_directory_is_told_with_what_would_be(tmp_path: Path) 
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(IoError, match=r"file/?: Not a directory; give a directory"):
         nostall.ImageFolder(tmp_path / "file")
+
+
+def test_a_tilde_is_the_home_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "pictures"
+    (root / "a").mkdir(parents=True)
+    (root / "a" / "1.png").write_bytes(b"a picture")
+    np.save(root / "values.npy", np.zeros(1, [("x", np.int64)]))
+    (root / "table.csv").write_text("file\na/1.png\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(root)
+    for tilde, whole in (
+        (nostall.ImageFolder("~/pictures"), nostall.ImageFolder(root)),
+        (nostall.FileList(root=Path("~/pictures")), nostall.FileList(root=root)),
+        (nostall.FileList(["~/pictures/a/1.png"]), nostall.FileList([root / "a" / "1.png"])),
+        (nostall.Files({"x": "~/pictures/a"}), nostall.Files({"x": root / "a"})),
+        (
+            nostall.Files({"x": ["~/pictures/a/1.png"]}),
+            nostall.Files({"x": [root / "a" / "1.png"]}),
+        ),
+        (nostall.Arrays("~/pictures/values.npy"), nostall.Arrays(root / "values.npy")),
+        (
+            nostall.Manifest("~/pictures/table.csv", {"image": "file"}),
+            nostall.Manifest(root / "table.csv", {"image": "file"}),
+        ),
+    ):
+        assert tilde.fingerprint == whole.fingerprint
+        monkeypatch.setenv("HOME", "/nowhere")  # another process may have another one
+        assert pickle.loads(pickle.dumps(tilde)).fingerprint == whole.fingerprint
+        monkeypatch.setenv("HOME", str(tmp_path))
+    (root / "~a").mkdir()
+    (root / "~a" / "1.png").write_bytes(b"of a folder of this name")
+    assert nostall.FileList(["~a/1.png"]).total_bytes == 24  # of nobody's home
