@@ -414,7 +414,34 @@ class FileList(Source):
                 numbers = numbers.astype(np.float64).view(np.int64)
             listed = [path_of(p, "a file of paths") for p in paths]
             self._arguments["paths"] = listed
-            self.native = open_files(self.root, listed, numbers.tolist())
+            if not listed:
+                raise UsageError(
+                    "FileList: the list of files is empty: if it was found by a pattern, no file "
+                    f"matches that; relative patterns start at the working directory, {Path.cwd()}"
+                )
+            try:
+                self.native = open_files(self.root, listed, numbers.tolist())
+            except (IoError, UsageError) as error:
+                told = _told_of_list(str(error), listed, self.root)
+                if told is None:
+                    raise
+                failed = type(error)(told)
+                if isinstance(failed, IoError) and isinstance(error, IoError):
+                    failed.errno = error.errno
+                raise failed from error
+
+
+def _told_of_list(said: str, listed: Sequence[str], root: str) -> str | None:
+    """What is said of a file, with its place in the list and the likely cause; None of all else."""
+    for place, path in enumerate(listed):
+        whole = os.path.join(root, path)
+        if said.startswith((f"cannot examine {whole}: ", f"{whole} is not a file")):
+            start = "" if os.path.isabs(path) else f"; relative paths start at root={root!r}"
+            return (
+                f"FileList: paths[{place}] of {len(listed)}: {said}: was it found by a wrong pattern, "
+                f"or has it gone since?{start}"
+            )
+    return None
 
 
 def open_files(root: str, paths: Sequence[str], labels: Sequence[int]) -> _native.FolderSource:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import random
@@ -153,8 +154,17 @@ def test_file_lists(tmp_path: Path) -> None:
     assert [every.describe(i) for i in range(3)] == [str(tmp_path / n) for n in ("a", "b", "sub/c")]
     with pytest.raises(UsageError, match="2 labels for 1 paths"):
         nostall.FileList(["a"], [1, 2], root=tmp_path)
-    with pytest.raises(IoError, match="missing"):
-        nostall.FileList(["missing"], root=tmp_path)
+    place, where = r"^FileList: paths\[{}\] of {}: ", re.escape(str(tmp_path))
+    told = f"cannot examine {where}/missing: No such file .*: was it found by a wrong pattern"
+    with pytest.raises(IoError, match=rf"{place.format(1, 2)}{told}.* root='{where}'$") as caught:
+        nostall.FileList(["a", "missing"], root=tmp_path)
+    assert caught.value.errno == errno.ENOENT
+    with pytest.raises(UsageError, match=rf"{place.format(0, 1)}{where}/sub is not a file: was"):
+        nostall.FileList([tmp_path / "sub"])
+    with pytest.raises(
+        UsageError, match=r"^FileList: the list of files is empty: if it was found by"
+    ):
+        nostall.FileList([], [], root=tmp_path)
     assert isinstance(every.sizes, np.ndarray)
 
 
