@@ -242,7 +242,8 @@ class DataLoader:
             sequence of sample ids. Where a sample occurs again in an epoch, every occurrence has
             random draws of its own.
         on_error: what happens if a sample cannot be read or decoded: ``"raise"``, or
-            ``"substitute"`` (another sample takes its place, the same on every rank; see `stats`).
+            ``"substitute"`` (another sample takes its place, the same on every rank; a warning at the
+            epoch's end has their count and the first path, and `stats` has all).
             This is about damage; an exception of a user's callable ends the iteration.
         options: all other options, a `LoaderOptions`.
         rare: fields of `LoaderOptions`, which replace those of `options`.
@@ -329,7 +330,7 @@ class DataLoader:
         self._process = 0  # that made it
         self._ahead: Ahead | None = None  # of the last iteration
         self._closed = False
-        self._recorder = Recorder(self.world.rank, self.world.world_size)
+        self._recorder = Recorder(self.world.rank, self.world.world_size, self.dataset.describe)
         if self._recipe.place is not None:
             self._recorder.device = self._recipe.place.waits
         self._finalizer = weakref.finalize(self, lambda: None)

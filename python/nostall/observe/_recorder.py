@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Sequence
 
 from nostall import _native
+from nostall.base._words import counted
 from nostall.observe._stats import (
     ORIGINS,
     BatchRecords,
@@ -16,6 +18,8 @@ from nostall.observe._stats import (
     add_up,
 )
 
+_log = logging.getLogger("nostall")
+
 _POOLS = ("ram_tier", "file_tier", "staging", "io_buffers", "decoding")
 
 # Batches and epochs that are kept one by one: at most twice as many batches, 72 bytes each.
@@ -24,10 +28,14 @@ _EPOCHS = 500
 
 
 class Recorder:
-    """Collects the consumer's waits and the batches' origins of one rank."""
+    """Collects the consumer's waits and the batches' origins of one rank.
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    At the end of an epoch it warns of samples whose place others took; `describe` names a sample.
+    """
+
+    def __init__(self, rank: int, world_size: int, describe: Callable[[int], str]) -> None:
         self._rank = rank
+        self._describe = describe
         self._world_size = world_size
         self._start = time.perf_counter()
         # The epochs that have ended, and the one under way: replaced together, for other threads.
@@ -93,10 +101,23 @@ class Recorder:
     def end_epoch(self, running: _Running) -> None:
         """Ends the epoch if it is still the current one: an abandoned iterator may end late."""
         if self.is_current(running):
-            epochs = [*self._state[0], self._frozen(running)]
+            ended = self._frozen(running)
+            epochs = [*self._state[0], ended]
             if len(epochs) > 2 * _EPOCHS:
                 epochs = [_summed(epochs[:-_EPOCHS]), *epochs[-_EPOCHS:]]
             self._state = epochs, None
+            if ended.substituted:
+                first = ended.substituted[0]
+                _log.warning(
+                    "epoch %d: %d of %s could not be used, and others took their place; the first one "
+                    'is %s (sample %d): remove or repair it (on_error="raise" says why); '
+                    "stats().epochs[-1].substituted has all",
+                    ended.epoch,
+                    len(ended.substituted),
+                    counted(ended.samples, "sample"),
+                    self._describe(first),
+                    first,
+                )
 
     def is_current(self, running: _Running) -> bool:
         """Whether no other iteration has begun."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,6 +32,36 @@ def loader(tmp_path: Path) -> Callable[[int], nostall.DataLoader]:
         )
 
     return make
+
+
+def test_an_epoch_with_substituted_samples_ends_in_one_warning(
+    loader: Callable[[int], nostall.DataLoader], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "1.raw").write_bytes(b"short too")
+    with loader(2) as source:
+        first, second = source.epochs()
+        batches = iter(first)
+        for _ in range(2):
+            next(batches)
+        assert not caplog.messages
+        for _ in batches:
+            pass
+        (told,) = caplog.messages
+        of = source.stats().epochs[0].substituted
+        assert sorted(of) == [1, 3]
+        assert told.startswith("epoch 0: 2 of 6 samples could not be used, and others took")
+        assert f"the first one is {tmp_path / f'{of[0]}.raw'} (sample {of[0]})" in told
+        next(iter(second))  # and is left
+    assert len(caplog.messages) == 1 + bool(source.stats().epochs[1].substituted)
+
+
+def test_an_epoch_without_substituted_samples_ends_in_no_warning(
+    loader: Callable[[int], nostall.DataLoader], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "3.raw").write_bytes(bytes(12))
+    with loader(1) as source:
+        assert len(list(source)) == 3
+    assert not caplog.messages
 
 
 def test_the_last_batches_and_epochs_are_whole_and_sums_are_of_all(
@@ -88,6 +119,9 @@ def test_memory_does_not_grow_with_the_batches(
 ) -> None:
     monkeypatch.setattr(record, "_BATCHES", 50)
     monkeypatch.setattr(record, "_EPOCHS", 5)
+    monkeypatch.setattr(
+        logging.getLogger("nostall"), "disabled", True
+    )  # pytest keeps what is logged
     try:
         with loader(600) as source:
             epochs = source.epochs()
