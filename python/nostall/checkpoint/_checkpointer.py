@@ -33,7 +33,7 @@ from nostall.checkpoint._options import (
     with_arguments,
 )
 from nostall.checkpoint._place import UnreachableError
-from nostall.checkpoint._restore import Restored, check_fit
+from nostall.checkpoint._restore import MisfitError, Restored, check_fit
 from nostall.checkpoint._retention import Keep
 from nostall.checkpoint._saved import Drain, Failures, Job, Level, Saved, Settings
 from nostall.checkpoint._search import Search
@@ -504,7 +504,8 @@ class Checkpointer:
             CorruptionError: there are checkpoints, and all are damaged; tensors of a device may have
                 been filled from one of them in part.
             UsageError: the checkpoint is of another number of ranks, or does not fit `into`; of several
-                ranks all raise it, and change nothing but tensors of a device.
+                ranks all raise it, and change nothing but tensors of a device. Also of a torch module
+                that load_state_dict found to be another one.
             IoError: an object store does not answer: its checkpoints are not passed over. Or a
                 directory is not this job's any more, and the newest checkpoint is nowhere else. Or a
                 rank cannot read a directory; all raise it.
@@ -550,9 +551,13 @@ class Checkpointer:
         try:
             for change in changes:
                 change()
+        except MisfitError as error:
+            problem = str(error)
+            failed = UsageError(f"step {restored.step} cannot be restored: {problem}")
+            failed.__cause__ = error.__cause__
         except Exception as error:  # of somebody's load_state_dict
-            failed = error
-        problem = self._of_all(words_of(failed) if failed is not None else "")
+            failed, problem = error, words_of(error)
+        problem = self._of_all(problem)
         if failed is not None:
             raise failed
         if problem:

@@ -214,7 +214,7 @@ def check_fit(target: Any, state: Any) -> list[Callable[[], object]]:
 def _plan(value: Any, saved: Any, place: str, todo: list[Callable[[], object]]) -> bool:
     """Notes how `value` is filled in place; False if it must be replaced."""
     if callable(getattr(value, "load_state_dict", None)):
-        todo.append(lambda: value.load_state_dict(saved))
+        todo.append(partial(_load, value, saved, place))
         return True
     if is_array(value):
         _check_array(value, saved, place)
@@ -237,6 +237,22 @@ def _plan(value: Any, saved: Any, place: str, todo: list[Callable[[], object]]) 
                 todo.append(partial(_replace, value, i, new))
         return True
     return False
+
+
+class MisfitError(UsageError):
+    """A module has other tensors than the checkpoint, which torch's error names."""
+
+
+def _load(value: Any, saved: Any, place: str) -> None:
+    try:
+        value.load_state_dict(saved)
+    except RuntimeError as error:
+        if not str(error).startswith("Error(s) in loading state_dict"):
+            raise
+        raise MisfitError(
+            f"{place} does not fit: {error}\nBuild the module as it was when it was saved, or read "
+            "restore().state without into= and load what fits"
+        ) from error
 
 
 def _plan_mapping(

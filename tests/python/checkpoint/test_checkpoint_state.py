@@ -280,3 +280,19 @@ def test_generators_of_fewer_or_more_devices_are_set(
     assert [int(one[0]) for one in there.states] == [100, 101, 2][:devices]
     words = f"{devices} of 2 saved states of generators are set"
     assert (words in caplog.text) == (devices < 2)
+
+
+def test_a_module_of_another_shape_is_told_with_its_step_and_place(tmp_path: Path) -> None:
+    with nostall.Checkpointer(tmp_path) as ckpt:
+        ckpt.save({"nets": [torch.nn.Linear(4, 3)]}, 7, level="fast")
+        other = torch.nn.Linear(4, 5)
+        words = (
+            r"^step 7 cannot be restored: state\['nets'\]\[0\] does not fit: Error\(s\) in loading"
+        )
+        with pytest.raises(UsageError, match=words) as caught:
+            ckpt.restore(into={"nets": [other]})
+        assert "size mismatch for weight" in str(caught.value)
+        assert "restore().state without into=" in str(caught.value)
+        assert isinstance(caught.value.__cause__, RuntimeError)
+        with pytest.raises(RuntimeError, match=r"^Error\(s\) in loading"):  # it is torch's own call
+            other.load_state_dict(ckpt.restore().state["nets"][0])

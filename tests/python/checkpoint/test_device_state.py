@@ -479,8 +479,8 @@ def case_objects_that_refuse_a_state_leave_the_rest_as_it_is() -> None:
         saved["weights"].add_(1)
         made.save(saved, 1, level="fast")
         for into, error in (
-            (state(4, second=True), RuntimeError),
-            (state(3, second=False), RuntimeError),
+            (state(4, second=True), nostall.errors.UsageError),
+            (state(3, second=False), nostall.errors.UsageError),
             (
                 {**state(3, second=True), "optimizer": state(3, second=False)["optimizer"]},
                 ValueError,
