@@ -458,7 +458,7 @@ class NodeCacheImpl final : public NodeCache {
   void check(const CatalogHeader& h) const;
   void enter_member();
   void open_tier_files();
-  bool open_kept(size_t tier);
+  bool open_kept(size_t tier, std::string& why);
   void shorten_kept(size_t tier);
   void take_tier_files(std::vector<Descriptor>& files);
   void share_listing();
@@ -887,29 +887,34 @@ void NodeCacheImpl::open_tier_files() {
                   "directory, or give the tier another one");
       continue;
     }
-    if (spec.keep && open_kept(t)) {
+    std::string not_kept;
+    if (spec.keep && open_kept(t, not_kept)) {
       shorten_kept(t);
       continue;
     }
     auto file = unnamed_file(spec.path);
-    if (file) {
-      tier_files_[t] = std::move(file).take();
-    } else {
+    if (!file) {
       disabled_[t] = true;
       warn(t, std::string(file.error().what()) +
-                  "; this file tier is not used, samples are read from the source");
+                  "; this file tier is not used, samples are read from the source: let this user "
+                  "write there, or give the tier another directory");
+      continue;
+    }
+    tier_files_[t] = std::move(file).take();
+    if (!not_kept.empty()) {
+      warn(t, not_kept + "; this tier is not kept: put that right, or give it another directory");
     }
   }
 }
 
 // A kept file serves one job at a time; another job, or one that cannot have it, uses a file that
-// is not kept.
-bool NodeCacheImpl::open_kept(size_t t) {
+// is not kept; `why` says so where that can be helped.
+bool NodeCacheImpl::open_kept(size_t t, std::string& why) {
   const TierSpec& spec = config_.tiers[t];
   const std::string directory = kept_directory(spec.path);
   const std::string path = kept_file_name(spec.path, config_.dataset);
-  const auto refuse = [this, t](const std::string& why) {
-    warn(t, why + "; this tier is not kept");
+  const auto refuse = [&why](std::string told) {
+    why = std::move(told);
     return false;
   };
   auto own = own_directory(directory);

@@ -36,7 +36,7 @@ from nostall.job._world import World, refuse_late_group
 from nostall.loader._ahead import Ahead, Made
 from nostall.loader._options import LoaderArguments, LoaderOptions, with_arguments
 from nostall.loader._recipe import Recipe, Transforms
-from nostall.loader._tiers import TierList, Tiers, held_twice, planned, warn_of_second
+from nostall.loader._tiers import TierList, Tiers, held_twice, in_words, planned, warn_of_second
 from nostall.observe import metrics, trace
 from nostall.observe._recorder import Recorder
 from nostall.plan import (
@@ -857,11 +857,7 @@ class DataLoader:
         return f"rank {self.world.rank} of {self.world.world_size}{within}"
 
     def _tiers_in_words(self) -> list[str]:
-        return [
-            f"{tier.path or tier.kind}:{tier.capacity / 2**20:.0f}MiB"
-            + (f":readers={tier.readers}" if tier.readers else "")
-            for tier in self._tiers
-        ]
+        return list(map(in_words, self._tiers))
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the batches, the tiers and the position, and the data set below."""

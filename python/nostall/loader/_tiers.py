@@ -14,6 +14,7 @@ import numpy as np
 from nostall import _native
 from nostall.base._garbage import Closer
 from nostall.base._options import checked, value
+from nostall.base._paths import unmounted
 from nostall.base._sizes import TierSpec, native_tiers, parse_tiers, warn_of_tiers, within
 from nostall.base._tier import Tier
 from nostall.errors import UsageError
@@ -86,6 +87,23 @@ def held_twice(
         held[mine] = True
         both = int(whole.sizes[theirs[held[theirs]]].sum())
     return min(both, here, there)
+
+
+def in_words(tier: TierSpec) -> str:
+    """A tier as it was written, and whether its directory cannot be used."""
+    readers = f":readers={tier.readers}" if tier.readers else ""
+    used = tier.kind == "ram" or tier.own is not None or _can_write(tier.path)
+    size = f"{tier.capacity / 2**20:.0f}MiB"
+    return f"{tier.path or tier.kind}:{size}{readers}{'' if used else ' (not used)'}"
+
+
+def _can_write(path: str) -> bool:
+    """Whether a file can be made in a directory, or in what it would be made in."""
+    if unmounted(path):
+        return False
+    while not os.path.exists(path) and path != os.path.dirname(path):
+        path = os.path.dirname(path)
+    return os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK, effective_ids=True)
 
 
 _told: set[int] = set()
@@ -221,7 +239,7 @@ class Tiers:
         return {**self.__dict__, "_held": [], "_pid": 0}
 
     def __repr__(self) -> str:
-        sizes = ", ".join(f"{t.path or t.kind}:{t.capacity / 2**20:.0f}MiB" for t in self.specs)
+        sizes = ", ".join(map(in_words, self.specs))
         return f"<Tiers of {self._whole!r}: [{sizes}]>"
 
 

@@ -1019,6 +1019,30 @@ TEST_F(TierDirectoryTest, CannotBeMadeWithoutPermission) {
   EXPECT_NE(told.find("Permission denied (in " + closed + ")"), std::string::npos) << told;
 }
 
+TEST_F(TierDirectoryTest, CannotBeWritten) {
+  const std::string closed = folder_.path("closed");
+  ASSERT_EQ(::mkdir(closed.c_str(), 0500), 0);
+  for (const bool keep : {false, true}) {
+    warnings_.clear();
+    std::thread([&] {
+      // Of this thread alone: root may write anywhere.
+      __user_cap_header_struct header{_LINUX_CAPABILITY_VERSION_3, 0};
+      __user_cap_data_struct none[2] = {};
+      ASSERT_EQ(::syscall(SYS_capset, &header, none), 0);
+      auto c = config(0, 1, TierKind::file);
+      c.tiers[0].path = closed;
+      c.tiers[0].keep = keep;
+      const auto cache = attach(c);
+      EXPECT_FALSE(cache->claim(0));
+    }).join();
+    ASSERT_EQ(warnings_.size(), 1u);
+    EXPECT_EQ(warnings_[0],
+              "cannot create a file in " + closed +
+                  ": Permission denied; this file tier is not used, samples are read from the "
+                  "source: let this user write there, or give the tier another directory");
+  }
+}
+
 TEST_F(TierDirectoryTest, CannotBeMadeOnAReadOnlyFileSystem) {
   const std::string mounted = folder_.path("mounted");
   ASSERT_EQ(::mkdir(mounted.c_str(), 0700), 0);
@@ -1377,7 +1401,8 @@ TEST_F(NodeCacheTest, ATierIsKeptOnlyInADirectoryThatIsOurs) {
     put(*cache, 0);
     ASSERT_EQ(warnings_.size(), 1u);
     EXPECT_NE(warnings_[0].find(own.string()), std::string::npos) << warnings_[0];
-    EXPECT_NE(warnings_[0].find("this tier is not kept"), std::string::npos) << warnings_[0];
+    EXPECT_NE(warnings_[0].find("this tier is not kept: put that right"), std::string::npos)
+        << warnings_[0];
   }
   EXPECT_EQ(files(), 0u);
   fs::permissions(own, fs::perms::owner_all);
