@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked_children import Subprocess, fork
+from forked_children import Subprocess
 
 from nostall.errors import UsageError
-from nostall_bench import server_training
+from nostall_bench import harness, server_training
 
 pytest_plugins = ["forked_children"]
 
@@ -86,18 +86,18 @@ harness.answer(server_training._work)
 
 
 @pytest.mark.multi
+@pytest.mark.usefixtures("forked")
 def test_a_late_rank_counts_connections_before_they_close(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script, out = tmp_path / "late.py", tmp_path / "runs.json"
     script.write_text(LATE)
+    start = harness.subprocess.Popen
 
-    class Late(Subprocess):
-        @staticmethod
-        def Popen(command: list[str], **more: Any) -> Any:
-            return fork([sys.executable, str(script), *command[3:]], **more)
+    def late(command: list[str], **more: Any) -> Any:
+        return start([sys.executable, str(script), *command[3:]], **more)
 
-    monkeypatch.setattr("nostall_bench.harness.subprocess", Late())
+    monkeypatch.setattr(harness, "subprocess", Subprocess(late))
     words = "--files 32 --side 16 --epochs 1 --batch 2 --ways allreduce --seeds 1"
     assert server_training.run(arguments(f"{words} --json {out}")) == 0
     (row,) = json.loads(out.read_text())["rows"]
