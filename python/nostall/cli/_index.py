@@ -4,6 +4,7 @@ places of the records of an LMDB database, tar shards or TFRecord files."""
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import time
 import uuid
@@ -20,8 +21,15 @@ from nostall.errors import IoError, UsageError
 from nostall.source import LMDB, TarShards, TFRecord
 from nostall.source._objects import is_url
 from nostall.source._records import RecordStore, examine_index
-from nostall.source._source import IMAGE_EXTENSIONS, LISTING_THREADS, ImageFolder, index_path
+from nostall.source._source import (
+    IMAGE_EXTENSIONS,
+    LISTING_THREADS,
+    ImageFolder,
+    Source,
+    index_path,
+)
 
+_BATCH = 64  # of --damaged
 _ENDINGS = {
     "lmdb": (".mdb",),
     "tar": (".tar",),
@@ -41,6 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--index", help="file of the index; beside the dataset if not given")
     parser.add_argument("--check", action="store_true", help="only check whether it is still valid")
     parser.add_argument(
+        "--damaged",
+        action="store_true",
+        help="then read and decode every image; list those that cannot be",
+    )
+    parser.add_argument(
         "--kind",
         choices=["folder", *_ENDINGS],
         help="derived from the names of the files if not given",
@@ -56,7 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0, or 1 if the index is not valid (--check)."""
+    """0, or 1 if the index is not valid (--check) or an image is damaged (--damaged)."""
+    if arguments.check and arguments.damaged:
+        raise UsageError("--check looks at the index alone: leave it out, or --damaged")
     kind = arguments.kind or kind_of(arguments.root)
     for name in sorted({name for names in _OPTIONS.values() for name in names}):
         if getattr(arguments, name) is not None and name not in _OPTIONS.get(kind, ()):
@@ -80,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
         f"index of {store.index_bytes} bytes ({store.index_bytes / len(store):.1f} per sample), "
         f"fingerprint {store.fingerprint:016x}, {how}"
     )
-    return 0
+    return _damaged(store) if arguments.damaged else 0
 
 
 def kind_of(root: str) -> str:
@@ -148,7 +163,28 @@ def _folder(arguments: argparse.Namespace) -> int:
         f"{path}: {counted(len(folder), 'sample')} of {counted(len(folder.classes), 'class')}, "
         f"{counted(folder.total_bytes, 'byte')}, fingerprint {folder.fingerprint:016x}"
     )
-    return 0
+    return _damaged(folder) if arguments.damaged else 0
+
+
+def _damaged(dataset: Source) -> int:
+    """Lists the samples of which no image can be made; 1 if there are any."""
+    from nostall import DataLoader, transforms
+
+    # Small, for a JPEG costs less then; all of its bytes are decoded all the same.
+    steps = [transforms.Resize((8, 8)), transforms.ToTensor()]
+    options: dict[str, Any] = {"shuffle": False, "tiers": [], "on_error": "substitute"}
+    logging.getLogger("nostall").setLevel(logging.ERROR)  # it would warn of what is listed
+    with (
+        Bars() as bars,
+        DataLoader(dataset, _BATCH, transforms=steps, epochs=1, **options) as loader,
+    ):
+        for batch, _ in enumerate(loader, 1):
+            bars.show("decoding", min(batch * _BATCH, len(dataset)), len(dataset))
+        found = sorted(set(loader.stats().epochs[0].substituted))
+    for sample in found:
+        print(f"damaged: {dataset.describe(sample)}")
+    print(f"{len(found)} of {counted(len(dataset), 'sample')} cannot be decoded")
+    return 1 if found else 0
 
 
 def _replace(root: str, path: str, options: dict[str, Any]) -> None:

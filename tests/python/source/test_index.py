@@ -235,3 +235,39 @@ def test_a_file_of_another_kind_is_no_folder_of_classes(
     (tmp_path / name).write_bytes(b"x")
     assert main(["index", str(tmp_path / name)]) != 0
     assert said in capsys.readouterr().err
+
+
+def test_all_damaged_images_are_listed(
+    make_folder: Callable[[int], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = make_folder(150)
+    paths = sorted(root.rglob("*.jpg"))
+    assert main(["index", str(root), "--damaged"]) == 0
+    assert "0 of 150 samples cannot be decoded" in capsys.readouterr().out
+    half, empty, other = (paths[i] for i in (0, 80, 149))
+    half.write_bytes(half.read_bytes()[: half.stat().st_size // 2])
+    empty.write_bytes(b"")
+    other.write_bytes(b"no image")
+    assert main(["index", str(root), "--damaged"]) == 1
+    *_, first, second, third, last = capsys.readouterr().out.splitlines()
+    assert [first, second, third] == [f"damaged: {path}" for path in (half, empty, other)]
+    assert last == "3 of 150 samples cannot be decoded"
+
+
+def test_damaged_images_of_records_are_listed(
+    tmp_path: Path, image_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    contents = [path.read_bytes() for path in sorted(image_folder.rglob("*.jpg"))[:8]]
+    contents[5] = contents[5][:100]
+    webdataset(tmp_path / "a.tar", contents)
+    assert main(["index", str(tmp_path / "a.tar"), "--damaged"]) == 1
+    *_, damaged, last = capsys.readouterr().out.splitlines()
+    assert damaged.startswith(f"damaged: {tmp_path / 'a.tar'}") and "5" in damaged
+    assert last == "1 of 8 samples cannot be decoded"
+
+
+def test_the_index_alone_is_checked_or_images_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["index", str(tmp_path), "--check", "--damaged"]) == 2
+    assert "--check looks at the index alone" in capsys.readouterr().err
