@@ -4,7 +4,6 @@ places of the records of an LMDB database, tar shards or TFRecord files."""
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import time
 import uuid
@@ -17,7 +16,7 @@ import numpy as np
 from nostall import _native
 from nostall.base._words import counted
 from nostall.cli._bars import Bars
-from nostall.errors import IoError, UsageError
+from nostall.errors import CorruptionError, IoError, UsageError
 from nostall.source import LMDB, TarShards, TFRecord
 from nostall.source._objects import is_url
 from nostall.source._records import RecordStore, examine_index
@@ -29,7 +28,7 @@ from nostall.source._source import (
     index_path,
 )
 
-_BATCH = 64  # of --damaged
+_BATCH = 16  # of --damaged
 _ENDINGS = {
     "lmdb": (".mdb",),
     "tar": (".tar",),
@@ -51,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--damaged",
         action="store_true",
-        help="then read and decode every image; list those that cannot be",
+        help="of images: then decode every one; list those that cannot be, and why",
     )
     parser.add_argument(
         "--kind",
@@ -167,24 +166,36 @@ def _folder(arguments: argparse.Namespace) -> int:
 
 
 def _damaged(dataset: Source) -> int:
-    """Lists the samples of which no image can be made; 1 if there are any."""
+    """Lists the samples that cannot be read or decoded, and why; 1 if there are any."""
     from nostall import DataLoader, transforms
 
-    # Small, for a JPEG costs less then; all of its bytes are decoded all the same.
-    steps = [transforms.Resize((8, 8)), transforms.ToTensor()]
-    options: dict[str, Any] = {"shuffle": False, "tiers": [], "on_error": "substitute"}
-    logging.getLogger("nostall").setLevel(logging.ERROR)  # it would warn of what is listed
-    with (
-        Bars() as bars,
-        DataLoader(dataset, _BATCH, transforms=steps, epochs=1, **options) as loader,
-    ):
-        for batch, _ in enumerate(loader, 1):
-            bars.show("decoding", min(batch * _BATCH, len(dataset)), len(dataset))
-        found = sorted(set(loader.stats().epochs[0].substituted))
-    for sample in found:
-        print(f"damaged: {dataset.describe(sample)}")
-    print(f"{len(found)} of {counted(len(dataset), 'sample')} cannot be decoded")
-    return 1 if found else 0
+    def loader(samples: range) -> DataLoader:
+        # Small, for a JPEG costs less then; all of its bytes are decoded all the same.
+        steps = [transforms.Resize((8, 8)), transforms.ToTensor()]
+        options: dict[str, Any] = {"transforms": steps, "tiers": [], "output": "numpy", "epochs": 1}
+        # Alone, also in the shell of a node where a training runs.
+        options |= {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1}
+        return DataLoader(dataset, _BATCH, order=samples, **options)
+
+    done, damaged, total = 0, 0, len(dataset)
+    with Bars() as bars:
+        while done < total:
+            try:
+                with loader(range(done, total)) as batches:
+                    for images, *_ in batches:
+                        done += len(images)
+                        bars.show("decoding", done, total)
+            except (CorruptionError, IoError):  # in the next batch: which of its samples
+                for sample in range(done, min(done + _BATCH, total)):
+                    try:
+                        with loader(range(sample, sample + 1)) as one:
+                            next(iter(one))
+                    except (CorruptionError, IoError) as error:
+                        damaged += 1
+                        print(error)
+                done = min(done + _BATCH, total)
+    print(f"{damaged} of {counted(total, 'sample')} cannot be read or decoded")
+    return 1 if damaged else 0
 
 
 def _replace(root: str, path: str, options: dict[str, Any]) -> None:

@@ -243,15 +243,32 @@ def test_all_damaged_images_are_listed(
     root = make_folder(150)
     paths = sorted(root.rglob("*.jpg"))
     assert main(["index", str(root), "--damaged"]) == 0
-    assert "0 of 150 samples cannot be decoded" in capsys.readouterr().out
+    assert "0 of 150 samples cannot be read or decoded" in capsys.readouterr().out
     half, empty, other = (paths[i] for i in (0, 80, 149))
     half.write_bytes(half.read_bytes()[: half.stat().st_size // 2])
     empty.write_bytes(b"")
     other.write_bytes(b"no image")
     assert main(["index", str(root), "--damaged"]) == 1
     *_, first, second, third, last = capsys.readouterr().out.splitlines()
-    assert [first, second, third] == [f"damaged: {path}" for path in (half, empty, other)]
-    assert last == "3 of 150 samples cannot be decoded"
+    assert first.startswith(f"{half} (sample 0) cannot be used: ")
+    assert second.startswith(f"{empty} (sample 80) cannot be used: ")
+    assert f"{other} (sample 149) cannot be used: 8 bytes that are not a JPEG" in third
+    assert last == "3 of 150 samples cannot be read or decoded"
+
+
+def test_images_are_looked_at_alone_and_all_may_be_damaged(
+    make_folder: Callable[[int], Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)  # as in the shell of a node where a training runs
+    root = make_folder(20)
+    for path in root.rglob("*.jpg"):
+        path.write_bytes(b"no image")
+    assert main(["index", str(root), "--damaged"]) == 1
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last == "20 of 20 samples cannot be read or decoded"
 
 
 def test_damaged_images_of_records_are_listed(
@@ -262,8 +279,8 @@ def test_damaged_images_of_records_are_listed(
     webdataset(tmp_path / "a.tar", contents)
     assert main(["index", str(tmp_path / "a.tar"), "--damaged"]) == 1
     *_, damaged, last = capsys.readouterr().out.splitlines()
-    assert damaged.startswith(f"damaged: {tmp_path / 'a.tar'}") and "5" in damaged
-    assert last == "1 of 8 samples cannot be decoded"
+    assert damaged.startswith(f"{tmp_path / 'a.tar'}") and "(sample 5) cannot be used" in damaged
+    assert last == "1 of 8 samples cannot be read or decoded"
 
 
 def test_the_index_alone_is_checked_or_images_are(
