@@ -122,9 +122,8 @@ def make_directory(path: Path) -> None:
     """A directory whose name, and those of the parents that it needs, are durable.
 
     Raises:
-        IoError: it cannot be made, or would lie directly below the root of the file system.
+        IoError: it cannot be made.
     """
-    refuse_unmounted(path)
     try:
         _make_durably(path)
     except OSError as error:
@@ -152,7 +151,7 @@ def _make_durably(path: Path) -> None:
             os.sync()
 
 
-def refuse_unmounted(path: Path) -> None:
+def refuse_unmounted(path: str | os.PathLike[str]) -> None:
     """Raises IoError for a directory on a disk that is not mounted, as tiers refuse it."""
     if why := unmounted(path):
         raise IoError(f"cannot make the directory {path}: {why}")
@@ -226,6 +225,7 @@ class Store:
 
     def __init__(self, root: str | os.PathLike[str], kind: str) -> None:
         self._path = Path(os.path.abspath(root))
+        self._given = os.fspath(root)
         self.root: Place = self._path
         self.kind = kind
         self._lock: _native.DirectoryLock | None = None
@@ -399,6 +399,7 @@ class Store:
     def make(self) -> None:
         """Makes the directory, durably."""
         with io_errors("make the directory", self.root):
+            refuse_unmounted(self._given)
             make_directory(self._path)
 
     def other_owner(self) -> str:

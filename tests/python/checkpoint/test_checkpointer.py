@@ -8,6 +8,7 @@ import gc
 import json
 import os
 import queue
+import shutil
 import signal
 import subprocess
 import sys
@@ -609,6 +610,20 @@ def test_a_directory_on_a_disk_that_is_not_mounted_is_refused(
         nostall.Checkpointer(**places)
     assert not Path("/nostall-unmounted").exists()
     nostall.Checkpointer(tmp_path / "fast").close()  # nothing holds the other one
+
+
+def test_a_relative_directory_is_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/")  # as in most containers
+    name = f"nostall-test-{os.getpid()}"
+    try:
+        if os.geteuid() == 0:
+            nostall.Checkpointer(name).close()
+            assert Path("/", name).is_dir()
+        else:
+            with pytest.raises(IoError, match="Permission denied"):
+                nostall.Checkpointer(name)
+    finally:
+        shutil.rmtree(Path("/", name), ignore_errors=True)
 
 
 def test_a_directory_that_this_user_may_not_make_is_told_with_a_remedy(tmp_path: Path) -> None:
