@@ -113,10 +113,10 @@ class Files(Composite):
 
 
 def _given(paths: PathLike | Sequence[PathLike | None]) -> str | list[str | None]:
-    """A folder, or a list of paths."""
+    """A folder, or a list of paths, which may be a table's: nothing stands for a home there."""
     if isinstance(paths, (str, os.PathLike)):
         return path_of(paths, "a folder")
-    return [None if path is None else path_of(path, "a file") for path in paths]
+    return [None if path is None else path_of(path, "a file", home=False) for path in paths]
 
 
 def _tree(folder: str) -> dict[str, str]:

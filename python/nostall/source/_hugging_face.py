@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from nostall.base._paths import path_of
 from nostall.errors import CorruptionError, UsageError
 
 
@@ -21,8 +22,9 @@ def dataset_files(files: Any, split: str | None) -> list[str] | None:
         UsageError: it has several splits and none is named, or not this one, or it has no rows.
         CorruptionError: a description is damaged, or a file of it is not there.
     """
-    folder = Path(files) if isinstance(files, (str, os.PathLike)) else Path()
-    if isinstance(files, (str, os.PathLike)) and folder.is_dir():
+    one = isinstance(files, (str, os.PathLike))
+    folder = Path(path_of(files)) if one else Path()
+    if one and folder.is_dir():
         if (folder / "dataset_dict.json").is_file():
             splits = _described(folder / "dataset_dict.json", "splits")
             folder = folder / _chosen(folder, [str(name) for name in splits], split)

@@ -469,7 +469,7 @@ class VOC(Files):
     ) -> None:
         if task not in ("detection", "segmentation"):
             raise UsageError(f'task must be "detection" or "segmentation", not {task!r}')
-        folder = Path(root).absolute()
+        folder = Path(path_of(root, "root")).absolute()
         self.classes = list(classes)
         detection = task == "detection"
         listing = folder / "ImageSets" / ("Main" if detection else "Segmentation") / f"{split}.txt"

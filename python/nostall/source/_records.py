@@ -381,7 +381,7 @@ def records_path(paths: Sequence[str], key: str, index: bool | PathLike) -> str:
     if index is False:
         return ""
     if index is not True:
-        return os.fspath(index)
+        return path_of(index, "index")
     names = "\n".join([key, *(p.rsplit("/", 1)[-1] for p in paths)])
     name = f".nostall-records-{hashlib.sha256(names.encode()).hexdigest()[:12]}"
     parent = os.path.dirname(paths[0])

@@ -510,7 +510,7 @@ def index_path(root: str, index: bool | str | os.PathLike[str] = True) -> str:
     if index is False:
         return ""
     if index is not True:
-        return os.fspath(index)
+        return path_of(index, "index")
     if os.access(root, os.W_OK):
         return str(Path(root) / _INDEX_NAME)
     cache = cache_folder()

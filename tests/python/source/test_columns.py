@@ -424,10 +424,16 @@ def check_hub(source: nostall.ArrowIPC, numbers: list[int]) -> None:
         assert row["grid"].tolist() == [[i] * 3] * 2
 
 
-def test_what_datasets_save_to_disk(hub: Any, tmp_path: Path) -> None:
+def test_what_datasets_save_to_disk(
+    hub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     datasets, data = hub
     data.save_to_disk(tmp_path / "one", num_shards=3)
     check_hub(nostall.ArrowIPC(tmp_path / "one", columns="all"), list(range(11)))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(UsageError, match=r"one has no splits"):
+        nostall.ArrowIPC("~/one", columns="all", split="train")
+    check_hub(nostall.ArrowIPC("~/one", columns="all"), list(range(11)))
     pairs = nostall.ArrowIPC(tmp_path / "one")
     assert pairs.read(4) == png(4)
     assert pairs.classes == ["cat", "dog"]
