@@ -107,17 +107,24 @@ class Recorder:
                 epochs = [_summed(epochs[:-_EPOCHS]), *epochs[-_EPOCHS:]]
             self._state = epochs, None
             if ended.substituted:
-                first = ended.substituted[0]
-                _log.warning(
-                    "epoch %d: %d of %s could not be used, and others took their place; the first one "
-                    'is %s (sample %d): remove or repair it (on_error="raise" says why); '
-                    "stats().epochs[-1].substituted has all",
-                    ended.epoch,
-                    len(ended.substituted),
-                    counted(ended.samples, "sample"),
-                    self._describe(first),
-                    first,
-                )
+                self._warn_of(ended)
+
+    def _warn_of(self, epoch: EpochStats) -> None:
+        first = epoch.substituted[0]
+        try:
+            name = self._describe(first)
+        except Exception:  # a user's source may fail there too, and the epoch has ended well
+            name = "one of the source"
+        _log.warning(
+            "epoch %d: %d of %s could not be used, and others took their place; the first one is %s "
+            '(sample %d): remove or repair it (on_error="raise" says why); the entry of this epoch in '
+            "stats().epochs has all as `substituted`",
+            epoch.epoch,
+            len(epoch.substituted),
+            counted(epoch.samples, "sample"),
+            name,
+            first,
+        )
 
     def is_current(self, running: _Running) -> bool:
         """Whether no other iteration has begun."""

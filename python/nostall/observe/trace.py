@@ -235,13 +235,15 @@ def describe(loader: Observed) -> dict[str, Any]:
 
 def _command() -> str:
     """How this process was started, without the directory of its Python."""
+    import multiprocessing
     import shlex
 
     words = list(sys.orig_argv)
     # A process that multiprocessing made has the words of its parent's program in sys.argv alone.
-    if not words or "--multiprocessing-fork" in words:
+    if not words or multiprocessing.parent_process() is not None:
         words = ["python", *sys.argv]
-    words = ["..." if "\n" in word else word for word in words]  # a program after -c
+    elif "-c" in words[:-1]:
+        words[words.index("-c") + 1] = "..."  # a program
     return shlex.join([os.path.basename(words[0]), *words[1:]])
 
 

@@ -55,6 +55,22 @@ def test_an_epoch_with_substituted_samples_ends_in_one_warning(
     assert len(caplog.messages) == 1 + bool(source.stats().epochs[1].substituted)
 
 
+def test_a_source_that_cannot_name_a_sample_does_not_undo_the_epoch(
+    loader: Callable[[int], nostall.DataLoader],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fails(sample: int) -> str:
+        raise KeyError(sample)
+
+    with loader(2) as source:
+        monkeypatch.setattr(source._recorder, "_describe", fails)
+        assert len(list(source)) == 3
+        assert source.position == (1, 0)
+    (told,) = caplog.messages
+    assert "the first one is one of the source (sample 3)" in told
+
+
 def test_an_epoch_without_substituted_samples_ends_in_no_warning(
     loader: Callable[[int], nostall.DataLoader], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
