@@ -1,7 +1,7 @@
 """Prints a script that completes commands and options in bash, zsh or fish.
 
-`eval "$(nostall completion bash)"` in ~/.bashrc, `eval "$(nostall completion zsh)"` in ~/.zshrc after
-compinit, or `nostall completion fish | source` in ~/.config/fish/config.fish.
+`command -v nostall >/dev/null && eval "$(nostall completion bash)"` in ~/.bashrc, the same with zsh in
+~/.zshrc after compinit, or `nostall completion fish | source` in ~/.config/fish/config.fish.
 """
 
 from __future__ import annotations
@@ -71,10 +71,13 @@ def commands() -> dict[str, _Words]:
 
 
 def _bash(found: dict[str, _Words]) -> str:
+    from nostall import cli
+
     def line(pattern: str, words: list[str]) -> str:
         return f'    {pattern}) may="{" ".join(words)}" ;;'
 
-    top = [name for name in found if " " not in name]
+    # Without descriptions: a command that lacks its package would look like any other.
+    top = [n for n, words in found.items() if " " not in n and cli._LACKING not in words.text]
     # The longer names first: a pattern of one word takes every second one.
     ordered = sorted(found.items(), key=lambda item: -item[0].count(" "))
     follow = [

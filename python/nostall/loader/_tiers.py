@@ -14,7 +14,6 @@ import numpy as np
 from nostall import _native
 from nostall.base._garbage import Closer
 from nostall.base._options import checked, value
-from nostall.base._paths import unmounted
 from nostall.base._sizes import TierSpec, native_tiers, parse_tiers, warn_of_tiers, within
 from nostall.base._tier import Tier
 from nostall.errors import UsageError
@@ -90,20 +89,9 @@ def held_twice(
 
 
 def in_words(tier: TierSpec) -> str:
-    """A tier as it was written, and whether its directory cannot be used."""
+    """A tier as it was written."""
     readers = f":readers={tier.readers}" if tier.readers else ""
-    used = tier.kind == "ram" or tier.own is not None or _can_write(tier.path)
-    size = f"{tier.capacity / 2**20:.0f}MiB"
-    return f"{tier.path or tier.kind}:{size}{readers}{'' if used else ' (not used)'}"
-
-
-def _can_write(path: str) -> bool:
-    """Whether a file can be made in a directory, or in what it would be made in."""
-    if unmounted(path):
-        return False
-    while not os.path.exists(path) and path != os.path.dirname(path):
-        path = os.path.dirname(path)
-    return os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK, effective_ids=True)
+    return f"{tier.path or tier.kind}:{tier.capacity / 2**20:.0f}MiB{readers}"
 
 
 _told: set[int] = set()

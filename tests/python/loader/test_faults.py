@@ -500,30 +500,6 @@ def test_a_tier_on_a_disk_that_is_not_mounted_is_read_without(
     (told,) = [r.message for r in caplog.records if "unmounted" in r.message]
     assert "is not used, samples are read from the source: /nostall-unmounted is not" in told
     assert not Path("/nostall-unmounted").exists()
-    assert "tiers [/nostall-unmounted/job:1MiB (not used)]" in repr(loader)
-
-
-def test_a_tier_that_cannot_be_written_is_shown_as_not_used(
-    image_folder: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "file").touch()
-    folder = nostall.ImageFolder(image_folder)
-    tiers = ["ram:1MiB", f"{tmp_path}/disk:1MiB:readers=2", f"{tmp_path}/file/x:1MiB"]
-    with (
-        nostall.Tiers(folder, tiers) as shared,
-        nostall.DataLoader(folder, 8, tiers=tiers) as loader,
-    ):
-        used = f"[ram:1MiB, {tmp_path}/disk:1MiB:readers=2, {tmp_path}/file/x:1MiB (not used)]"
-        assert used in repr(shared) and used in repr(loader)
-        (tmp_path / "disk").chmod(0o500)
-        if os.geteuid() == 0:
-            os.seteuid(65534)
-        try:
-            told = repr(loader)
-        finally:
-            if os.getuid() == 0:
-                os.seteuid(0)
-        assert told.count("(not used)") == 2
 
 
 def test_slow_and_fast_consumers(image_folder: Path) -> None:
