@@ -94,9 +94,9 @@ def _why_nothing(program: str, status: int, home: Path, mpi: bool) -> str:
         there = there.parent
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         return f"{home} cannot be written: nothing recorded; give another directory with -o"
-    did = "called a collective" if mpi else "made a loader of nostall"
     if status != 0:
-        return f"{program} ended with status {status} before it {did}: nothing recorded"
+        what = "a collective" if mpi else "a loader of nostall"
+        return f"{program} ended with status {status}, and left no record of {what}"
     lacked = "called no collective" if mpi else "used no loader of nostall"
     return f"{program} {lacked}: nothing recorded"
 

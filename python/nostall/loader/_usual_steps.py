@@ -136,8 +136,8 @@ class Normalize(Transform):
         for name in ("mean", "std"):
             given = getattr(self, name)
             try:
-                values = (float(given),) * 3 if _is_number(given) else tuple(map(float, given))
-            except (TypeError, ValueError):
+                values = (float(given),) * 3 if _is_number(given) else tuple(map(_float, given))
+            except (OverflowError, TypeError, ValueError):
                 values = ()
             if len(values) != 3 or not all(math.isfinite(v) for v in values):
                 raise UsageError(
@@ -154,6 +154,12 @@ class Normalize(Transform):
 
     def to_step(self) -> Step:
         return "Normalize", {n: list(self._channels(n)) for n in ("mean", "std")}
+
+
+def _float(value: object) -> float:
+    if not _is_number(value):
+        raise TypeError
+    return float(value)  # type: ignore[arg-type]
 
 
 def _is_number(value: object) -> bool:

@@ -348,6 +348,8 @@ def test_random_boxes_have_torchvisions_distribution() -> None:
         lambda: t.Normalize(float("nan"), 1.0),
         lambda: t.Normalize(None, 1.0),
         lambda: t.Normalize("half", 1.0),
+        lambda: t.Normalize("123", 1.0),
+        lambda: t.Normalize(10**400, 1.0),
         lambda: t.compile([t.Resize(8)]),
         lambda: t.compile([t.Resize((8, 8)), t.Normalize((0, 0, 0), (1, 1, 1))]),
         lambda: t.compile([t.Resize((8, 8)), t.ToTensor()], dtype="uint8"),

@@ -606,7 +606,7 @@ def test_profile_runs_a_command_and_reports(
     assert "used no loader of nostall: nothing recorded" in capfd.readouterr().err
     nothing[-1] = "import os; os.kill(os.getpid(), 9)"
     assert main(nothing) == 128 + signal.SIGKILL
-    assert "ended with status 137 before it made a loader" in capfd.readouterr().err
+    assert "ended with status 137, and left no record of a loader" in capfd.readouterr().err
     (tmp_path / "file").touch()
     nothing[2] = str(tmp_path / "file" / "run")
     assert main([*nothing[:-1], code, str(image_folder)]) == 7
