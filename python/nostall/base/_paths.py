@@ -9,7 +9,7 @@ from nostall.errors import UsageError
 
 
 def path_of(value: Any, name: str = "path", home: bool = True) -> str:
-    """The path as text; with `home` ``~/`` at its begin is the user's home, as a shell has it.
+    """The path as text; with `home` ``~/`` at its start is the user's home, as a shell has it.
 
     Raises:
         UsageError: the argument of this name is no path.

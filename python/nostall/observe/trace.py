@@ -242,8 +242,8 @@ def _command() -> str:
     # A process that multiprocessing made has the words of its parent's program in sys.argv alone.
     if not words or multiprocessing.parent_process() is not None:
         words = ["python", *sys.argv]
-    elif "-c" in words[:-1]:
-        words[words.index("-c") + 1] = "..."  # a program
+    elif sys.argv[:1] == ["-c"]:  # of Python, not of the program
+        words[-len(sys.argv)] = "..."  # the program itself
     return shlex.join([os.path.basename(words[0]), *words[1:]])
 
 
