@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 
 import nostall
 from nostall.observe import _recorder as record
+from nostall.observe import trace
 from nostall.observe._stats import Stats, merge
 
 
@@ -152,3 +154,19 @@ def test_memory_does_not_grow_with_the_batches(
         # After the loader's threads: one that takes the GIL meanwhile crashes CPython (issue 128679).
         tracemalloc.stop()
     assert sum(d.size_diff for d in grown if d.traceback[0].filename == record.__file__) < 16384
+
+
+@pytest.mark.parametrize(
+    ("started", "words", "shown"),
+    [
+        (["/bin/python", "a.py", "-c", "b"], ["a.py", "-c", "b"], "a.py -c b"),
+        (["python", "-u", "-c", "pass", "-c", "a"], ["-c", "-c", "a"], "-u -c ... -c a"),
+        (["python", "-uc", "pass"], ["-c"], "-uc ..."),
+    ],
+)  # fmt: skip
+def test_a_command_is_shown_without_a_program_after_c(
+    monkeypatch: pytest.MonkeyPatch, started: list[str], words: list[str], shown: str
+) -> None:
+    monkeypatch.setattr(sys, "orig_argv", started)
+    monkeypatch.setattr(sys, "argv", words)
+    assert trace._command() == f"python {shown}"
