@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 
 from nostall import _native
 from nostall.base._disks import local_directory
+from nostall.base._paths import path_of
 from nostall.base._tier import Tier
 from nostall.errors import UsageError
 
@@ -312,7 +313,7 @@ def _parse_tier(text: str | Tier) -> TierSpec:
             f'"{text}": "{where}" is neither "ram", "local" nor a path; for a directory here write '
             f'"./{where}:{size}"'
         )
-    return TierSpec("file", capacity, os.path.abspath(where), keep, readers=readers)
+    return TierSpec("file", capacity, os.path.abspath(path_of(where)), keep, readers=readers)
 
 
 def _without_readers(text: str) -> tuple[str, int]:

@@ -25,7 +25,7 @@ from typing import Any
 
 from nostall import _native
 from nostall.base._garbage import await_all
-from nostall.base._paths import unmounted
+from nostall.base._paths import path_of, unmounted
 from nostall.base._words import words_of
 from nostall.checkpoint._format import Branch, Manifest, Part
 from nostall.checkpoint._lineage import is_past
@@ -224,8 +224,8 @@ class Store:
     _look_seconds, _looks_per_second, _longest_look = 0.02, 100, 2.0
 
     def __init__(self, root: str | os.PathLike[str], kind: str) -> None:
-        self._path = Path(os.path.abspath(root))
-        self._given = os.fspath(root)
+        self._given = path_of(root, kind)
+        self._path = Path(os.path.abspath(self._given))
         self.root: Place = self._path
         self.kind = kind
         self._lock: _native.DirectoryLock | None = None

@@ -102,6 +102,12 @@ def test_tiers() -> None:
     assert tiers("ram:0") == [TierSpec("ram", 0)]
 
 
+def test_a_tilde_is_the_home_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/somebody")
+    assert tiers("~/cache:1kB:keep") == [TierSpec("file", 1000, "/somebody/cache", True)]
+    assert tiers("./~/cache:1kB") == [TierSpec("file", 1000, str(Path.cwd() / "~" / "cache"))]
+
+
 def test_a_tier_of_some_bytes_was_meant_in_another_unit() -> None:
     with pytest.raises(
         UsageError, match=r'"ram:20": 20 are bytes; write a unit, for example 20GiB'

@@ -57,6 +57,15 @@ def test_a_checkpoint_goes_through_the_levels(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "fast" / "step-000000000001") != []
 
 
+def test_a_tilde_is_the_home_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with nostall.Checkpointer("~/fast", Path("~/durable")) as ckpt:
+        ckpt.save(state_of(1), 1, level="durable")
+    assert steps_in(tmp_path / "fast") == steps_in(tmp_path / "durable") == [1]
+    with pytest.raises(UsageError, match="same directory"):
+        nostall.Checkpointer("~/fast", tmp_path / "fast")
+
+
 def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path) -> None:
     weights = np.zeros(3_000_000, np.float32)
     with nostall.Checkpointer(durable=tmp_path) as ckpt:
@@ -657,6 +666,7 @@ def test_waiting_for_a_directory_that_was_not_given_is_refused(tmp_path: Path) -
     [
         ({}, "fast=, durable= or both"),
         ({"fast": "/tmp/x", "durable": "/tmp/./x"}, "same directory"),
+        ({"fast": 3}, "fast must be a path, as str or pathlib.Path, not 3"),
         ({"fast": "/tmp/x", "level": "durable"}, "needs durable="),
         ({"fast": "/tmp/x", "level": "disk"}, "memory"),
         ({"fast": "/tmp/x", "every": 0}, "every"),

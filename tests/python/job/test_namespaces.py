@@ -149,14 +149,14 @@ def test_traffic_moves_to_peers_while_the_source_is_slow_and_back(
 
 def await_share(home: Path, holds: Callable[[float], bool]) -> float:
     """Of what does not come from a node itself, the part that comes from other nodes: once it is
-    as wanted, of 200 samples that follow each other."""
+    as wanted, of 100 samples that follow each other."""
     seen: list[float] = []
     before, deadline = counted(home), time.monotonic() + 100
     while not seen or not holds(seen[-1]):
         assert time.monotonic() < deadline, seen
         time.sleep(0.05)
         peer, source = (now - then for now, then in zip(counted(home), before, strict=True))
-        if peer + source >= 200:
+        if peer + source >= 100:
             seen.append(peer / (peer + source))
             before = counted(home)
     return seen[-1]
