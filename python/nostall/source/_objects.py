@@ -162,9 +162,9 @@ class Ranges:
             if isinstance(meta, BaseException):
                 raise meta
             self.sizes.append(int(meta["size"]))
-            # Stores of the user's own compare what they gave; that of Azure wants the quotes.
-            azure = url.startswith(("az:", "azure:", "abfs:", "abfss:"))
-            self._tags.append(_quoted(meta) if azure else meta.get("e_tag"))
+            # Servers want the quotes; a store of the user's own, as in memory, compares what it gave.
+            server = store is None or url.startswith(("az:", "azure:", "abfs:", "abfss:"))
+            self._tags.append(_quoted(meta) if server else meta.get("e_tag"))
             self.versions.append(_version(meta))
 
     def _store(self, url: str) -> Any:
@@ -211,7 +211,7 @@ class Ranges:
 
 
 def _quoted(meta: Any) -> str | None:
-    """An object's ETag as headers have it; Azure's lists leave the quotes out."""
+    """An object's ETag as headers have it; some lists, as that of Azure, leave the quotes out."""
     tag: str | None = meta.get("e_tag")
     return f'"{tag}"' if tag and '"' not in tag else tag
 

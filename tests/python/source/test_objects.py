@@ -357,12 +357,17 @@ def test_an_object_that_is_replaced(
     assert not again.index_reused and again.read(3) == other[3]
 
 
-def test_a_list_may_leave_out_the_quotes_of_etags() -> None:
-    listed, asked = (
-        Ranges(["az://here/a"], known=[{"size": 3, "e_tag": tag}]) for tag in ("0x1F", '"0x1F"')
-    )
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
+def test_a_list_may_leave_out_the_quotes_of_etags(scheme: str) -> None:
+    url = f"{scheme}://here/a"
+    listed, asked = (Ranges([url], known=[{"size": 3, "e_tag": tag}]) for tag in ("0x1F", '"0x1F"'))
     assert listed.versions == asked.versions
     assert listed._tags == asked._tags == ['"0x1F"']  # as If-Match has it
+
+
+def test_a_store_of_the_users_own_is_asked_for_the_etag_that_it_gave() -> None:
+    given = Ranges(["s3://here/a"], object(), [{"size": 3, "e_tag": "0x1F"}])
+    assert given._tags == ["0x1F"]
 
 
 def test_a_database_that_is_replaced(bucket: Any, tmp_path: Path) -> None:
