@@ -124,7 +124,7 @@ python-test: build
 	@$(BIN)/python tests/device/build_simdev.py
 	@scripts/stubs $(BIN)/python
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not alone"
-	@$(BIN)/python -m pytest -m alone $(shell grep -rl --include='*.py' mark.alone tests/python benchmarks/tests)
+	@$(BIN)/python -m pytest -n 2 --dist worksteal -m alone $(shell grep -rl --include='*.py' mark.alone tests/python benchmarks/tests)
 
 # Tests of the host on the simulated device (tests/device/on_device.py).
 device-test: build

@@ -63,6 +63,7 @@ def test_threads_that_get_no_processor_in_time_count(
 
 
 @pytest.mark.alone
+@pytest.mark.long
 @pytest.mark.multi
 def test_two_nodes_share_the_storages_bandwidth(image_folder: Path, tmp_path: Path) -> None:
     if reason := missing():

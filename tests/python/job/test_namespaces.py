@@ -101,6 +101,7 @@ def test_samples_travel_between_hosts(hosts: list[list[str]], tmp_path: Path, sh
     assert sum(r["peers"]["dropped_ranks"] for r in results) == 0
 
 
+@pytest.mark.long
 @pytest.mark.multi
 @pytest.mark.parametrize("hosts", ["16mbit"], indirect=True)
 def test_traffic_moves_to_peers_while_the_source_is_slow_and_back(
