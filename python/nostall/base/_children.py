@@ -8,6 +8,7 @@ ignore these signals. They end with their parent, or when it kills them.
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import sys
@@ -17,8 +18,30 @@ from multiprocessing import connection, forkserver, parent_process, resource_tra
 from typing import Any
 
 SECONDS_TO_END = 10.0
+# The exit code of a child that would start children while it imports the program, and what it means.
+UNGUARDED = 87
+WHY_UNGUARDED = (
+    "it imports the program, which would start such processes there too: put what the program does "
+    'under if __name__ == "__main__"'
+)
+_NAME = "nostall "  # at the start of the name of a child
 _IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _registered: set[tuple[int, Callable[[], None]]] = set()
+
+
+def name(what: str) -> str:
+    """The name of a child, by which it knows what it is before it has been told its work."""
+    return _NAME + what
+
+
+def end_if_importing() -> None:
+    """Called before children are started: ends a child that only imports the program as yet.
+
+    Python would raise an error of a page in each of them. The parent says it once, by the exit code.
+    """
+    process = multiprocessing.current_process()
+    if process.name.startswith(_NAME) and getattr(process, "_inheriting", False):
+        os._exit(UNGUARDED)
 
 
 @contextlib.contextmanager

@@ -276,6 +276,8 @@ class _Process(SpawnProcess):
             super().kill()
 
     def join(self, timeout: float | None = None) -> None:
+        if self.pid is None:  # it could not be started
+            return
         super().join(children.SECONDS_TO_END if timeout is None else timeout)
         if timeout is None:
             self.kill()
@@ -295,7 +297,7 @@ class _Spawn(SpawnContext):
         _every.add(self)
 
     def Process(self, *args: Any, **more: Any) -> Any:  # type: ignore[override]
-        self.processes.append(_Process(*args, **more))
+        self.processes.append(_Process(*args, name=children.name("worker"), **more))
         return self.processes[-1]
 
     def keep(self, task: Future[_Reply]) -> None:
@@ -355,6 +357,7 @@ class Processes:
     """
 
     def __init__(self, count: int, work: _Work) -> None:
+        children.end_if_importing()
         self._memory = _Memory()
         self._room = 0  # bytes that the arrays of a sample's result need
         self._spawn = _Spawn()

@@ -481,8 +481,10 @@ class PythonStage:
             )
         elif code < 0:
             why = "most often a library in it crashed"
+        elif code == children.UNGUARDED:
+            why = children.WHY_UNGUARDED
         else:
-            why = 'most often the program\'s start is not under if __name__ == "__main__"'
+            why = "most often a module that it imports ended it; what it printed is above"
         return TransformError(
             f"one of the {self._count} worker processes of transforms {children.ended_by(code)}"
             f"{at_work and f' at work on {at_work}'}: {why}"

@@ -119,7 +119,7 @@ class _Maker:
             self._process = context.Process(
                 target=_make,
                 args=(dataset, pickles, theirs, memory),
-                name="nostall maker",
+                name=children.name("maker"),
                 daemon=True,
             )
             with children.signals_held(context.get_start_method()):
@@ -157,12 +157,15 @@ class _Maker:
             self._process.join(children.SECONDS_TO_END)
             code = self._process.exitcode
             killed = code == -signal.SIGKILL
-            why = (
-                "most often memory ran out and the system killed it (dmesg says so); give Cached fewer "
-                "makers=, or the job more memory"
-                if killed
-                else "most often a library in it crashed"
-            )
+            if killed:
+                why = (
+                    "most often memory ran out and the system killed it (dmesg says so); give Cached "
+                    "fewer makers=, or the job more memory"
+                )
+            elif code == children.UNGUARDED:
+                why = children.WHY_UNGUARDED
+            else:
+                why = "most often a library in it crashed"
             told = f"the process that made it {children.ended_by(code)}: {why}"
             raise (_Killed if killed else _Died)(told) from error
         self.unanswered = False
@@ -200,6 +203,7 @@ class Makers:
     def __init__(
         self, dataset: Any, *, count: int, pickles: Sequence[str], start_method: str | None
     ) -> None:
+        children.end_if_importing()
         self._context = multiprocessing.get_context(start_method)
         self._dataset, self._pickles = dataset, tuple(pickles)
         self._owner = os.getpid()

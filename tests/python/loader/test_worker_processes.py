@@ -245,6 +245,58 @@ def test_a_training_that_hangs_in_a_callable_ends_by_an_interrupt(tmp_path: Path
     assert told.splitlines()[-1] == "KeyboardInterrupt"
 
 
+def once_more(x: Any) -> Any:
+    return x
+
+
+UNGUARDED = """
+import sys
+import nostall
+from test_worker_processes import once_more
+
+root, what = sys.argv[1:]
+print("begins")
+if what == "processes":
+    folder = nostall.ImageFolder(root, index=False)
+    loader = nostall.DataLoader(folder, 8, transforms=once_more, workers=what)
+    next(iter(loader))
+else:
+    nostall.Cached([1, 2, 3], makers=1, start_method=what)
+"""
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("what", ["processes", "spawn", "forkserver"])
+def test_a_program_that_guards_nothing_is_told_so_once(
+    image_folder: Path, tmp_path: Path, what: str
+) -> None:
+    (tmp_path / "train.py").write_text(UNGUARDED)
+    command = [sys.executable, str(tmp_path / "train.py"), str(image_folder), what]
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    training = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONPATH": path}
+    )
+    assert training.returncode == 1
+    # No process but the program's own has an error: of the pool, and the one that says what to do.
+    assert training.stderr.count("Traceback") <= 2, training.stderr
+    told = training.stderr.splitlines()[-1]
+    assert told.startswith("nostall.errors.TransformError: "), told
+    assert told.endswith(_children.WHY_UNGUARDED), told
+
+
+def test_processes_that_cannot_be_started_leave_their_error(
+    started: Callable[..., Processes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(_: object) -> None:
+        raise BlockingIOError("no more processes")
+
+    processes = started(pairs)
+    monkeypatch.setattr("multiprocessing.context.SpawnProcess.start", refused)
+    with pytest.raises(BlockingIOError, match="no more processes"):
+        results(processes)
+    processes.close()
+
+
 ENDS = """
 import multiprocessing, nostall
 
