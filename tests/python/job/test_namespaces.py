@@ -103,11 +103,11 @@ def test_samples_travel_between_hosts(hosts: list[list[str]], tmp_path: Path, sh
 
 @pytest.mark.long
 @pytest.mark.multi
-@pytest.mark.parametrize("hosts", ["16mbit"], indirect=True)
+@pytest.mark.parametrize("hosts", ["8mbit"], indirect=True)
 def test_traffic_moves_to_peers_while_the_source_is_slow_and_back(
     hosts: list[list[str]], tmp_path: Path
 ) -> None:
-    """Links of 2 MB/s beside a source of 60 MB/s: the source is the better origin, until it is slowed
+    """Links of 1 MB/s beside a source of 60 MB/s: the source is the better origin, until it is slowed
     to 1.5 MB/s. Peers are left for one that is eight times as fast: it is, on a busy machine too."""
     if reason := missing():
         pytest.skip(f"slow storage: {reason}")
