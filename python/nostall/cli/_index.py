@@ -25,7 +25,7 @@ from nostall.source._source import (
     LISTING_THREADS,
     ImageFolder,
     Source,
-    index_path,
+    listing_of,
 )
 
 _BATCH = 16  # of --damaged
@@ -136,10 +136,10 @@ def _opener(kind: str, arguments: argparse.Namespace, bars: Bars) -> Callable[[]
 
 
 def _folder(arguments: argparse.Namespace) -> int:
-    path = index_path(arguments.root, arguments.index or True)
     extensions = list(IMAGE_EXTENSIONS)
     if arguments.extensions is not None:
         extensions = arguments.extensions.lower().split(",")
+    path = listing_of(arguments.root, arguments.index or True, extensions)
     options: dict[str, Any] = {"extensions": extensions, "class_per_folder": True}
     with Bars() as bars:
         bars.show("looking at folders and files")

@@ -297,7 +297,8 @@ class _Spawn(SpawnContext):
         _every.add(self)
 
     def Process(self, *args: Any, **more: Any) -> Any:  # type: ignore[override]
-        self.processes.append(_Process(*args, name=children.name("worker"), **more))
+        self.processes.append(_Process(*args, **more))
+        self.processes[-1].name = children.name("worker")
         return self.processes[-1]
 
     def keep(self, task: Future[_Reply]) -> None:

@@ -126,16 +126,21 @@ class RecordStore(Source):
     ) -> None:
         """Takes the stored table if it still holds, else scans and stores. `sums` gives the
         checksums that the scan found, if any."""
-        self.index_file = records_path(self.storage.paths, f"{kind} {database}", index)
-        table, why = self._stored(kind, stamp())
+        places, stamped = records_paths(self.storage.paths, f"{kind} {database}", index), stamp()
+        for place in places:
+            self.index_file = place
+            table, why = self._stored(kind, stamped)
+            if table is not None:
+                break
 
         def source(table: _native.RecordTable) -> _native.RecordSource:
             return self._native_of(table, reading, page_size, database)
 
         if table is not None:
             self.native = source(table)
-            if why := self._open_sums(self.index_file):
+            if why := self._open_sums(self.index_file, places[-1]):
                 _log.warning("%s: %s; examining the data set again", self.index_file, why)
+                self.index_file = places[-1]
         self.index_reused = table is not None and not why
         if self.index_reused:
             return
@@ -150,7 +155,7 @@ class RecordStore(Source):
         found = sums()
         if found is not None:
             self.native.learn_sums(found)
-        if why := self._open_sums(self.index_file):
+        if why := self._open_sums(self.index_file, self.index_file):
             _log.warning("%s: %s; checksums are learned anew", self.storage.paths[0], why)
         if found is not None:
             self.keep_sums()
@@ -376,19 +381,26 @@ def absolute(paths: Sequence[str]) -> list[str]:
     return [p if is_url(p) else str(Path(p).absolute()) for p in paths]
 
 
-def records_path(paths: Sequence[str], key: str, index: bool | PathLike) -> str:
-    """Where the table of these files is kept; empty if it is to be kept nowhere."""
+def records_paths(paths: Sequence[str], key: str, index: bool | PathLike) -> list[str]:
+    """Where the table of these files may be read; in the last place it is kept, or nowhere if empty.
+
+    Beside data that this user may not change there may be one of others.
+    """
     if index is False:
-        return ""
+        return [""]
     if index is not True:
-        return path_of(index, "index")
+        return [path_of(index, "index")]
     names = "\n".join([key, *(p.rsplit("/", 1)[-1] for p in paths)])
     name = f".nostall-records-{hashlib.sha256(names.encode()).hexdigest()[:12]}"
-    parent = os.path.dirname(paths[0])
-    if not is_url(paths[0]) and os.access(parent, os.W_OK):
-        return os.path.join(parent, name)
+    beside = []
+    if not is_url(paths[0]):
+        parent = os.path.dirname(paths[0])
+        beside = [os.path.join(parent, name)]
+        if os.access(parent, os.W_OK):
+            return beside
+        beside = [place for place in beside if os.path.exists(place)]
     folder = cache_folder()
     if folder is None:
-        return ""
+        return [*beside, ""]
     whole = hashlib.sha256("\n".join([key, *paths]).encode()).hexdigest()[:16]
-    return str(folder / f"{whole}.records")
+    return [*beside, str(folder / f"{whole}.records")]

@@ -253,8 +253,13 @@ class Source:
                 "cannot store the checksums of %s: %s", self.describe(0), os.strerror(-error)
             )
 
-    def _open_sums(self, index: str) -> str:
-        """Loads the checksums beside the index; returns why not, if they are of other content."""
+    def _open_sums(self, index: str, stored: str) -> str:
+        """Loads the checksums beside the index; returns why not, if they are of other content.
+
+        Where there are none, and that index was only read, they are kept beside `stored`.
+        """
+        if index and not os.path.exists(f"{index}.sums"):
+            index = stored
         return self.native.open_sums(f"{index}.sums") if index else ""
 
 
@@ -316,8 +321,9 @@ class ImageFolder(Source):
 
     Args:
         root: the data set.
-        index: True keeps the stored listing in the data set's folder, or in the user's cache
-            folder where that is read-only; a path keeps it there; False keeps none.
+        index: True keeps the stored listing in the data set's folder; where that is read-only, one
+            that is there is read, or one is kept in the user's cache folder. A path keeps it there;
+            False keeps none.
         allow_empty: accept classes without files.
         extensions: file names that count, lower case with the dot.
 
@@ -341,16 +347,18 @@ class ImageFolder(Source):
         if "://" in self.root:
             raise UsageError(f"{self.root} is no folder: nostall.ObjectFolder reads those of URLs")
         self._arguments["root"] = str(Path(self.root).absolute())
+        endings = [e.lower() for e in extensions]
         stored = index_path(self.root, index)
+        listing = listing_of(self.root, index, endings)
         self.native = _native.open_folder(
             root=self.root,
-            index_path=stored,
-            extensions=[e.lower() for e in extensions],
+            index_path=listing,
+            extensions=endings,
             class_per_folder=True,
             allow_empty=allow_empty,
             threads=LISTING_THREADS,
         )
-        if why := self._open_sums(stored):
+        if why := self._open_sums(listing, stored):
             _log.warning("%s: %s; checksums are learned anew", self.root, why)
 
     @property
@@ -520,6 +528,18 @@ def index_path(root: str, index: bool | str | os.PathLike[str] = True) -> str:
 
     name = hashlib.sha256(os.path.realpath(root).encode()).hexdigest()[:16]
     return str(cache / f"{name}.index")
+
+
+def listing_of(root: str, index: bool | str | os.PathLike[str], extensions: Sequence[str]) -> str:
+    """The file of `index_path`, or that of others beside data that this user may not change, if it
+    holds."""
+    stored, beside = index_path(root, index), str(Path(root) / _INDEX_NAME)
+    if index is not True or stored == beside or not os.path.exists(beside):
+        return stored
+    why = _native.check_index(
+        root=root, index_path=beside, extensions=list(extensions), class_per_folder=True
+    )
+    return stored if why else beside
 
 
 def cache_folder() -> Path | None:

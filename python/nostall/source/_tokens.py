@@ -30,7 +30,7 @@ from nostall.source._records import (
     absolute,
     open_storage,
     reading_of,
-    records_path,
+    records_paths,
     shard_paths,
 )
 from nostall.source._token_columns import Extent, column_extents
@@ -162,9 +162,8 @@ class Tokens:
             self._check_end(end)
         elif end is not None:
             raise UsageError(f"end={end}: the rows of column {column!r} are its documents")
-        self.index_file = records_path(self.storage.paths, self._stamp, index)
         self._indexed = bool(indexes)
-        self._index = self._load() or self._find(progress)
+        self._index = self._load_any(index) or self._find(progress)
         if column is not None:
             self.dtype = self._one_type([_id_type(self._index.stamp.split(FOUND)[1])], dtype)
             self._check_end(end)
@@ -232,8 +231,7 @@ class Tokens:
         marks._check_end(id)
         index = self._arguments["index"]
         kept = index if isinstance(index, bool) else f"{os.fspath(index)}.{id}"
-        marks.index_file = records_path(self.storage.paths, marks._stamp, kept)
-        found = marks._load() or marks._find(None)
+        found = marks._load_any(kept) or marks._find(None)
         if marks._shared is not None:
             self._places[id] = found, marks._shared
         return _native.token_places(self.native, found, id, _THREADS)
@@ -367,6 +365,14 @@ class Tokens:
             what = f"dtype={self.dtype} layout={self._layout}"
         end = f"{'marks' if self._marks else 'end'}={self._end}"
         return f"tokens {what} {end} vocabulary={self.vocabulary}"
+
+    def _load_any(self, index: bool | PathLike) -> _native.TokenIndex | None:
+        """From where it may be read; if it cannot be, `index_file` is where it is to be kept."""
+        for place in records_paths(self.storage.paths, self._stamp, index):
+            self.index_file = place
+            if (found := self._load()) is not None:
+                return found
+        return None
 
     def _load(self) -> _native.TokenIndex | None:
         if not self.index_file or not os.path.exists(self.index_file):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lmdb
+import numpy as np
 import pytest
 from protobuf import example, write_tfrecord
 from samples import noise
@@ -288,3 +291,62 @@ def test_the_index_alone_is_checked_or_images_are(
 ) -> None:
     assert main(["index", str(tmp_path), "--check", "--damaged"]) == 2
     assert "--check looks at the index alone" in capsys.readouterr().err
+
+
+@pytest.fixture
+def read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Path]:
+    """Makes the data of a test read-only, as far as nostall asks; gives the user's cache folder."""
+
+    def close() -> Path:
+        may, data = os.access, str(tmp_path / "data")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        monkeypatch.setattr(
+            os, "access", lambda path, mode: may(path, mode) and not str(path).startswith(data)
+        )
+        return tmp_path / "cache" / "nostall"
+
+    return close
+
+
+def test_a_listing_of_others_is_read_beside_data_that_is_read_only(
+    make_folder: Callable[[int], Path],
+    tmp_path: Path,
+    read_only: Callable[[], Path],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    root = make_folder(6).rename(tmp_path / "data")
+    assert main(["index", str(root)]) == 0
+    cache = read_only()
+    assert len(nostall.ImageFolder(root)) == 6
+    assert main(["index", str(root), "--check"]) == 0
+    assert capsys.readouterr().out.endswith(f"{root}/.nostall-index: holds\n")
+    assert not [*cache.glob("*.index")]
+    with nostall.DataLoader(nostall.ImageFolder(root), 3, tiers=[], output="numpy") as loader:
+        assert len(list(loader)) == 2
+    assert len([*cache.glob("*.sums")]) == 1  # what was learned is kept all the same
+    # Of other endings there is none, and it cannot be kept there.
+    for _ in range(2):
+        nostall.ImageFolder(root, extensions=[".jpg", ".none"])
+    assert len([*cache.glob("*.index")]) == 1
+
+
+@pytest.mark.parametrize("kind", [*OPEN, "tokens"])
+def test_an_index_of_others_is_read_beside_data_that_is_read_only(
+    tmp_path: Path, kind: str, read_only: Callable[[], Path]
+) -> None:
+    root = tmp_path / "data"
+    opened: Callable[[], Any]
+    if kind == "tokens":
+        root.mkdir()
+        np.arange(1000, dtype=np.uint16).tofile(root / "a.bin")
+        opened = functools.partial(nostall.Tokens, root / "a.bin", dtype="uint16", end=7)
+    else:
+        opened = functools.partial(OPEN[kind], make(kind, root))
+    beside = opened().index_file
+    cache = read_only()
+    assert opened().index_file == beside and opened().index_reused
+    assert not [*cache.glob("*")]
+    damaged = Path(beside)
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    assert Path(opened().index_file).parent == cache
+    assert opened().index_reused
