@@ -1,7 +1,7 @@
 """An elastic job of torchrun: when a node is lost, the others go on with the same global batches.
 
     python examples/make-data.py /data
-    torchrun --nnodes=1:4 --nproc-per-node=8 --max-restarts=3 --rdzv-backend=c10d \
+    torchrun --nnodes=1:4 --nproc-per-node=1 --max-restarts=3 --rdzv-backend=c10d \
         --rdzv-id=job1 --rdzv-endpoint=head:29400 examples/elastic.py /data /shared/checkpoints
 
 The second command runs on each node. /data has images/; all nodes see the checkpoints.

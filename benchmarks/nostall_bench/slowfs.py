@@ -72,6 +72,12 @@ def missing() -> str | None:
     return None
 
 
+def require() -> None:
+    """Raises UsageError if this machine cannot mount a SlowFS."""
+    if reason := missing():
+        raise UsageError(f"cannot emulate slow storage: {reason}")
+
+
 def _unmount(mount: Path, lazily: bool) -> bool:
     """Whether the mount is gone; root needs no help of FUSE's program."""
     if shutil.which("fusermount3"):
@@ -151,9 +157,7 @@ class SlowFS:
         self._page_path = Path()
 
     def __enter__(self) -> SlowFS:
-        reason = missing()
-        if reason:
-            raise UsageError(f"cannot emulate slow storage: {reason}")
+        require()
         memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         handle, name = tempfile.mkstemp(prefix="nostall-slowfs-", dir=memory)
         self._page_path = Path(name)

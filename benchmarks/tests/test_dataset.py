@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import numpy as np
@@ -91,3 +92,12 @@ def test_the_demo_says_what_it_makes_before_it_is_made(
     make_dataset(tmp_path / "data", spec, processes=1)
     experiment._dataset(tmp_path / "data", spec, harness.console())
     assert "making" not in said()
+
+
+def test_the_demo_asks_first_whether_it_can_mount(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nostall_bench.slowfs.missing", lambda: "fusermount3 is not installed")
+    with pytest.raises(UsageError, match="cannot emulate slow storage: fusermount3 is not"):
+        experiment.run(argparse.Namespace(dir=tmp_path / "demo"))
+    assert not (tmp_path / "demo").exists()  # no picture was made in vain

@@ -15,7 +15,7 @@ from nostall.errors import UsageError
 from nostall_bench import harness
 from nostall_bench.demo.dataset import DatasetSpec, make_dataset
 from nostall_bench.programs import child_environment
-from nostall_bench.slowfs import SlowFS
+from nostall_bench.slowfs import SlowFS, require
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs both trainings on cold storage; prints the table, writes JSON and PNG."""
     console = harness.console()
+    require()
     home = Path(arguments.dir).absolute()
     home.mkdir(parents=True, exist_ok=True)
     spec = DatasetSpec(arguments.files, arguments.classes, arguments.seed)

@@ -225,7 +225,11 @@ def _variable(
 
 _LOADER = (
     _loader(
-        "batch_size", _integer(1, 2**31 - 1), None, "samples per rank and batch", "must be given"
+        "batch_size",
+        _integer(1, 2**31 - 1),
+        None,
+        "samples per rank and batch",
+        "must be given, or `global_batch_size`",
     ),
     _loader("epochs", _COUNT, None, "epochs of the job", "a job without an end"),
     _loader(

@@ -25,7 +25,10 @@ _COMMANDS = {
         "show where a training waited, from its traces and statistics",
     ),
     "profile": ("nostall.cli._profile", "run a command, record it, and report where it waited"),
-    "top": ("nostall.cli._top", "show live what the ranks of a recorded run are doing"),
+    "top": (
+        "nostall.cli._top",
+        "show live what trainings on this machine do, or the ranks of a recorded run",
+    ),
     "checkpoints": ("nostall.cli._checkpoints", "list, verify, remove or drain checkpoints"),
     "calibrate": ("nostall.cli._calibrate", "measure this cluster's tiers, network and storage"),
     "simulate": (

@@ -1,7 +1,8 @@
 """``nostall run -- mpirun ...``: an unmodified MPI program with nostall's collectives, and a profile.
 
-Loads libnostall_mpi.so into the program (LD_PRELOAD): MPI_Allreduce, MPI_Reduce, MPI_Bcast and
-MPI_Barrier go over shared memory, everything else goes to the MPI. The library belongs to one MPI.
+Loads libnostall_mpi.so into the program (LD_PRELOAD): MPI_Allreduce, MPI_Reduce, MPI_Bcast,
+MPI_Barrier, MPI_Allgather(v) and MPI_Reduce_scatter(_block) go over shared memory, everything else
+goes to the MPI. The library belongs to one MPI.
 Where nostall was installed without it, or with --build, it is compiled at first use, for the MPI of
 the launcher.
 
