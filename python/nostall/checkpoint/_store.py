@@ -65,6 +65,8 @@ _LATE_SAVES = 10
 _FAILED_REMOVALS = 2
 # Looks of rank 0 for the words of other ranks.
 _WORDS_PER_SECOND = 2000
+# How often other ranks may find a step's directory empty, and remove it, before a file is in it.
+_REMOVALS = 100
 
 _log = logging.getLogger("nostall")
 
@@ -183,6 +185,15 @@ def _write_durably(path: Path, data: bytes) -> None:
         os.close(fd)
     rename(partial, path)
     sync_directory(path.parent)
+
+
+def _tell(path: Path, data: bytes) -> None:
+    """Writes a file durably into a step's directory, which is made if it is not there."""
+    for _ in range(_REMOVALS):
+        path.parent.mkdir(exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            return _write_durably(path, data)
+    raise IoError(f"cannot write {path}: its directory is removed again and again")
 
 
 def _identity(path: Path) -> tuple[int, int]:
@@ -896,8 +907,7 @@ class Store:
         try:
             with io_errors("leave word in", directory):
                 self.check_owned()
-                directory.mkdir(exist_ok=True)
-                _write_durably(self._note(manifest, rank), word)
+                _tell(self._note(manifest, rank), word)
         except IoError as error:
             return self._take_back(manifest, rank, str(error), left=False)
         return ""
@@ -933,8 +943,7 @@ class Store:
         if manifest.world_size > 1 and certain and not complete:
             with contextlib.suppress(Error, OSError):
                 self.check_owned()
-                self.directory(manifest.step).mkdir(exist_ok=True)
-                _write_durably(self._abort(manifest), json.dumps(reason).encode())
+                _tell(self._abort(manifest), json.dumps(reason).encode())
 
     def _decided(self, manifest: Manifest, rank: int, mine: Part | str | None) -> str | None:
         """What `commit` returns or raises, once rank 0 has decided."""

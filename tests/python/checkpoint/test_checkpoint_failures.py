@@ -852,6 +852,30 @@ def test_a_part_without_room_goes_before_its_rank_leaves_word(
     assert steps_in(tmp_path / "durable") == [1] and steps_in(tmp_path / "fast") == []
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_a_rank_says_survives_that_another_removes_the_empty_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """The rank that had no room removes the directory that it finds empty."""
+    store, manifest = Store(tmp_path, "fast"), Manifest(1, "aaaaaaaa-000001", 2, ())
+    write, removed = nostall.checkpoint._store._write_durably, []
+
+    def late(path: Path, data: bytes) -> None:
+        if len(removed) < 3:
+            removed.append(path.parent)
+            os.rmdir(path.parent)
+        write(path, data)
+
+    monkeypatch.setattr(nostall.checkpoint._store, "_write_durably", late)
+    if rank == 0:
+        store.abort(manifest, "no room")
+        assert store.aborted(manifest) == "no room"
+    else:
+        assert store._leave_word(manifest, rank, b"{}") == ""
+        assert [*store._words(manifest, [rank])] == [(rank, b"{}")]
+    assert len(removed) == 3
+
+
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_copy_without_room_goes_before_its_rank_leaves_word(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
