@@ -10,10 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nostall import trace
 from nostall.cli import main
 from nostall.errors import CorruptionError, UsageError
 from nostall.observe.report import _arrivals as arrivals
 from nostall.observe.report import _mpi_trace as mpi_trace
+from nostall.observe.report import _run as runs
 
 
 def write_profiles(
@@ -184,3 +186,20 @@ def test_traces_have_the_calls_on_rank_0s_clock(tmp_path: Path) -> None:
         assert calls[1]["args"] == {
             "bytes": 1000, "elements": 250, "communicator": 3, "seq": 1, "by nostall": 1,
         }  # fmt: skip
+
+
+def test_a_rank_has_the_trace_of_its_loader_and_that_of_mpi(tmp_path: Path) -> None:
+    write_profiles(tmp_path, [[1000, 4000, 9000, 2000], [5_000_000] * 4])
+    edit(tmp_path / "mpi-0.profile", 1, flags=arrivals.NONBLOCKING)
+    trace.start(tmp_path, rank=0)
+    with trace.span("forward", "compute"):
+        pass
+    trace.stop()
+    mpi_trace.convert(arrivals.find([str(tmp_path)]), tmp_path)
+    run = runs.read(tmp_path)
+    found = run.ranks[0].digest
+    assert found is not None and len(found.of("compute", "forward").begin) == 1
+    # A program may compute while a nonblocking call lasts.
+    assert [*found.category("peers")] == ["MPI_Allreduce"]
+    assert [*found.category("background")] == ["MPI_Iallreduce"]
+    assert run.ranks[1].digest is not None and run.ranks[1].phase("peers") is not None

@@ -378,16 +378,45 @@ def test_a_run_that_waits_little_is_told_that_nothing_is_to_do() -> None:
     assert "<h2>Notes" not in text
 
 
-def test_the_rank_that_computes_slowly_is_named() -> None:
-    ranks = [made(r) for r in range(3)]
-    for rank, step in zip(ranks, (1.0, 1.0, 2.0), strict=True):
-        batches = BatchRecords(*([x * step for x in range(9)] if n == "time" else [0.1] * 9
-                                 for n in BatchRecords.__dataclass_fields__))  # fmt: skip
-        rank.loaders[0] = replace(
-            rank.loaders[0], stats=replace(rank.loaders[0].stats, world_size=3, batches=batches)
+def stepping(data: list[float], peers: list[float | None]) -> Run:
+    """Ranks that step together, 8 steps of 2 s; waits of each in a step for data and for others."""
+    ranks = [made(r) for r in range(len(data))]
+    for rank, wait, seconds in zip(ranks, data, peers, strict=True):
+        columns = {n: [wait] * 9 for n in BatchRecords.__dataclass_fields__}
+        columns["time"], columns["epoch"] = [2.0 * x for x in range(9)], [0.0] * 9
+        stats = replace(
+            rank.loaders[0].stats, world_size=len(data), batches=BatchRecords(**columns)
         )
-    text = run_page.page([Run("run", ranks, None, [])])
+        rank.loaders[0] = replace(rank.loaders[0], stats=stats)
+        assert rank.digest is not None
+        if seconds is not None:
+            rank.digest.spans["peers", "allreduce"] = spans([0], [8 * seconds])
+    return Run("run", ranks, None, [])
+
+
+def test_the_rank_that_computes_slowly_is_named() -> None:
+    text = run_page.page([stepping([0.1, 0.1, 0.1], [1.0, 1.0, 0.0])])
     assert "Rank 2 is a straggler: without waits its step takes 2.11 times as long" in text
+    # Who waits for the rank that waits for data is no straggler.
+    assert "straggler" not in run_page.page([stepping([0.5, 0.0], [0.0, 0.5])])
+    # Without waits for each other the steps of all are as long as the slowest one's.
+    assert "straggler" not in run_page.page([stepping([0.1, 1.0], [None, None])])
+
+
+def test_a_rank_that_left_no_waits_for_the_others_is_not_blamed() -> None:
+    run = stepping([0.1, 0.1], [1.0, None])
+    assert not any("rank" in a.change for a in advise(run))
+    run = stepping([0.1, 0.1, 0.1], [1.0, 0.0, None])
+    assert any(a.change == "look at rank 1" for a in advise(run, most=9))
+    assert re.search(r"<td>2</td>(<td>[^<]*</td>)*<td>not recorded</td>", run_page.page([run]))
+
+
+def test_spans_of_a_category_within_each_other_count_once() -> None:
+    rank = made()
+    assert rank.digest is not None
+    rank.digest.spans["checkpoint", "mine"] = spans([0], [8])
+    rank.digest.spans["checkpoint", "save"] = spans([1, 9], [8, 10])
+    assert rank.phase("checkpoint") == pytest.approx(9)
 
 
 def test_without_a_trace_waits_are_shared_out_by_sums() -> None:

@@ -113,7 +113,7 @@ def advise(run: Run, most: int = 2) -> list[Advice]:
     total = run.seconds
     groups = run.loaders()
     found = [a for g in groups for a in _of_loader(run, g, named=len(groups) > 1)]
-    waits = {r.rank: run.peer_seconds(r) for r in run.ranks}
+    waits = {r.rank: s for r in run.ranks if (s := run.peer_seconds(r)) is not None}
     if run.timeline is not None:
         waits |= {r.rank: r.average * r.rounds for r in run.timeline.ranks}
     if run.peers and len(waits) > 1:

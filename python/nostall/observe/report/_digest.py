@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -95,6 +95,29 @@ class Digest:
         """All kinds of a category."""
         return {name: s for (c, name), s in self.spans.items() if c == category}
 
+    def busy(self, category: str) -> float | None:
+        """Seconds in which at least one event of a category lasts; None if it has none."""
+        found = self.category(category)
+        return _joined(list(found.values())).busy() if found else None
+
+    def joined(self, other: Digest) -> Digest:
+        """With the events of another trace of the same rank."""
+        origin = min(self.origin, other.origin)
+        parts: dict[tuple[str, str], list[Spans]] = {}
+        for digest in (self, other):
+            later = digest.origin - origin
+            for key, s in digest.spans.items():
+                moved = Spans(s.begin + later, s.end + later, s.samples, s.bytes)
+                parts.setdefault(key, []).append(moved)
+        return replace(
+            self,
+            world=max(self.world, other.world),
+            origin=origin,
+            spans={key: _joined(spans) for key, spans in parts.items()},
+            dropped=self.dropped + other.dropped,
+            notes=self.notes + other.notes,
+        )
+
     def devices(self) -> list[str]:
         """Those whose waits were recorded."""
         return sorted({c.removeprefix("device ") for c, _ in self.spans if c.startswith("device ")})
@@ -144,6 +167,11 @@ class Digest:
             out["source"] += out["others"]
             out["others"] = 0.0
         return out
+
+
+def _joined(parts: list[Spans]) -> Spans:
+    names = [part.name for part in fields(Spans)]
+    return Spans(**{n: np.concatenate([getattr(part, n) for part in parts]) for n in names})
 
 
 def is_ours(source: Source) -> bool:

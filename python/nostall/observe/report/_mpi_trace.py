@@ -10,14 +10,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nostall.observe.report._arrivals import operation_of, read_file
+from nostall.observe.report._arrivals import NONBLOCKING, operation_of, read_file
+
+# Of the names of these traces: a rank may have left one of its loaders too.
+MPI = ".mpi"
 
 
 def convert(files: Sequence[Path], directory: Path) -> list[Path]:
     """Writes ``rank<r>.mpi.trace.json.gz`` for each profile of libnostall_mpi.so; returns the files.
 
     A call is an event of category "peers", from this rank's arrival to its end, with its bytes,
-    elements, communicator, number in the communicator, and whether nostall answered it. All times are
+    elements, communicator, number in the communicator, and whether nostall answered it. A nonblocking
+    one is of category "background": until its end the program may compute. All times are
     on rank 0's clock, since 1970 by the clock of this host, which should be rank 0's.
 
     Raises:
@@ -50,7 +54,8 @@ def _convert(file: Path, directory: Path, base: int) -> Path:
         communicator = int(record["communicator"])
         events.append(
             {
-                "ph": "X", "cat": "peers", "name": f"MPI_{operation_of(record).capitalize()}",
+                "ph": "X", "cat": "background" if record["flags"] & NONBLOCKING else "peers",
+                "name": f"MPI_{operation_of(record).capitalize()}",
                 "pid": rank, "tid": 0, "ts": int(record["arrived"]) / 1000,
                 "dur": max(0, int(record["left"]) - int(record["arrived"])) / 1000,
                 "args": {
@@ -62,7 +67,7 @@ def _convert(file: Path, directory: Path, base: int) -> Path:
         )  # fmt: skip
         numbers[communicator] += 1
     events.append(_named("recorded", rank, events=len(records), dropped=int(header["dropped"])))
-    path = directory / f"rank{rank}.mpi.trace.json.gz"
+    path = directory / f"rank{rank}{MPI}.trace.json.gz"
     text = json.dumps(head)[:-1] + ', "traceEvents": [\n' + ",\n".join(map(json.dumps, events))
     path.write_bytes(gzip.compress((text + "\n]}\n").encode()))
     return path

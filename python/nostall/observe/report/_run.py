@@ -18,6 +18,7 @@ from nostall.observe._held import Held
 from nostall.observe._stats import Stats, by_loader, device_lines
 from nostall.observe.report import _digest as digest
 from nostall.observe.report._digest import CAUSES, Digest
+from nostall.observe.report._mpi_trace import MPI
 from nostall.observe.timelines import Analysis, analyze, is_trace
 from nostall.observe.timelines._stream import Source
 
@@ -102,10 +103,7 @@ class Rank:
 
     def phase(self, category: str) -> float | None:
         """Seconds in spans of a category; None if nothing was recorded."""
-        if self.digest is None:
-            return None
-        found = self.digest.category(category)
-        return sum(s.busy() for s in found.values()) if found else None
+        return self.digest.busy(category) if self.digest is not None else None
 
 
 @dataclass
@@ -166,12 +164,13 @@ class Run:
         mean = sum(lengths) / len(lengths)
         return self.timeline.negotiation_average / mean if mean else None
 
-    def peer_seconds(self, rank: Rank) -> float:
-        """Seconds that one rank waited for the others, as far as is known."""
+    def peer_seconds(self, rank: Rank) -> float | None:
+        """Seconds that one rank waited for the others; None if that was not recorded."""
         spans = rank.phase("peers")
         if spans is not None or self.timeline is None:
-            return spans or 0.0
-        return sum(r.average * r.rounds for r in self.timeline.ranks if r.rank == rank.rank)
+            return spans
+        found = [r.average * r.rounds for r in self.timeline.ranks if r.rank == rank.rank]
+        return sum(found) if found else None
 
     @property
     def checkpoints(self) -> float | None:
@@ -213,6 +212,7 @@ def read(directory: str | os.PathLike[str]) -> Run:
     ranks: dict[int, Rank] = {}
     notes: list[str] = []
     others: list[Path] = []
+    of_mpi: list[Digest] = []
     for path in sorted(p for p in home.iterdir() if p.is_file()):
         try:
             if path.name.endswith(".run.json"):
@@ -222,6 +222,9 @@ def read(directory: str | os.PathLike[str]) -> Run:
             elif digest.is_ours(source := Source(path)):
                 found = digest.read(source)
                 notes += found.notes
+                if MPI in path.suffixes:
+                    of_mpi.append(found)
+                    continue
                 rank_of = ranks.setdefault(found.rank, Rank(found.rank))
                 if rank_of.digest is None or rank_of.digest.seconds < found.seconds:
                     rank_of.digest = found
@@ -229,6 +232,9 @@ def read(directory: str | os.PathLike[str]) -> Run:
                 others.append(path)
         except Error as error:
             notes.append(f"left out: {error}")
+    for found in of_mpi:
+        rank_of = ranks.setdefault(found.rank, Rank(found.rank))
+        rank_of.digest = rank_of.digest.joined(found) if rank_of.digest is not None else found
     timeline = None
     if others:
         try:

@@ -380,25 +380,31 @@ def _ranks(run: Run) -> str:
     names = {c: name for c, name in WAITS.items() if c not in hidden}
     for r in shown:
         waits: dict[str, float | None] = {**r.waits(), "checkpoint": r.phase("checkpoint")}
-        waits["peers"] = None if run.peers is None else run.peer_seconds(r)
+        waits["peers"] = run.peer_seconds(r)
         known = {c: w / r.seconds if r.seconds else 0.0 for c, w in waits.items() if w is not None}
         rows.append(
             (str(r.rank), *(percent(known.get(c)) for c in names), percent(sum(known.values())))
         )
         steps, works = _steps(r)
-        own[r.rank] = float(np.median(works)) if len(works) else 0.0
         if len(steps):
-            times = [*np.percentile(steps, (50, 95, 100)).tolist(), own[r.rank]]
+            times = [*np.percentile(steps, (50, 95, 100)).tolist(), float(np.median(works))]
             lengths.append((str(r.rank), *(f"{1e3 * t:.1f} ms" for t in times)))
-    slowest = max(own, key=lambda r: own[r])
-    usual = float(np.median(list(own.values())))
+        # The step of a rank that waits for a slow one is as long as that one's.
+        if len(steps) and waits["peers"] is not None:
+            waited = waits["peers"] + (waits["checkpoint"] or 0.0)
+            own[r.rank] = max(0.0, float(works.sum()) - waited) / len(works)
+    usual = float(np.median(list(own.values()))) if own else 0.0
     late = ""
-    if len(own) > 1 and usual > 0 and own[slowest] > 1.1 * usual:
-        late = (
-            f"<p>Rank {slowest} is a straggler: without waits its step takes "
-            f"{own[slowest] / usual:.2f} times as long as the median rank's.</p>"
-        )
-    steps_of = ("rank", "median step", "95 % are below", "longest", "median without waits")
+    if len(own) > 1 and usual > 0:
+        slowest = max(own, key=lambda r: own[r])
+        if own[slowest] > 1.1 * usual:
+            late = (
+                f"<p>Rank {slowest} is a straggler: without waits its step takes "
+                f"{own[slowest] / usual:.2f} times as long as the median rank's.</p>"
+            )
+    steps_of = (
+        "rank", "median step", "95 % are below", "longest", "median without waits for data"
+    )  # fmt: skip
     return (
         late
         + folded(table(("rank", *names.values(), "together"), rows), "waits by cause, as a table")
