@@ -118,14 +118,19 @@ def _list(stores: Sequence[Store], step: int | None, *, check: bool) -> int:
             if step is not None and entry.step != step:
                 continue
             found = True
+            failed = 0
             try:
                 problem = _problem(store, entry, check)
                 state = f"DAMAGED: {problem}" if problem else ("verified" if check else "complete")
-                status = max(status, CorruptionError.exit_code if problem else 0)
+                failed = CorruptionError.exit_code if problem else 0
             except UnreachableError:
                 raise
             except IoError as error:
-                state, status = f"UNREADABLE: {error}", max(status, error.exit_code)
+                state, failed = f"UNREADABLE: {error}", error.exit_code
+            manifest = entry.manifest
+            if failed and manifest is not None and store.find(entry.step, manifest.id) is None:
+                state, failed = "removed meanwhile", 0  # by the job's retention
+            status = max(status, failed)
             print(_row(store, entry, state, top))
         incomplete = [s for s in store.steps() if step in (None, s) and not store.saves(s)]
         for other in incomplete:

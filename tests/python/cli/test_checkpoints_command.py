@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,8 +20,9 @@ import torch
 
 import nostall
 from nostall import _native
-from nostall.checkpoint._store import Store
-from nostall.cli import main
+from nostall.checkpoint._format import Manifest
+from nostall.checkpoint._store import Entry, Store
+from nostall.cli import _checkpoints, main
 from nostall.errors import CorruptionError, IoError, UsageError
 
 
@@ -60,6 +62,21 @@ def test_verify_finds_damage(tiers: list[str], capsys: pytest.CaptureFixture[str
     assert main(["checkpoints", "verify", *tiers]) == 5
     output = capsys.readouterr().out
     assert output.count("DAMAGED") == 2 and str(path) in output and "CRC32C" in output
+
+
+def test_what_the_job_removes_meanwhile_is_not_called_damaged(
+    tiers: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check = _checkpoints._check
+
+    def slowly(store: Store, entry: Entry, manifest: Manifest) -> str:
+        shutil.rmtree(entry.path.parent / "step-000000000002", ignore_errors=True)
+        return check(store, entry, manifest)
+
+    monkeypatch.setattr(_checkpoints, "_check", slowly)
+    assert main(["checkpoints", "verify", tiers[1]]) == 0
+    output = capsys.readouterr().out
+    assert output.count("verified") == 2 and output.count("removed meanwhile") == 1
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import yaml
 from nostall import metrics
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
-FUNCTIONS = {"rate", "increase", "sum", "by", "ignoring", "group_left", "and"}
+FUNCTIONS = {"rate", "increase", "sum", "max", "by", "ignoring", "group_left", "and"}
 VARIABLES = {"job", "__rate_interval"}
 
 
@@ -23,7 +23,9 @@ def check(expression: str) -> set[str]:
     """The metrics that an expression of PromQL names; everything in it is known."""
     assert expression.count("(") == expression.count(")")
     for inside in re.findall(r"\{([^}]*)\}", expression):
-        assert re.fullmatch(r'(?:(?:job|origin|loader|rank)=~?"[$\w]+",?)+', inside), inside
+        assert re.fullmatch(
+            r'(?:(?:job|origin|loader|rank|pool)(?:=|=~|!~)"[$\w|]+",?)+', inside
+        ), inside
     used = set(re.findall(r"\$(\w+)", expression))
     assert used <= VARIABLES, expression
     bare = re.sub(r"\{[^}]*\}|\[[^\]]*\]|(?:by|ignoring) ?\([^)]*\)", "", expression)
