@@ -58,10 +58,15 @@ def run(arguments: argparse.Namespace) -> int:
         )
     words, calls = command, home / "mpi"
     if arguments.mpi:
-        calls.mkdir(parents=True, exist_ok=True)
-        words = mpi.command(
-            command, mpi.environment(mpi.library(command[0]), profile=str(calls), replace=False)
-        )
+        try:
+            calls.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            print(f"nostall: {calls} cannot be made: {error.strerror}", file=sys.stderr)
+        else:
+            library = mpi.library(command[0])
+            words = mpi.command(
+                command, mpi.environment(library, profile=str(calls), replace=False)
+            )
     try:
         status = _call(words, {**os.environ, trace.VARIABLE: str(home)})
     except OSError as error:
@@ -71,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.mpi:
         try:
             mpi_trace.convert(arrivals.find([str(calls)]), home)
-        except Error as error:
+        except (Error, OSError) as error:
             print(f"nostall: {error}", file=sys.stderr)
     if not (home.is_dir() and runs.files_of(home)):
         print(f"nostall: {_why_nothing(command[0], status, home, arguments.mpi)}", file=sys.stderr)
@@ -82,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
         page = home / "report.html"
         run_page.save([found], page)
         print(f"written to {page}")
-    except Error as error:
+    except (Error, OSError) as error:
         # The result of the command is returned all the same.
         print(f"nostall: {error}", file=sys.stderr)
     return status

@@ -71,6 +71,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.list:
         return _list()
+    files = [n for n in ("json", "csv", "html") if getattr(arguments, n)]
+    alone = [n for n in ("check", "nodes") if getattr(arguments, n)]
+    if files and alone:
+        raise UsageError(f"--{files[0]} has no form for --{alone[0]}, which prints a table alone")
     if arguments.check:
         from nostall.simulate import _check as check
 

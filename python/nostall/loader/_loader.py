@@ -12,7 +12,6 @@ import keyword
 import logging
 import operator
 import os
-import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
 from datetime import timedelta
@@ -619,7 +618,7 @@ class DataLoader:
         ahead: Ahead | None,
     ) -> Any:
         """The next batch, after which the loader is at `position`."""
-        began = time.perf_counter()
+        began = self._recorder.wait()
         # The core records waits for its own batches, which callables or a device work on afterwards.
         with trace.span("get batch", "data"):
             if ahead is not None:

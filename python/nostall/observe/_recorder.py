@@ -42,6 +42,9 @@ class Recorder:
         self._state: tuple[list[EpochStats], _Running | None] = [], None
         self.epochs_begun = 0  # one more than the last number
         self._record = _native.Record(_BATCHES)
+        # Since when the consumer waits, and for which batch of the epoch: for other threads.
+        self._waiting: tuple[float, int] | None = None
+        self._batches = 0
         self.live: Callable[[Recorder, int, int, int], None] | None = None
         self.device: Callable[[], dict[str, float]] = dict  # what its device waited for
 
@@ -60,10 +63,13 @@ class Recorder:
         return dict(zip(_POOLS, self._record.most, strict=True))
 
     def _frozen(self, running: _Running) -> EpochStats:
+        waiting, now = self._waiting, time.perf_counter()
         number, batches, samples, stall, decode, origins, substituted = self._record.taken
+        if waiting is not None and waiting[1] == batches:  # else that batch counts already
+            stall += max(0.0, now - waiting[0])
         return EpochStats(
             epoch=number,
-            seconds=time.perf_counter() - running.start,
+            seconds=now - running.start,
             stall_seconds=stall,
             batches=batches,
             samples=samples,
@@ -81,17 +87,25 @@ class Recorder:
         if current is not None:
             self.end_epoch(current)
             epochs, _ = self._state
+        self._waiting, self._batches = None, 0
         self._record.begin(epoch)
         running = _Running(time.perf_counter())
         self._state = epochs, running
         self.epochs_begun = max(self.epochs_begun, epoch + 1)
         return running
 
+    def wait(self) -> float:
+        """The consumer asks for a batch."""
+        began = time.perf_counter()
+        self._waiting = began, self._batches
+        return began
+
     def batch(
         self, batch: _native.Batch, began: float, substituted: Sequence[tuple[int, int, str]]
     ) -> None:
         """The consumer, which asked for it at `began`, has got a batch."""
         now = time.perf_counter()
+        self._batches += 1
         self._record.add(batch, now - self._start, now - began)
         for bad, _, _ in substituted:
             self._record.substitute(bad)
@@ -101,6 +115,7 @@ class Recorder:
     def end_epoch(self, running: _Running) -> None:
         """Ends the epoch if it is still the current one: an abandoned iterator may end late."""
         if self.is_current(running):
+            self._waiting = None  # for the end, or for what failed
             ended = self._frozen(running)
             epochs = [*self._state[0], ended]
             if len(epochs) > 2 * _EPOCHS:

@@ -132,6 +132,23 @@ def test_sums_never_fall_while_another_thread_asks_for_them(
     assert (before.batches, before.samples) == (total.batches, total.samples) == (5, 10)
 
 
+def test_a_wait_that_goes_on_counts(
+    loader: Callable[[int], nostall.DataLoader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with loader(3) as source:
+        batches = iter(source)
+        next(batches)
+        before = source.totals()[0].stall_seconds
+        began = source._recorder.wait()
+        with monkeypatch.context() as patched:
+            patched.setattr(record.time, "perf_counter", lambda: began + 7)
+            assert source.totals()[0].stall_seconds == pytest.approx(before + 7)
+        next(batches)
+        taken = source.totals()[0]
+        assert taken.batches == 2  # as long as the consumer has it nothing is waited for
+        assert source.totals()[0].stall_seconds == taken.stall_seconds
+
+
 def test_memory_does_not_grow_with_the_batches(
     monkeypatch: pytest.MonkeyPatch, loader: Callable[[int], nostall.DataLoader]
 ) -> None:

@@ -144,6 +144,9 @@ def test_the_command_line_writes_all_forms(
     assert main(["simulate", str(path), *sweeps, "--policy", "nostall", files[2]]) == 0
     assert "nostall/consistent: cheapest within 5 %" in capsys.readouterr().out
     assert (tmp_path / "html").read_text().count("<svg") == 2
+    unwritten = str(tmp_path / "unwritten.json")
+    assert main(["simulate", str(path), "--nodes", "2", "--json", unwritten]) == 2
+    assert "--json has no form for --nodes" in capsys.readouterr().err
     assert main(["simulate", "--list"]) == 0
     assert "environment, scenario-1" in capsys.readouterr().out
 
