@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("nostall")
 
-_FORMAT = 1
+_FORMAT = 2
 _PART_BYTES = 32 << 20  # of texts
 _AT_ONCE = 512  # texts that a tokenizer gets in one call
 _ENDINGS = (".jsonl", ".jsonl.gz", ".ndjson", ".json", ".parquet", ".arrow", ".txt", ".txt.gz")
@@ -127,7 +128,7 @@ class _Parts:
             for piece in self.parts[number]
             for row in rows_of_piece(piece, self.columns, self.separator, self.store)
         )
-        while some := [row for row, _ in zip(rows, range(_AT_ONCE), strict=False)]:
+        while some := list(itertools.islice(rows, _AT_ONCE)):
             places = [place for place, _ in some]
             if self.chats:
                 yield places, [self._chat(values[0], place) for place, values in some]

@@ -57,8 +57,12 @@ class HuggingFace(Ids):
     def __init__(self, tokenizer: Any) -> None:
         import tokenizers
 
-        self._tokenizer = tokenizer
-        self.identity = ("tokenizers", tokenizers.__version__, _digest(tokenizer.to_str()))
+        # What a model takes at a time is no length of a document.
+        self._tokenizer = tokenizers.Tokenizer.from_str(tokenizer.to_str())
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        content = _digest(self._tokenizer.to_str())
+        self.identity = ("tokenizers", tokenizers.__version__, content)
         self.vocabulary = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, values: Sequence[Any]) -> Sequence[Sequence[int]]:

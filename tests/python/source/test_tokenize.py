@@ -503,3 +503,27 @@ def test_what_cannot_be_tokenised_is_named(tmp_path: Path) -> None:
         return [len(text) // 0]
 
     refused(IoError, "ZeroDivisionError", tokenizer=broken, version="1")
+
+
+def test_no_document_of_many_is_left_out(tmp_path: Path) -> None:
+    """More than a tokenizer gets at once."""
+    numbers = json_lines(tmp_path / "ids.jsonl", [[i] for i in range(2000)], "ids")
+    tokens = nostall.tokenize(numbers, None, tmp_path / "ids", column="ids")
+    assert documents(tokens) == [[i] for i in range(2000)]
+    texts = [f"{i} {TEXTS[i % 50]}" for i in range(1025)]
+    tokens = nostall.tokenize(
+        json_lines(tmp_path / "texts.jsonl", texts), TOKENIZER, tmp_path / "texts"
+    )
+    found = TOKENIZER.encode_batch(texts, add_special_tokens=False)
+    assert documents(tokens) == [encoding.ids for encoding in found]
+
+
+def test_no_text_is_cut_or_filled_up_as_a_model_needs_it(tmp_path: Path) -> None:
+    cutting = trained()
+    cutting.enable_truncation(max_length=3)
+    cutting.enable_padding(length=8)
+    tokens = nostall.tokenize(
+        **as_lines(tmp_path), tokenizer=cutting, cache=tmp_path / "cache", end=0
+    )
+    assert documents(tokens) == expected()
+    assert cutting.truncation is not None  # it is the user's
