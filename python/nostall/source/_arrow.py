@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
@@ -41,7 +43,7 @@ from nostall.source._records import (
     open_storage,
     shard_paths,
 )
-from nostall.source._source import arguments_of
+from nostall.source._source import arguments_of, whole_numbers
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -273,12 +275,27 @@ def open_parquet(path: str, file: Any) -> Any:
     except FileNotFoundError:
         raise IoError(f"{path} does not exist") from None
     except Exception as error:
+        if getattr(error, "errno", None) == errno.EMFILE and _more_descriptors():
+            return open_parquet(path, file)
         raise _told(file, error, f"{path} cannot be opened as Parquet") from None
 
 
+def _more_descriptors() -> bool:
+    """Raises this process's soft limit to the hard one, if that is more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return soft < hard
+
+
 def _told(file: Any, error: Exception, what: str) -> Exception:
-    """The object store's own error if there was one, else one that says that the bytes are wrong."""
-    return failure_of(file) or CorruptionError(f"{what}: {error}")
+    """The object store's own error or the system's, else one that says that the bytes are wrong."""
+    if failure := failure_of(file):
+        return failure
+    if isinstance(error, OSError) and error.errno:
+        remedy = ": raise the limit (ulimit -n)" if error.errno == errno.EMFILE else ""
+        return IoError(f"{what}: {os.strerror(error.errno)}{remedy}")
+    return CorruptionError(f"{what}: {error}")
 
 
 class ArrowIPC(RecordStore, Composite):
@@ -559,8 +576,7 @@ def _integers(column: Any, where: str) -> NDArray[np.int64]:
     if column.null_count:
         row = column.is_null().index(True).as_py()
         raise UsageError(f"{where}, row {row} has no label")
-    numbers: NDArray[Any] = column.to_numpy()
-    return numbers.astype(np.int64)
+    return whole_numbers(column.to_numpy(), f"{where}: labels")
 
 
 def _check_columns(schema: Any, image: str, label: str | None, path: str) -> None:

@@ -27,7 +27,7 @@ from nostall.source._composite import Composite, make_column
 from nostall.source._custom import SampleReader, native_source
 from nostall.source._object_file import as_file, failure_of, stamp_of
 from nostall.source._records import PathLike, PlacedRows, absolute
-from nostall.source._source import arguments_of
+from nostall.source._source import arguments_of, whole_numbers
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -294,7 +294,13 @@ def _open(path: PathLike, store: Any) -> _Opened:
     try:
         # Only files have locks; an object cannot be written to in place.
         options = {"locking": False} if isinstance(source, str) else {}
-        return _Opened(h5py.File(source, "r", **options), source)
+        try:
+            return _Opened(h5py.File(source, "r", **options), source)
+        except OSError as error:
+            # The program itself has the file open, with locks: it has one way for both.
+            if "locking flag" not in str(error):
+                raise
+            return _Opened(h5py.File(source, "r"), source)
     except FileNotFoundError:
         raise IoError(f"{path} does not exist") from None
     except OSError as error:
@@ -339,6 +345,8 @@ def _places(data: Any) -> NDArray[np.uint64] | None:
     """Where each sample starts in the file; None if its bytes do not lie there unchanged."""
     if data.dtype.kind == "O" or data.external or data.is_virtual:
         return None
+    if data.id.get_type().get_size() != data.dtype.itemsize:
+        return None  # NumPy has no such type: the library converts what it reads
     n = len(data)
     one = int(np.prod(data.shape[1:], dtype=np.int64)) * data.dtype.itemsize
     if data.chunks is None:
@@ -377,4 +385,4 @@ def _labels(file: Any, path: PathLike, labels: Any, n: int) -> NDArray[np.int64]
         )
     if len(values) != n:
         raise UsageError(f"{path}: {len(values)} labels for {n} samples")
-    return values.astype(np.int64)
+    return whole_numbers(values, f"{path}: labels")

@@ -27,7 +27,7 @@ from nostall.source._records import (
     open_storage,
     reading_of,
 )
-from nostall.source._source import Pixels, arguments_of
+from nostall.source._source import Pixels, arguments_of, whole_numbers
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -185,9 +185,10 @@ class LMDB(PartsStore):
             found = self._shape(shapes.reshape(-1, 3), records, chosen)
         if callable(self._label):
             function = self._label
-            label = np.array([function(records.key(int(i))) for i in chosen], np.int64)
+            given = [function(records.key(int(i))) for i in chosen]
+            label = whole_numbers(given, "what label= returns")
         elif self._label is not None:
-            label = np.asarray(self._label, np.int64)
+            label = whole_numbers(self._label, "label=")
             if len(label) != len(chosen):
                 raise UsageError(f"{len(label)} labels were given for {len(chosen)} samples")
         return self._table(
@@ -312,7 +313,7 @@ def _check_options(
 
 
 def _digest(label: Sequence[int]) -> str:
-    return hashlib.sha256(np.asarray(label, np.int64).tobytes()).hexdigest()[:16]
+    return hashlib.sha256(whole_numbers(label, "label=").tobytes()).hexdigest()[:16]
 
 
 def _pixels(stamp: str) -> Pixels | None:

@@ -427,6 +427,8 @@ class FileList(Source):
                     "FileList: the list of files is empty: if it was found by a pattern, no file "
                     f"matches that; relative patterns start at the working directory, {Path.cwd()}"
                 )
+            if labels is not None and not len(numbers):  # else it would be 0 for all
+                raise UsageError(f"there are 0 labels for {len(listed)} paths")
             try:
                 self.native = open_files(self.root, listed, numbers.tolist())
             except (IoError, UsageError) as error:
@@ -472,7 +474,7 @@ def open_files(root: str, paths: Sequence[str], labels: Sequence[int]) -> _nativ
 
 def as_numbers(labels: Any) -> NDArray[Any]:
     """Labels as int64, float16, float32 or float64, shape (n,); of none if there are none."""
-    if labels is None or len(labels) == 0:
+    if labels is None:
         return np.zeros(0, np.int64)
     try:
         found = np.asarray(labels)
@@ -492,6 +494,23 @@ def as_numbers(labels: Any) -> NDArray[Any]:
             f"labels must be integers or floating-point numbers, not {kind} ({labels[0]!r}): number "
             "the classes"
         )
+    return found.astype(np.int64)
+
+
+def whole_numbers(labels: Any, what: str) -> NDArray[np.int64]:
+    """Labels as they are kept.
+
+    Raises:
+        UsageError: `what` has others than integers, or one that does not fit.
+    """
+    found = np.asarray(labels)
+    if found.size and found.dtype.kind not in "biu":
+        raise UsageError(
+            f"{what} must be integers, not {found.dtype}: read other values as fields (columns=, "
+            "members= or features=)"
+        )
+    if found.dtype.kind == "u" and found.size and int(found.max()) >= 2**63:
+        raise UsageError(f"{what} must be less than 2**63, not {int(found.max())}")
     return found.astype(np.int64)
 
 

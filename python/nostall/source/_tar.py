@@ -24,7 +24,7 @@ from nostall.source._records import (
     reading_of,
     shard_paths,
 )
-from nostall.source._source import IMAGE_EXTENSIONS, arguments_of
+from nostall.source._source import IMAGE_EXTENSIONS, arguments_of, whole_numbers
 from nostall.source._tar_members import (
     Endings,
     all_endings,
@@ -169,17 +169,25 @@ class TarShards(PartsStore):
         chosen: list[int] = []
         keys: list[tuple[int, str]] = []
         texts: dict[tuple[int, str], tuple[int, bytes]] = {}
+        done: set[tuple[int, str]] = set()
         for i, name in enumerate(names):
             key, ending = split_name(name)
             if ending in self._image:
-                if keys and keys[-1] == (int(file[i]), key):
+                if (int(file[i]), key) in done:
                     raise UsageError(
                         f"{self.storage.paths[int(file[i])]}: sample {key!r} has two images, the "
-                        f"second at offset {int(offset[i])}; name the one to read: image="
+                        f"second at offset {int(offset[i])}; name the one to read (image=), or let "
+                        "no key come again"
                     )
                 chosen.append(i)
                 keys.append((int(file[i]), key))
+                done.add(keys[-1])
             elif keep and ending == self._label:
+                if (int(file[i]), key) in texts:
+                    raise UsageError(
+                        f"{self.storage.paths[int(file[i])]}: sample {key!r} has two labels, the "
+                        f"second at offset {int(offset[i])}: each key may be there once"
+                    )
                 texts[int(file[i]), key] = int(offset[i]), contents[i]
         at = np.array(chosen, np.int64)
         return self._table(
@@ -196,7 +204,7 @@ class TarShards(PartsStore):
     ) -> NDArray[np.int64]:
         if callable(self._label):
             function = self._label
-            return np.array([function(key) for _, key in keys], np.int64)
+            return whole_numbers([function(key) for _, key in keys], "what label= returns")
         labels = np.zeros(len(keys), np.int64)
         if self._label is None:
             return labels

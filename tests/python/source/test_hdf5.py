@@ -233,3 +233,36 @@ def test_arrays_of_numbers_are_no_images_for_transforms(tmp_path: Path, dtype: s
         nostall.HDF5(tmp_path / "a.h5", columns=["x"]), 2, tiers=[], output="numpy"
     ) as loader:
         assert next(iter(loader))["x"].dtype == dtype
+
+
+def test_a_type_that_numpy_lacks_is_converted_by_the_library(tmp_path: Path) -> None:
+    narrow = h5py.h5t.IEEE_F32LE.copy()
+    narrow.set_fields(15, 7, 8, 0, 7)
+    narrow.set_size(2)
+    narrow.set_ebias(127)
+    values = np.arange(12, dtype=np.float32).reshape(4, 3)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        space = h5py.h5s.create_simple(values.shape)
+        data = h5py.h5d.create(file.id, b"x", narrow, space)
+        data.write(h5py.h5s.ALL, h5py.h5s.ALL, values)
+    source = nostall.HDF5(tmp_path / "a.h5", columns=["x"])
+    with nostall.DataLoader(source, 4, shuffle=False, tiers=[], output="numpy") as loader:
+        (batch,) = loader
+    assert np.array_equal(batch["x"], values)
+
+
+def test_a_file_that_the_program_has_open_can_be_read(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["x"] = np.zeros((3, 2), np.uint8)
+    with h5py.File(tmp_path / "a.h5"):
+        assert len(nostall.HDF5(tmp_path / "a.h5", "x")) == 3
+
+
+def test_labels_beyond_64_bits_with_a_sign_are_refused(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["x"] = np.zeros((2, 2), np.uint8)
+        file["l"] = np.array([1, 2**63 + 5], np.uint64)
+    with pytest.raises(
+        UsageError, match=r"labels must be less than 2\*\*63, not 92233720368547758"
+    ):
+        nostall.HDF5(tmp_path / "a.h5", "x", labels="l")

@@ -254,3 +254,9 @@ def test_a_tilde_is_the_home_of_the_user(tmp_path: Path, monkeypatch: pytest.Mon
     (root / "~a").mkdir()
     (root / "~a" / "1.png").write_bytes(b"of a folder of this name")
     assert nostall.FileList(["~a/1.png"]).total_bytes == 24  # of nobody's home
+
+
+def test_no_labels_are_not_the_label_0(tmp_path: Path) -> None:
+    (tmp_path / "a.jpg").write_bytes(b"a")
+    with pytest.raises(UsageError, match="0 labels for 1 paths"):
+        nostall.FileList(["a.jpg"], labels=[], root=tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import logging
 import os
 import subprocess
@@ -317,3 +318,25 @@ def test_an_archive_that_changes_while_it_is_read(tmp_path: Path) -> None:
         source.read(3)
     with pytest.raises((IoError, CorruptionError), match=r"a\.tar"):
         check_epochs(source, contents)
+
+
+def test_a_key_that_comes_again_is_refused(tmp_path: Path) -> None:
+    """As tar -r makes it: the label of the later member would be that of the earlier image."""
+    members = [("a.png", b"1"), ("a.cls", b"1"), ("b.png", b"2"), ("b.cls", b"2")]
+    for more, told in (
+        ([("a.png", b"3"), ("a.cls", b"7")], "sample 'a' has two images"),
+        ([("a.cls", b"7")], "sample 'a' has two labels"),
+    ):
+        with tarfile.open(tmp_path / "a.tar", "w") as tar:
+            for name, content in [*members, *more]:
+                info = tarfile.TarInfo(name)
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+        with pytest.raises(UsageError, match=told):
+            nostall.TarShards(tmp_path / "a.tar", index=False)
+
+
+def test_labels_that_are_no_integers_are_refused(tmp_path: Path) -> None:
+    webdataset(tmp_path / "a.tar", noise(3))
+    with pytest.raises(UsageError, match="what label= returns must be integers, not float64"):
+        nostall.TarShards(tmp_path / "a.tar", label=lambda key: 0.7)
