@@ -235,8 +235,8 @@ class Work:
 
     def finish(self, leave_out: Iterable[str] = ()) -> None:
         """Gives the folder its final name, without the conversion's own files."""
-        if isinstance(self.source, ImageFolder):
-            write_new(self.folder / CLASSES_FILE, json.dumps(self.source.classes).encode())
+        if classes := getattr(self.source, "classes", None):
+            write_new(self.folder / CLASSES_FILE, json.dumps(list(classes)).encode())
         for name in (*leave_out, _SUMS):
             (self.folder / name).unlink(missing_ok=True)
         sync_folder(self.folder)
@@ -253,6 +253,11 @@ def _check_fields(source: Source) -> None:
     if source.item_maker is not None:
         raise UsageError(
             f"{source!r} has items of Python's, which are in no file: not to be written"
+        )
+    if source.pixels is not None:
+        raise UsageError(
+            f"{source!r} has pixels without a format of images, whose shape is in no record: not to be "
+            "written"
         )
     if source._pairs:
         return

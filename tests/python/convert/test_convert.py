@@ -317,3 +317,24 @@ def test_labels_that_do_not_fit_are_refused(folder: nostall.ImageFolder, tmp_pat
     with pytest.raises(CorruptionError, match="a label for each of 61"):
         nostall.LMDB(tmp_path / "db")
     assert nostall.LMDB(tmp_path / "db", label=[5] * 61).labels.tolist() == [5] * 61
+
+
+def test_parts_and_shards_keep_the_names_of_their_classes(
+    folder: nostall.ImageFolder, tmp_path: Path
+) -> None:
+    convert.to_tar(nostall.Subset(folder, range(5)), tmp_path / "tar")
+    shards = nostall.TarShards(tmp_path / "tar")
+    assert shards.classes == folder.classes
+    convert.to_lmdb(shards, tmp_path / "db")
+    assert nostall.LMDB(tmp_path / "db").classes == folder.classes
+
+
+def test_pixels_are_refused(tmp_path: Path) -> None:
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["x"], file["l"] = np.zeros((3, 8, 8, 3), np.uint8), np.arange(3)
+    pixels = nostall.HDF5(tmp_path / "a.h5", "x", labels="l")
+    for write in (convert.to_lmdb, convert.to_tar):
+        with pytest.raises(UsageError, match="has pixels without a format of images"):
+            write(pixels, tmp_path / "no")
+    assert not list(tmp_path.glob("no*"))
