@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <optional>
 
 namespace nostall::records {
 namespace {
@@ -127,6 +128,20 @@ bool parse_pax(std::string_view text, Extended& out) {
   return true;
 }
 
+// Whether all the rest of the file is zeros, as writers fill up their last record; nothing if it
+// cannot be read.
+std::optional<bool> only_zeros(FileWindow& window, uint64_t at) {
+  constexpr uint64_t kAtOnce = 64 << 10;
+  while (at < window.file_size()) {
+    const uint64_t size = std::min(kAtOnce, window.file_size() - at);
+    const auto bytes = window.get(at, static_cast<size_t>(size));
+    if (bytes.empty()) return std::nullopt;
+    if (std::ranges::any_of(bytes, [](std::byte b) { return b != std::byte{0}; })) return false;
+    at += size;
+  }
+  return true;
+}
+
 }  // namespace
 
 Result<std::vector<TarMember>> scan_tar(FileWindow& window, std::string_view keep_content) {
@@ -154,7 +169,16 @@ Result<std::vector<TarMember>> scan_tar(FileWindow& window, std::string_view kee
       }
       return damaged("damaged header");
     }
-    if (header->empty) break;
+    if (header->empty) {
+      const auto zeros = only_zeros(window, at + kBlock);
+      if (!zeros) return damaged("what follows its end mark cannot be read, which is");
+      if (!*zeros) {
+        return damaged(
+            "more follows its end mark (a header was lost, or archives were joined by cat: join "
+            "them by tar --concatenate), which is");
+      }
+      break;
+    }
     const uint64_t data = at + kBlock;
     const bool sized =
         header->type == 'x' || header->type == 'g' || header->type == 'L' || header->type == 'K';

@@ -1,7 +1,7 @@
 // records/tar.h - the members of a tar archive: names, places, sizes. POSIX ustar and pax, GNU long
 // names, sizes over 8 GiB. Sparse files (holes) and compressed archives are refused by name, and so
-// is an archive without its end mark, for members may be missing. Total: any bytes give a list or
-// an Error (io, corruption with the offset, usage).
+// is an archive without its end mark, or with more than zeros behind it, for members may be
+// missing. Total: any bytes give a list or an Error (io, corruption with the offset, usage).
 #pragma once
 
 #include <cstdint>

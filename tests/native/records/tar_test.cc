@@ -237,6 +237,16 @@ TEST(Tar, TellsWhereItIsDamaged) {
   EXPECT_THAT(error_of(std::string(2000, 'x')), HasSubstr("damaged header at offset 0"));
 }
 
+TEST(Tar, RefusesWhatFollowsItsEnd) {
+  const std::string one = member({"a"}, "1"), two = member({"b"}, "2");
+  EXPECT_THAT(error_of(one + kEnd + two + kEnd), HasSubstr("more follows its end mark"));
+  std::string lost = one + two + member({"c"}, "3") + kEnd;
+  std::fill_n(lost.begin() + 1024, 512, '\0');
+  EXPECT_THAT(error_of(lost), HasSubstr("at offset 1024"));
+  // Writers fill up their last record.
+  EXPECT_TRUE(scan_bytes(one + kEnd + std::string(300'000, '\0')));
+}
+
 TEST(Tar, RefusesDamagedExtendedHeaders) {
   for (const std::string text :
        {"5 a=b\n", "99999 path=a\n", "abc", "10 path=a!", "8 pathaa\n", "3 \n", "0 a=b\n",
