@@ -148,7 +148,7 @@ DLIO ?= dlio-benchmark==2.*
 DLIO_HERE := build/dlio/.of-$(subst /,_,$(DLIO))
 $(DLIO_HERE): | $(STAMPS)/requirements
 	@echo "installing DLIO with TensorFlow into build/dlio (1.6 GB)"
-	@[ -d build/dlio ] || $(BIN)/python scripts/requirements dlio | xargs -d '\n' $(BIN)/python -m pip install -q --target build/dlio
+	@[ -e build/dlio/.whole ] || { rm -rf build/dlio; $(BIN)/python scripts/requirements dlio | xargs -d '\n' $(BIN)/python -m pip install -q --target build/dlio && touch build/dlio/.whole; }
 	@rm -rf build/dlio/.of-* build/dlio/dlio_benchmark*
 	@$(BIN)/python -m pip install -q --no-deps --target build/dlio "$(DLIO)"
 	@touch "$@"

@@ -234,9 +234,12 @@ def _dense(values: Any, kind: Kind) -> _native.Column | None:
         return None
     if values.shape[1:] != shape or 0 in shape:
         return None
-    stored = np.ascontiguousarray(values.astype(kind.dtype))
+    with np.errstate(over="ignore"):
+        stored = np.ascontiguousarray(values.astype(kind.dtype))
     if stored.dtype.kind in "biu" and not np.array_equal(stored, values):
         raise UsageError(f"its numbers are not all of type {kind.dtype}")
+    if stored.dtype.kind == "f" and np.isinf(stored).sum() > np.isinf(values).sum():
+        raise UsageError(f"some of its numbers are too large for {kind.dtype}")
     width = stored.dtype.itemsize * math.prod(values.shape[1:])
     return _Column(stored.reshape(-1).view(np.uint8), width, _NONE, np.zeros(0, np.uint8))
 

@@ -477,3 +477,9 @@ def test_kinds_of_columns(tmp_path: Path) -> None:
         nostall.Files({}, {"a": np.array([300])}, schema={"a": f.Scalar(dtype="uint8")})
     with pytest.raises(UsageError, match=r"column a: sample 0: Scalar: 1\.5 is no int64"):
         nostall.Files({}, {"a": [1.5]}, schema={"a": f.Scalar()})
+    with pytest.raises(
+        UsageError, match=r"column a: some of its numbers are too large for float16"
+    ):
+        nostall.Files({}, {"a": np.array([1e6])}, schema={"a": f.Scalar(dtype="float16")})
+    infinite = {"a": np.array([np.inf, 1.0])}
+    assert len(nostall.Files({}, infinite, schema={"a": f.Scalar(dtype="float16")})) == 2

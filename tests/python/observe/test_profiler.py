@@ -89,7 +89,7 @@ def test_what_a_device_waits_for(tmp_path: Path) -> None:
             x(f"ProfilerStep#{at}", at, at + 999, cat="gpu_user_annotation"),
             run("Memcpy HtoD (Pinned -> Device)", "gpu_memcpy", 9, at, at + 200),
             run("a kernel", "kernel", 7, at + 200, at + 350),
-            run("another kernel", "kernel", 7, at + 350, at + 500),
+            run("Memcpy DtoD (Device -> Device)", "gpu_memcpy", 7, at + 350, at + 500),
             run("ncclDevKernel_AllReduce_Sum", "kernel", 8, at + 400, at + 600),
             run("Memcpy DtoH (Device -> Pinned)", "gpu_memcpy", 5, at + 550, at + 750),
             run("a kernel", "kernel", 7, at + 750, at + 800),

@@ -69,6 +69,8 @@ def devices_of(
 def _cause(a: Activity) -> str:
     """What a device waits for while this runs and nothing computes; empty: it computes."""
     name = a.name.lower()
+    if a.copies and ("dtod" in name or "ptop" in name):
+        return ""  # of tensors that lie on devices already
     if a.copies:
         return "checkpoint" if "dtoh" in name else "copy"
     return "gradient" if any(word in name for word in _REDUCES) else ""
