@@ -134,6 +134,7 @@ class _Encoder:
         return {"$dict": pairs}
 
     def _numpy(self, value: NDArray[Any] | np.generic, path: tuple[Any, ...]) -> Any:
+        _refuse_more_than_data(value, path)
         array = np.asarray(value)
         dtype = array.dtype
         if dtype.hasobject or dtype.names is not None:
@@ -172,10 +173,21 @@ class _Encoder:
                 f"{_place(path)} is a DTensor: save sharded state with torch.distributed.checkpoint "
                 "and nostall.torch.checkpoint.StorageWriter, which can load it on another world size"
             )
-        if value.layout != torch.strided or value.is_quantized or value.device.type == "meta":
+        nested = "nested, " if value.is_nested else ""
+        if (
+            nested
+            or value.layout != torch.strided
+            or value.is_quantized
+            or value.device.type == "meta"
+        ):
             raise UsageError(
-                f"{_place(path)} is a {value.layout} tensor of {value.dtype} on {value.device}: only "
-                "dense tensors with memory can be checkpointed"
+                f"{_place(path)} is a {nested}{value.layout} tensor of {value.dtype} on "
+                f"{value.device}: only dense tensors with memory can be checkpointed"
+            )
+        if _has_no_memory(torch, value):
+            raise UsageError(
+                f"{_place(path)} is a {type(value).__module__}.{type(value).__qualname__} without "
+                "memory of its own: save what it is made of as plain tensors"
             )
         tensor = value.detach()
         tensor = tensor.resolve_conj().resolve_neg().contiguous()
@@ -214,6 +226,33 @@ class _Encoder:
         align = owner.itemsize if isinstance(owner, np.ndarray) else int(owner.element_size())
         self.leaves.append(Leaf(name, code, shape, nbytes, address, align, owner))
         return {"$tensor": name, **node}
+
+
+def _refuse_more_than_data(value: Any, path: tuple[Any, ...]) -> None:
+    masked = isinstance(value, np.ma.MaskedArray)
+    # These two have attributes of NumPy's own.
+    own = isinstance(value, np.memmap | np.matrix)
+    more = [] if own else sorted(getattr(value, "__dict__", ()))
+    if not (masked or more):
+        return
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    names = ".data and .mask" if masked else f"numpy.asarray() of it and {', '.join(more)}"
+    raise UsageError(
+        f"{_place(path)} is a {kind}, which is more than an array: save {names}, each by itself"
+    )
+
+
+def _has_no_memory(torch: Any, tensor: Any) -> bool:
+    """Whether it is made of other tensors, or its memory was given back: its address means nothing."""
+    wraps = getattr(torch.utils._python_dispatch, "is_traceable_wrapper_subclass", None)
+    if wraps is not None and wraps(tensor):
+        return True
+    if tensor.device.type not in ("cpu", "cuda"):  # others may have no address
+        return False
+    try:
+        return bool(tensor.numel()) and not tensor.data_ptr()
+    except (RuntimeError, ValueError):  # of a wrapper; of a parameter that is not initialized
+        return True
 
 
 def called(state: Any) -> Any:

@@ -99,6 +99,42 @@ def test_every_type_comes_back(tmp_path: Path) -> None:
     assert same(restored.state, state)
 
 
+class Metres(np.ndarray):
+    """An array that knows its unit."""
+
+    def __new__(cls, values: Any) -> Metres:
+        array = np.asarray(values).view(cls)
+        array.unit = "m"  # type: ignore[attr-defined]
+        return array
+
+
+class Wrapper(torch.Tensor):
+    """A tensor around another one, as masked ones are."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapper:
+        made: Wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        return made
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0]
+
+
+class Known(Wrapper):
+    """One that torch knows as such, as quantised weights are."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, *_: Any) -> Known:
+        return Known(inner["inner"])
+
+
 LEAVES = st.one_of(
     st.none(),
     st.booleans(),
@@ -156,6 +192,11 @@ def test_tied_weights_stay_tied_and_are_written_once() -> None:
         (torch.eye(3).to_sparse(), "sparse"),
         (torch.empty(2, device="meta"), "meta"),
         (torch.float32, "torch.dtype"),
+        (Wrapper(torch.ones(2)), "Wrapper without memory"),
+        (Known(torch.ones(2)), "Known without memory"),
+        (torch.nn.UninitializedParameter(), "UninitializedParameter without memory"),
+        (np.ma.array([1, 2], mask=[True, False]), r"MaskedArray.*save \.data and \.mask"),
+        (Metres([1.0, 2.0]), r"Metres.*asarray\(\) of it and unit"),
         (Path("/x"), "PosixPath"),
         ({frozenset(): 1}, "frozenset"),
     ],
@@ -167,6 +208,32 @@ def test_what_cannot_be_saved_is_named_by_its_place(value: Any, words: str, tmp_
         assert "state['model'][1]['layer']" in str(error.value)
         assert ckpt.restore() is None
         ckpt.save({"model": 1}, 1, level="durable")
+
+
+def test_memory_that_was_given_back_is_not_read(tmp_path: Path) -> None:
+    weight = torch.ones(1000)
+    weight.untyped_storage().resize_(0)
+    with (
+        nostall.Checkpointer(durable=tmp_path) as ckpt,
+        pytest.raises(UsageError, match=r"state\['w'\] is a torch.Tensor without memory"),
+    ):
+        ckpt.save({"w": weight}, 0)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_named_by_its_place() -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with pytest.raises(UsageError, match=r"state\['w'\] is a nested, torch.strided tensor"):
+        encode({"w": nested})
+
+
+@pytest.mark.filterwarnings("ignore:the matrix subclass")
+def test_arrays_of_numpys_own_kinds_are_saved(tmp_path: Path) -> None:
+    mapped = np.memmap(tmp_path / "mapped", np.float32, "w+", shape=(3,))
+    mapped[:] = 7
+    state = {"mapped": mapped, "matrix": np.matrix([[1, 2]]), "scalar": np.float64(1)}
+    found = through_bytes(state)
+    assert all(np.array_equal(found[key], state[key]) for key in state)
 
 
 def test_a_state_that_contains_itself_is_refused() -> None:
