@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from nostall import _native
 from nostall._version import __version__
 from nostall.checkpoint._lineage import LEGACY, Ranges, checked
-from nostall.checkpoint._tree import ITEM_BYTES, Leaf, Stored
-from nostall.errors import UNREADABLE, CorruptionError
+from nostall.checkpoint._tree import ITEM_BYTES, Leaf, Stored, heaviest
+from nostall.errors import UNREADABLE, CorruptionError, UsageError
 
 FORMAT = "nostall checkpoint"
 VERSION = 2
@@ -46,7 +46,11 @@ def layout(leaves: Sequence[Leaf], guarded: Collection[int] | None = None) -> li
 
 
 def header(tree: Any, ordered: Sequence[Leaf]) -> bytes:
-    """The file's bytes before the arrays; a multiple of the alignment of direct input and output."""
+    """The file's bytes before the arrays; a multiple of the alignment of direct input and output.
+
+    Raises:
+        UsageError: they are more than `parse` takes.
+    """
     table: dict[str, Any] = {
         "__metadata__": {"format": FORMAT, "nostall": json.dumps(tree, separators=(",", ":"))}
     }
@@ -61,6 +65,12 @@ def header(tree: Any, ordered: Sequence[Leaf]) -> bytes:
     text = json.dumps(table, separators=(",", ":")).encode()
     block = _native.CHECKPOINT_ALIGNMENT
     text += b" " * (-(8 + len(text)) % block)
+    if len(text) > _LARGEST_HEADER:
+        place, size = heaviest(tree)
+        raise UsageError(
+            f"values beside the arrays take {len(text)} bytes as text, and a checkpoint holds "
+            f"{_LARGEST_HEADER} of them: {place} has {size}; make it one array"
+        )
     return len(text).to_bytes(8, "little") + text
 
 

@@ -1,12 +1,14 @@
 """A training's state as a tree of plain values and named arrays, and back, without pickle.
 
-Dictionaries, lists, tuples, numbers, strings, bytes and None become JSON; arrays and tensors become
-names that point into a safetensors file. Whatever else the state holds is refused with its place.
+Dictionaries, lists, tuples, numbers, strings, bytes and None become JSON; arrays, tensors and long
+bytes become names that point into a safetensors file. Whatever else the state holds is refused with
+its place.
 """
 
 from __future__ import annotations
 
 import base64
+import json
 import math
 import sys
 import time
@@ -59,6 +61,10 @@ ITEM_BYTES = {
     "F8_E5M2": 1,
 }
 _DEEPEST = 100
+# Bytes that are longer are kept as an array is.
+_SHORT_BYTES = 1024
+# Integers of more bits are kept in hexadecimal: Python limits decimal digits, at the lowest to 640.
+_SHORT_INT_BITS = 2048
 
 
 @dataclass(frozen=True)
@@ -91,13 +97,13 @@ class _Encoder:
         if value is None or isinstance(value, bool | str):
             return value
         if type(value) is int:
-            return value
+            return value if value.bit_length() <= _SHORT_INT_BITS else {"$int": hex(value)}
         if type(value) is float:
             return value if math.isfinite(value) else {"$float": repr(value)}
         if isinstance(value, complex) and type(value) is complex:
             return {"$complex": [value.real.hex(), value.imag.hex()]}
         if isinstance(value, bytes | bytearray):
-            return {"$bytes": base64.b64encode(value).decode()}
+            return self._bytes(value, path)
         if isinstance(value, Mapping):
             return self._mapping(value, path)
         if isinstance(value, tuple):
@@ -119,6 +125,14 @@ class _Encoder:
             "hold arrays, tensors, numbers, strings, bytes, None, dictionaries, lists, tuples and "
             "objects with a state_dict; leave it out or turn it into one of these"
         )
+
+    def _bytes(self, value: bytes | bytearray, path: tuple[Any, ...]) -> Any:
+        if len(value) <= _SHORT_BYTES:
+            return {"$bytes": base64.b64encode(value).decode()}
+        array = np.frombuffer(bytes(value), np.uint8)
+        node = {"kind": "bytes"}
+        address = array.ctypes.data
+        return {"$bytes": self._leaf(node, path, "U8", array.shape, array, address, len(array))}
 
     def _mapping(self, value: Mapping[Any, Any], path: tuple[Any, ...]) -> Any:
         if all(type(key) is str and not key.startswith("$") for key in value):
@@ -311,12 +325,17 @@ def decode(tree: Any, arrays: Mapping[str, Stored], placed: Mapping[str, Any] | 
             return tuple(build(v) for v in node["$tuple"])
         if "$dict" in node:
             return {build(key): build(v) for key, v in node["$dict"]}
+        if "$int" in node:
+            return int(node["$int"], 16)
         if "$float" in node:
             return float(node["$float"])
         if "$complex" in node:
             return complex(*(float.fromhex(part) for part in node["$complex"]))
         if "$bytes" in node:
-            return base64.b64decode(node["$bytes"])
+            kept = node["$bytes"]
+            if isinstance(kept, str):
+                return base64.b64decode(kept)
+            return arrays[kept["$tensor"]].data.tobytes()
         raise ValueError(f"unknown node {sorted(node)}")
 
     try:
@@ -330,6 +349,34 @@ def decode(tree: Any, arrays: Mapping[str, Stored], placed: Mapping[str, Any] | 
         RuntimeError,
     ) as error:
         raise CorruptionError(f"the checkpoint's tree of values cannot be read: {error}") from error
+
+
+def heaviest(tree: Any) -> tuple[str, int]:
+    """The place of the innermost value that takes most of the text of a tree, and its bytes."""
+    path: tuple[Any, ...] = ()
+    size = _text_bytes(tree)
+    while True:
+        sizes = [(_text_bytes(one), key, one) for key, one in _children(tree)]
+        most, key, one = max(sizes, key=lambda found: found[0], default=(0, None, None))
+        if 2 * most <= size:
+            return _place(path), size
+        path, size, tree = (*path, key), most, one
+
+
+def _text_bytes(tree: Any) -> int:
+    return len(json.dumps(tree, separators=(",", ":")))
+
+
+def _children(node: Any) -> list[tuple[Any, Any]]:
+    """The nodes in a node, by the keys that they have in the state."""
+    if isinstance(node, dict):
+        if "$dict" in node:
+            return [(decode(key, {}), one) for key, one in node["$dict"]]
+        if "$tuple" not in node:
+            plain = not any(key.startswith("$") for key in node)
+            return list(node.items()) if plain else []
+        node = node["$tuple"]
+    return list(enumerate(node)) if isinstance(node, list) else []
 
 
 def import_for(tree: Any) -> float:

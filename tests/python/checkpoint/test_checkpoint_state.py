@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nostall
-from nostall.checkpoint import rng_state, set_rng_state
+from nostall.checkpoint import _format, rng_state, set_rng_state
 from nostall.checkpoint._format import header, layout, parse
 from nostall.checkpoint._tree import decode, encode
 from nostall.errors import CorruptionError, UsageError
@@ -69,6 +69,7 @@ def same(a: Any, b: Any) -> bool:
 def test_every_type_comes_back(tmp_path: Path) -> None:
     state = {
         "scalars": [1, -(2**70), 0.1, float("inf"), float("nan"), -0.0, 1 + 2j, True, None, "é", b"\0"],
+        "long": [-(10**5000), 2**2048, bytes(range(256)) * 20, b"x" * 5000],
         "tuple": (1, (2, [3])),
         5: {"int": "keys", None: 1, (1, "a"): 2, 1.5: 3, False: 4},
         "$odd": {"$tensor": "not a tensor"},
@@ -234,6 +235,41 @@ def test_arrays_of_numpys_own_kinds_are_saved(tmp_path: Path) -> None:
     state = {"mapped": mapped, "matrix": np.matrix([[1, 2]]), "scalar": np.float64(1)}
     found = through_bytes(state)
     assert all(np.array_equal(found[key], state[key]) for key in state)
+
+
+def test_values_that_are_too_much_text_are_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_format, "_LARGEST_HEADER", 100_000)
+    state: dict[str, Any] = {"a": {3: ("x", [0.123456789] * 20_000)}, "text": "x" * 10_000}
+    with nostall.Checkpointer(durable=tmp_path) as ckpt:
+        words = r"state\['a'\]\[3\]\[1\] has 240001; make it one array"
+        with pytest.raises(UsageError, match=words):
+            ckpt.prepare(state)
+        with pytest.raises(UsageError, match=words):
+            ckpt.save(state, 1)
+        assert not list(tmp_path.glob("step-*"))
+        fitting = {
+            "a": np.array(state["a"][3][1]),
+            "bytes": b"x" * 1_000_000,
+            "list": [b"y" * 2000],
+        }
+        ckpt.save(fitting, 2, level="durable")
+        found = ckpt.restore()
+    assert found is not None and same(found.state, fitting)
+
+
+def test_bytes_that_change_after_the_save_are_as_they_were(tmp_path: Path) -> None:
+    value = bytearray(b"x" * 5000)
+    with nostall.Checkpointer(durable=tmp_path) as ckpt:
+        saved = ckpt.save({"value": value}, 1, window=True)
+        value[:] = b"y" * 5000
+        value.clear()  # its memory is not held
+        ckpt.before_update()
+        assert saved is not None
+        saved.wait()
+        found = ckpt.restore()
+    assert found is not None and found.state["value"] == b"x" * 5000
 
 
 def test_a_state_that_contains_itself_is_refused() -> None:
