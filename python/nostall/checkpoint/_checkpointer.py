@@ -492,9 +492,10 @@ class Checkpointer:
             step: restore this one instead of the newest; if it is not the newest, a branch begins
                 there, and later checkpoints are superseded, with a warning.
             into: a state as given to `save`, but no function. Objects with a load_state_dict load their
-                state, arrays and tensors are filled in place, all other values are replaced; None takes
-                whatever was saved in its place. If names or arrays do not fit, nothing changes; if a
-                load_state_dict raises, some of the rest may be loaded.
+                state, arrays and tensors are filled in place, all other values are replaced, also those
+                of tuples; None takes whatever was saved in its place. If names or arrays do not fit,
+                nothing changes; if a load_state_dict raises, some of the rest may be loaded. An array
+                or a tuple by itself must be filled as a whole.
             progress: called now and then with (bytes read, bytes in all).
 
         Returns:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -204,39 +204,31 @@ def check_fit(target: Any, state: Any) -> list[Callable[[], object]]:
         UsageError: the checkpoint has other names, or an array of another shape or type.
     """
     todo: list[Callable[[], object]] = []
-    if callable(getattr(target, "load_state_dict", None)):
-        _plan(target, state, "state", todo)
-    else:
-        _plan_mapping(target, state, "state", todo)
+    loads = callable(getattr(target, "load_state_dict", None))
+    if isinstance(target, MutableMapping | list) and not loads:  # its entries can be replaced
+        _plan_entries(target, state, "state", todo)
+    elif _plan(target, state, "state", todo) is not None:
+        raise UsageError(
+            f"into= is a {type(target).__name__}, not all of which can be filled: give a dictionary, a "
+            "list, a writeable array or an object with a load_state_dict, or read restore().state"
+        )
     return todo
 
 
-def _plan(value: Any, saved: Any, place: str, todo: list[Callable[[], object]]) -> bool:
-    """Notes how `value` is filled in place; False if it must be replaced."""
+def _plan(
+    value: Any, saved: Any, place: str, todo: list[Callable[[], object]]
+) -> Callable[[], Any] | None:
+    """Notes how `value` is filled in place; what makes the value that takes its place, if it is not."""
     if callable(getattr(value, "load_state_dict", None)):
         todo.append(partial(_load, value, saved, place))
-        return True
-    if is_array(value):
+        return None
+    if is_array(value) or _is_of_jax(value):
         _check_array(value, saved, place)
-        return _plan_fill(value, saved, todo)
-    if _is_of_jax(value):
-        _check_array(value, saved, place)
-        return False
-    if isinstance(value, MutableMapping) and any(map(_is_in_place, value.values())):
-        _plan_mapping(value, saved, place, todo)
-        return True
-    # The entries of a tuple cannot change, so it is replaced unless all of them are filled.
-    if (isinstance(value, list) and any(map(_is_in_place, value))) or (
-        isinstance(value, tuple) and value and all(map(is_array, value))
-    ):
-        if not isinstance(saved, list | tuple) or len(saved) != len(value):
-            of = len(saved) if isinstance(saved, list | tuple) else type(saved).__name__
-            raise UsageError(f"{place} has {len(value)} entries, the checkpoint {of} there")
-        for i, (old, new) in enumerate(zip(value, saved, strict=True)):
-            if not _plan(old, new, f"{place}[{i}]", todo) and isinstance(value, list):
-                todo.append(partial(_replace, value, i, new))
-        return True
-    return False
+        if is_array(value) and _plan_fill(value, saved, todo):
+            return None
+    elif _is_in_place(value):
+        return _plan_entries(value, saved, place, todo)
+    return partial(_as_it_was, value, saved)
 
 
 class MisfitError(UsageError):
@@ -255,23 +247,53 @@ def _load(value: Any, saved: Any, place: str) -> None:
         ) from error
 
 
-def _plan_mapping(
-    target: MutableMapping[str, Any], saved: Any, place: str, todo: list[Callable[[], object]]
-) -> None:
-    if not isinstance(saved, dict) or saved.keys() != target.keys():
-        names = sorted(map(str, saved)) if isinstance(saved, dict) else type(saved).__name__
-        where = "" if place == "state" else f" in {place}"
-        raise UsageError(
-            f"the checkpoint holds {names}{where}, this training has {sorted(map(str, target))}: give "
-            "into= the same names, or read restore().state without it"
-        )
-    for key, value in target.items():
-        if not _plan(value, saved[key], f"{place}[{key!r}]", todo):
-            todo.append(partial(_replace, target, key, saved[key]))
+def _plan_entries(
+    target: Any, saved: Any, place: str, todo: list[Callable[[], object]]
+) -> Callable[[], Any] | None:
+    """As `_plan`, of a mapping, a list or a tuple."""
+    _check_entries(target, saved, place)
+    made = {}
+    for key, old in _entries(target):
+        make = _plan(old, saved[key], f"{place}[{key!r}]", todo)
+        if make is not None:
+            made[key] = make
+    if isinstance(target, MutableMapping | list):
+        todo += [partial(_replace, target, key, make) for key, make in made.items()]
+        return None
+    return partial(_with, target, made) if made else None
 
 
-def _replace(values: Any, key: Any, saved: Any) -> None:
-    values[key] = _as_it_was(values[key], saved)
+def _entries(values: Any) -> list[tuple[Any, Any]]:
+    return list(values.items() if isinstance(values, Mapping) else enumerate(values))
+
+
+def _check_entries(target: Any, saved: Any, place: str) -> None:
+    if isinstance(target, Mapping):
+        if not isinstance(saved, dict) or saved.keys() != target.keys():
+            names = sorted(map(str, saved)) if isinstance(saved, dict) else type(saved).__name__
+            where = "" if place == "state" else f" in {place}"
+            raise UsageError(
+                f"the checkpoint holds {names}{where}, this training has {sorted(map(str, target))}: "
+                "give into= the same names, or read restore().state without it"
+            )
+    elif not isinstance(saved, list | tuple) or len(saved) != len(target):
+        of = len(saved) if isinstance(saved, list | tuple) else type(saved).__name__
+        raise UsageError(f"{place} has {len(target)} entries, the checkpoint {of} there")
+
+
+def _replace(values: Any, key: Any, make: Callable[[], Any]) -> None:
+    values[key] = make()
+
+
+def _with(values: Any, made: Mapping[Any, Callable[[], Any]]) -> Any:
+    """A tuple, or a mapping that cannot change, with other entries."""
+    entries = {key: made[key]() if key in made else old for key, old in _entries(values)}
+    return entries if isinstance(values, Mapping) else _tuple_as(values, entries.values())
+
+
+def _tuple_as(value: Any, entries: Iterable[Any]) -> Any:
+    """A tuple of these; a named one if that one is."""
+    return getattr(type(value), "_make", tuple)(entries)
 
 
 def _as_it_was(value: Any, saved: Any) -> Any:
@@ -282,18 +304,18 @@ def _as_it_was(value: Any, saved: Any) -> Any:
         if not value.committed:
             return jax.numpy.asarray(array)
         return jax.make_array_from_callback(array.shape, value.sharding, array.__getitem__)
+    if isinstance(value, tuple) and isinstance(saved, tuple) and len(value) == len(saved):
+        return _tuple_as(value, map(_as_it_was, value, saved))
     return saved
 
 
 def _is_in_place(value: Any) -> bool:
     """Whether something in there is filled in place, or has its place on devices of JAX."""
-    if isinstance(value, MutableMapping):
-        return any(map(_is_in_place, value.values()))
-    if isinstance(value, list):
-        return any(map(_is_in_place, value))
-    if is_array(value) or _is_of_jax(value):
+    if callable(getattr(value, "load_state_dict", None)) or is_array(value) or _is_of_jax(value):
         return True
-    return callable(getattr(value, "load_state_dict", None))
+    if isinstance(value, Mapping | list | tuple):
+        return any(_is_in_place(one) for _, one in _entries(value))
+    return False
 
 
 def _is_tensor(value: Any) -> bool:

@@ -8,7 +8,7 @@ import math
 import random
 import types
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -328,6 +328,81 @@ def test_a_module_is_a_state_and_is_not_called(tmp_path: Path) -> None:
         assert found is not None and same(found.state["model"], dict(model.state_dict()))
         ckpt.restore(1, into=(other := torch.nn.Linear(4, 3)))
         assert same(dict(other.state_dict()), dict(model.state_dict()))
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+def test_what_lies_in_tuples_is_loaded(tmp_path: Path) -> None:
+    def training(value: float) -> dict[str, Any]:
+        nets = torch.nn.Linear(2, 3), torch.nn.Linear(3, 2)
+        for net in nets:
+            torch.nn.init.constant_(net.weight, value)
+        optimizer = torch.optim.SGD(nets[0].parameters(), lr=value)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        fixed = np.full(2, value)
+        fixed.flags.writeable = False
+        return {
+            "nets": nets,
+            "opts": [(optimizer, schedule)],
+            "hidden": [(torch.full((2,), value), torch.full((3,), value))],
+            "ema": {"pair": (np.full(2, value), np.full(3, value))},
+            "mixed": Pair(Pair(torch.full((2,), value), value), (value, fixed)),
+            "plain": (value, Pair(value, [value])),
+            "proxy": types.MappingProxyType({"net": torch.nn.Linear(1, 1), "value": value}),
+        }
+
+    first, second = training(0.5), training(0.25)
+    before = dict(second)
+    kept = second["hidden"][0][0], second["mixed"].first.first, second["proxy"]["net"]
+    with nostall.Checkpointer(durable=tmp_path) as ckpt:
+        ckpt.save(first, 1, level="durable")
+        ckpt.restore(into=second)
+        assert second["nets"] is before["nets"] and second["opts"] is before["opts"]
+        for one, other in zip(second["nets"], first["nets"], strict=True):
+            assert same(dict(one.state_dict()), dict(other.state_dict()))
+        assert [one.state_dict() for one in second["opts"][0]] == [
+            one.state_dict() for one in first["opts"][0]
+        ]
+        for name in ("hidden", "ema", "mixed", "plain"):
+            assert same(second[name], first[name]), name
+        assert second["hidden"][0][0] is kept[0] and second["mixed"].first.first is kept[1]
+        assert isinstance(second["plain"][1], Pair)
+        assert second["proxy"]["net"] is kept[2] and second["proxy"]["value"] == 0.5
+        assert kept[2].weight.equal(first["proxy"]["net"].weight)
+        other = {**second, "hidden": [(torch.zeros(2), torch.zeros(4))]}
+        with pytest.raises(UsageError, match=r"state\['hidden'\]\[0\]\[1\] is of shape \(4,\)"):
+            ckpt.restore(into=other)
+
+
+@pytest.mark.parametrize(
+    ("saved", "into"),
+    [
+        ([np.ones(3), 5], [np.zeros(3), None]),
+        ([1, 2], [None, None]),
+        ((np.ones(3), [5]), (np.zeros(3), [np.zeros(2)])),
+        (torch.ones(3), torch.zeros(3)),
+        (np.ones(3), np.zeros(3)),
+    ],
+)
+def test_a_list_a_tuple_or_an_array_is_a_whole_state(tmp_path: Path, saved: Any, into: Any) -> None:
+    if isinstance(saved, tuple):
+        saved, into = (saved[0], [saved[0]]), (into[0], [into[0].copy()])
+    with nostall.Checkpointer(durable=tmp_path) as ckpt:
+        ckpt.save(saved, 1, level="durable")
+        ckpt.restore(into=into)
+    assert same(into, saved)
+
+
+@pytest.mark.parametrize("into", [(1, np.zeros(3)), 5, (1, 2)])
+def test_what_cannot_be_filled_is_refused(tmp_path: Path, into: Any) -> None:
+    with nostall.Checkpointer(durable=tmp_path) as ckpt:
+        ckpt.save((1, np.ones(3)) if isinstance(into, tuple) else 7, 1, level="durable")
+        kind = type(into).__name__
+        with pytest.raises(UsageError, match=f"into= is a {kind}, not all of which can be filled"):
+            ckpt.restore(into=into)
 
 
 def test_restoring_into_other_names_is_refused(tmp_path: Path) -> None:
