@@ -8,10 +8,12 @@ its place.
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import math
 import sys
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -104,6 +106,9 @@ class _Encoder:
             return {"$complex": [value.real.hex(), value.imag.hex()]}
         if isinstance(value, bytes | bytearray):
             return self._bytes(value, path)
+        # Before what it may be besides: a restore gives it to load_state_dict.
+        if all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict")):
+            value = value.state_dict()
         if isinstance(value, Mapping):
             return self._mapping(value, path)
         if isinstance(value, tuple):
@@ -135,8 +140,14 @@ class _Encoder:
         return {"$bytes": self._leaf(node, path, "U8", array.shape, array, address, len(array))}
 
     def _mapping(self, value: Mapping[Any, Any], path: tuple[Any, ...]) -> Any:
+        versions = getattr(value, "_metadata", None)
+        if isinstance(versions, Mapping):
+            return {"$dict": self._pairs(value, path), "$metadata": _without_arrays(versions)}
         if all(type(key) is str and not key.startswith("$") for key in value):
             return {key: self.encode(v, (*path, key)) for key, v in value.items()}
+        return {"$dict": self._pairs(value, path)}
+
+    def _pairs(self, value: Mapping[Any, Any], path: tuple[Any, ...]) -> list[Any]:
         pairs = []
         for key, v in value.items():
             if key is not None and not isinstance(key, bool | int | float | str | tuple):
@@ -145,7 +156,7 @@ class _Encoder:
                     "strings, numbers or tuples of them"
                 )
             pairs.append([self.encode(key, (*path, "key")), self.encode(v, (*path, key))])
-        return {"$dict": pairs}
+        return pairs
 
     def _numpy(self, value: NDArray[Any] | np.generic, path: tuple[Any, ...]) -> Any:
         _refuse_more_than_data(value, path)
@@ -269,6 +280,20 @@ def _has_no_memory(torch: Any, tensor: Any) -> bool:
         return True
 
 
+def _without_arrays(values: Mapping[Any, Any]) -> Any:
+    """The node of a mapping, but for entries that hold arrays or what a checkpoint cannot."""
+    pairs = []
+    encoder = _Encoder(None)
+    for key, value in values.items():
+        with contextlib.suppress(UsageError):
+            pair = [encoder.encode(key, ()), encoder.encode(value, ())]
+            if not encoder.leaves:
+                pairs.append(pair)
+        if encoder.leaves:
+            encoder = _Encoder(None)
+    return {"$dict": pairs}
+
+
 def called(state: Any) -> Any:
     """What a function returns, or the state itself: a module is one, though it can be called."""
     if callable(state) and not callable(getattr(state, "state_dict", None)):
@@ -324,7 +349,12 @@ def decode(tree: Any, arrays: Mapping[str, Stored], placed: Mapping[str, Any] | 
         if "$tuple" in node:
             return tuple(build(v) for v in node["$tuple"])
         if "$dict" in node:
-            return {build(key): build(v) for key, v in node["$dict"]}
+            values = {build(key): build(v) for key, v in node["$dict"]}
+            if "$metadata" not in node:
+                return values
+            state = OrderedDict(values)  # as a module's own, which a plain dict cannot be
+            state._metadata = build(node["$metadata"])  # type: ignore[attr-defined]
+            return state
         if "$int" in node:
             return int(node["$int"], 16)
         if "$float" in node:

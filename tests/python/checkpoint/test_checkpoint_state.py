@@ -405,6 +405,68 @@ def test_what_cannot_be_filled_is_refused(tmp_path: Path, into: Any) -> None:
             ckpt.restore(into=into)
 
 
+class Counts(dict[str, int]):
+    """A dictionary that saves and loads itself."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"items": list(self.items())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.clear()
+        self.update(state["items"])
+
+
+def test_a_dictionary_with_a_state_dict_is_such_an_object(tmp_path: Path) -> None:
+    with nostall.Checkpointer(durable=tmp_path) as ckpt:
+        ckpt.save({"counts": Counts(a=1, b=2)}, 1, level="durable")
+        into = {"counts": Counts(c=3)}
+        ckpt.restore(into=into)
+        found = ckpt.restore()
+    assert into["counts"] == {"a": 1, "b": 2}
+    assert found is not None and found.state == {"counts": {"items": [("a", 1), ("b", 2)]}}
+
+
+class Versioned(torch.nn.Linear):
+    """A module whose weights mean something else since its version 2."""
+
+    _version = 2
+
+    def _load_from_state_dict(
+        self, state: Any, prefix: str, metadata: dict[str, Any], *rest: Any
+    ) -> None:
+        assert metadata.get("version") == 2
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+def test_modules_know_the_version_of_what_they_load(tmp_path: Path) -> None:
+    first, second = (torch.nn.Sequential(Versioned(2, 2)) for _ in range(2))
+    with nostall.Checkpointer(durable=tmp_path) as ckpt:
+        ckpt.save({"net": first}, 1, level="durable")
+        ckpt.restore(into={"net": second})
+    assert same(dict(second.state_dict()), dict(first.state_dict()))
+
+
+def test_the_state_of_a_module_keeps_its_versions() -> None:
+    module = torch.nn.Sequential(Versioned(2, 2))
+    state = through_bytes({"net": module, "dict": module.state_dict()})
+    for one in (*state.values(), *through_bytes(state).values()):
+        assert same(dict(one), dict(module.state_dict()))
+        torch.nn.Sequential(Versioned(2, 2)).load_state_dict(one)
+
+
+def test_versions_that_no_checkpoint_can_hold_are_left_out() -> None:
+    state = collections.OrderedDict(w=1)
+    state._metadata = {"": {"version": 3}, "a": {"x": object()}, "b": {"x": torch.ones(1)}}  # type: ignore[attr-defined]
+    assert through_bytes(state)._metadata == {"": {"version": 3}}
+
+
+def test_what_older_releases_have_written_is_read() -> None:
+    tree = {"bytes": {"$bytes": "eHl6"}, "net": {"weight": 1, "bias": 2}}
+    state = decode(tree, {})
+    assert state == {"bytes": b"xyz", "net": {"weight": 1, "bias": 2}}
+    assert type(state["net"]) is dict
+
+
 def test_restoring_into_other_names_is_refused(tmp_path: Path) -> None:
     with nostall.Checkpointer(durable=tmp_path) as ckpt:
         ckpt.save({"a": 1}, 1, level="durable")
