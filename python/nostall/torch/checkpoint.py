@@ -166,14 +166,19 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
                 self._recognized = True
         where = plan.storage_data
         state: dict[str, dict[str, Any]] = {"tensors": {}, "objects": {}}
+        keys = []
         for i, item in enumerate(plan.items):
-            data = planner.resolve_data(item)
+            data: Any = planner.resolve_data(item)
+            values = state["tensors"]
             if item.type == WriteItemType.BYTE_IO:
                 # Just made by the planner; stored as values, so that loading needs no pickle.
                 data.seek(0)
-                state["objects"][str(i)] = torch.load(data, weights_only=False)
-            else:
-                state["tensors"][str(i)] = data
+                data, values = torch.load(data, weights_only=False), state["objects"]
+            key = item.index.fqn
+            while key in values:  # another part of the same tensor
+                key += f"#{i}"
+            values[key] = data
+            keys.append(key)
         copies = DeviceCopies(self._streams, {})  # of all tensors on a device at once, and one wait
         tree, leaves = encode(state, copies.host)
         if copies:
@@ -210,12 +215,12 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
                     index=item.index,
                     size_in_bytes=_size(item),
                     storage_data={
-                        "key": str(i),
+                        "key": key,
                         "part": where["part"],
                         "note": note if not i else None,
                     },
                 )
-                for i, item in enumerate(plan.items)
+                for i, (key, item) in enumerate(zip(keys, plan.items, strict=True))
             ]
         )
         return done

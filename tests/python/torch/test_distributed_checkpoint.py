@@ -87,6 +87,26 @@ def test_what_a_save_returned_for_stays_until_a_rule_of_its_branch_retires_it(
         load(blank(), root)
 
 
+def test_what_cannot_be_saved_is_named_as_the_user_names_it(group: None, tmp_path: Path) -> None:
+    state = {"model": {"good": torch.ones(2), "bad": torch.ones(2).to_sparse()}}
+    writer = StorageWriter(tmp_path / "c")
+    with pytest.raises(
+        dcp.api.CheckpointException, match=r"\['model\.bad'\] is a torch.sparse_coo"
+    ):
+        dcp.save(state, checkpoint_id="1", storage_writer=writer)
+    writer.close()
+
+
+@pytest.mark.parametrize("id", ["run/1234567890123", "1234567890123/"])
+def test_a_number_that_is_no_step_is_refused(tmp_path: Path, id: str) -> None:
+    for one in (StorageWriter(tmp_path), StorageReader(tmp_path)):
+        with pytest.raises(UsageError, match="steps are from 0 to 999999999999, not 1234567890123"):
+            one.reset(id)
+    reader = StorageReader(tmp_path)
+    reader.reset("run/0000000000000120")
+    assert reader.step == 120
+
+
 def test_async_save(group: None, tmp_path: Path) -> None:
     writer = StorageWriter(tmp_path / "c")
     dcp.async_save(state_of(4), checkpoint_id="4", storage_writer=writer).result()
