@@ -53,14 +53,20 @@ from nostall.checkpoint._place import Pacing, UnreachableError
 from nostall.checkpoint._restore import describe, on_branch, view
 from nostall.checkpoint._retention import Keep
 from nostall.checkpoint._saved import Settings
-from nostall.checkpoint._store import Store, io_errors, part_name, refuse_unmounted
+from nostall.checkpoint._store import (
+    LARGEST_STEP,
+    Store,
+    io_errors,
+    part_name,
+    refuse_unmounted,
+)
 from nostall.checkpoint._tree import decode, encode
 from nostall.errors import CorruptionError, Error, IoError, UsageError
 
 __all__ = ["StorageReader", "StorageWriter", "load"]
 
 _log = logging.getLogger("nostall")
-_STEP = re.compile(r"(\d{1,12})/?$")
+_STEP = re.compile(r"0*(\d+)/?$")
 _FORMATS = {
     "contiguous": torch.contiguous_format,
     "channels_last": torch.channels_last,
@@ -107,12 +113,12 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Takes the step from the id of the next checkpoint."""
-        match = _STEP.search(os.fspath(checkpoint_id)) if checkpoint_id is not None else None
-        if match is None:
+        step = _step_of(checkpoint_id)
+        if step is None:
             raise UsageError(
                 f'checkpoint_id must end with the step, as "120" or "run/120", not {checkpoint_id!r}'
             )
-        self._step = int(match[1])
+        self._step = step
 
     def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **__: Any) -> None:
         """The coordinator takes the directory at its first save."""
@@ -305,9 +311,9 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Takes the step from an id that has one."""
-        match = _STEP.search(os.fspath(checkpoint_id)) if checkpoint_id is not None else None
-        if match is not None:
-            self.step = int(match[1])
+        step = _step_of(checkpoint_id)
+        if step is not None:
+            self.step = step
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """What the checkpoint holds, from its manifest."""
@@ -560,6 +566,22 @@ def _refuse_different(store: Store, saves: list[tuple[int, str] | None]) -> None
 
 
 # ---------------------------------------------------------------------- metadata
+
+
+def _step_of(checkpoint_id: str | os.PathLike[str] | None) -> int | None:
+    """The number that an id ends with.
+
+    Raises:
+        UsageError: it is larger than a step.
+    """
+    match = _STEP.search(os.fspath(checkpoint_id)) if checkpoint_id is not None else None
+    if match is None:
+        return None
+    if len(match[1]) > len(str(LARGEST_STEP)):
+        raise UsageError(
+            f"steps are from 0 to {LARGEST_STEP}, not {match[1]} as in {checkpoint_id!r}"
+        )
+    return int(match[1])
 
 
 def _size(item: Any) -> int:
