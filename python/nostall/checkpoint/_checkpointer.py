@@ -349,11 +349,13 @@ class Checkpointer:
         except BaseException as error:
             self._tell_others(job, error)
             raise
-        self._background.submit(job, awaited=wanted)
-        self._remember(saved)
-        if wanted != "memory":
+        try:
+            self._background.submit(job, awaited=wanted)
+            self._remember(saved)
+        finally:  # also of an interrupt: the writer waits for the blocks
             if snapshot is not None:
                 snapshot.finish()
+        if wanted != "memory":
             del leaves
             saved.wait(wanted, self._options.timeout + 10)
         saved.seconds = time.perf_counter() - began

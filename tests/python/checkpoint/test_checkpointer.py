@@ -1238,6 +1238,35 @@ def test_what_is_removed_after_the_look_is_passed_over(
     assert f"passing over a checkpoint: step 2 in {tmp_path} is gone" in caplog.text
 
 
+@pytest.mark.parametrize("level", ["fast", "durable"])
+def test_an_interrupt_after_the_copy_has_begun_leaves_a_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: Any
+) -> None:
+    finished = []
+
+    class Watched:
+        def __init__(self, snapshot: Any) -> None:
+            self._snapshot = snapshot
+
+        def finish(self) -> None:
+            self._snapshot.finish()
+            finished.append(self._snapshot.size)
+
+    def interrupt(_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable") as ckpt:
+        inner = ckpt._snapshot
+        monkeypatch.setattr(ckpt, "_snapshot", lambda *given: Watched(inner(*given)))
+        monkeypatch.setattr(ckpt, "_remember", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            ckpt.save(state_of(1), 1, level=level)
+        assert len(finished) == 1  # before the training changes anything
+        ckpt.wait(60)
+        found = ckpt.restore()
+    assert found is not None and found.step == 1
+
+
 @pytest.mark.parametrize("name", ["_read", "_choices", "_manifest"])
 def test_what_no_one_expects_to_fail_on_a_rank_ends_the_restore_of_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
