@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -396,20 +397,24 @@ class _Reporter:
     ) -> None:
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
-        if progress is not None:
+        self._progress, self._counter, self._total = progress, counter, total
 
-            def report() -> None:
-                while not self._done.wait(0.2):
-                    progress(counter.bytes, total)
-                progress(counter.bytes, total)
-
-            self._thread = threading.Thread(target=report, daemon=True)
+    def _report(self) -> None:
+        assert self._progress is not None
+        while not self._done.wait(0.2):
+            self._progress(self._counter.bytes, self._total)
+        self._progress(self._counter.bytes, self._total)
 
     def __enter__(self) -> None:
-        if self._thread is not None:
-            self._thread.start()
+        if self._progress is not None:
+            thread = threading.Thread(target=self._report, daemon=True)
+            with contextlib.suppress(RuntimeError):  # a limit of processes: it reports the end
+                thread.start()
+                self._thread = thread
 
     def __exit__(self, *_: object) -> None:
         self._done.set()
         if self._thread is not None:
             self._thread.join()
+        elif self._progress is not None:
+            self._report()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,8 @@ from nostall.errors import CorruptionError, IoError, StoppedError
 
 if TYPE_CHECKING:
     from nostall.checkpoint._objects import ObjectStore
+
+T = TypeVar("T")
 
 # Of a multipart upload: bytes of a request, requests at a time (the client begins one more before it
 # waits), and the most requests that S3 takes of one.
@@ -169,6 +171,40 @@ class ObjectPart:
         return read_blocks(self._store, self._step, self._part, blocks, into, threads, progress)
 
 
+def _in_threads(threads: int, call: Callable[[int], T], values: Iterable[int]) -> list[T]:
+    """The results of the calls, in any order, by so many threads with this one or as many as the system
+    gives; the first error of one of them ends it."""
+    left, lock = iter(values), threading.Lock()
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            while not errors:
+                with lock:
+                    value = next(left, None)
+                if value is None:
+                    return
+                results.append(call(value))
+        except BaseException as error:
+            errors.append(error)
+
+    helpers = []
+    for _ in range(threads - 1):
+        helper = threading.Thread(target=work, name="nostall restore")
+        try:
+            helper.start()
+        except RuntimeError:  # a limit of processes
+            break
+        helpers.append(helper)
+    work()
+    for helper in helpers:
+        helper.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
 def read_blocks(
     store: ObjectStore,
     step: int,
@@ -216,8 +252,7 @@ def read_blocks(
         return damaged
 
     try:
-        with ThreadPoolExecutor(min(_READERS, max(1, threads)), "nostall restore") as pool:
-            runs = pool.map(one, range(blocks.start, blocks.stop, _RUN))
-            return [block for damaged in runs for block in damaged]
+        runs = _in_threads(min(_READERS, threads), one, range(blocks.start, blocks.stop, _RUN))
+        return sorted(itertools.chain.from_iterable(runs))
     except FileNotFoundError:
         raise IoError(f"{store.place(step) / part.name} does not exist") from None

@@ -155,6 +155,32 @@ def test_a_rate_is_kept_until_a_thread_waits(url: str, tmp_path: Path) -> None:
     assert store.check(3, part, threads=2) == []
 
 
+@pytest.mark.parametrize("threads", [0, 1])  # that can be started
+def test_parts_are_read_by_the_threads_there_are(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    store, (manifest, path) = store_at(url), one_part(tmp_path, blocks=7)
+    (part,) = manifest.parts
+    store.copy(path, 1, part.name, part, Pacing()).run()
+    start, left = threading.Thread.start, [threads]
+
+    def start_or_fail(thread: threading.Thread) -> None:
+        if thread.name.startswith("nostall restore"):
+            if not left[0]:
+                raise RuntimeError("can't start new thread")
+            left[0] -= 1
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_fail)
+    file = store.open(1, part)
+    assert file.read(0, 7, threads=4) == []
+    assert file.data.tobytes() == path.read_bytes()
+    wrong = dataclasses.replace(part, crcs=(part.crcs[0], 0, *part.crcs[2:6], 0))
+    assert store.check(1, wrong, threads=4) == [1, 6]
+    with pytest.raises(IoError, match="does not exist"):
+        store.check(2, part, threads=4)
+
+
 def test_retention_and_going_back(make: Any, url: str) -> None:
     with make(keep=Keep(2, every=4), level="durable") as ckpt:
         for step in range(1, 7):

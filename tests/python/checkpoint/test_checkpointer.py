@@ -1238,6 +1238,21 @@ def test_what_is_removed_after_the_look_is_passed_over(
     assert f"passing over a checkpoint: step 2 in {tmp_path} is gone" in caplog.text
 
 
+def test_progress_is_told_at_the_end_where_no_thread_is_to_be_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    told: list[tuple[int, int]] = []
+    with nostall.Checkpointer(durable=tmp_path) as ckpt:
+        ckpt.save(state_of(1), 1, level="durable")
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", fail)
+            found = ckpt.restore(progress=lambda *counts: told.append(counts))
+    assert found is not None and told == [(found.manifest.size, found.manifest.size)]
+
+
 @pytest.mark.parametrize("level", ["fast", "durable"])
 def test_an_interrupt_after_the_copy_has_begun_leaves_a_whole_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: Any
