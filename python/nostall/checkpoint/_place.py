@@ -5,7 +5,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -65,6 +69,32 @@ def url_of(root: str) -> Url | None:
 
 class UnreachableError(IoError):
     """A store does not answer, or refuses to: nothing is known of what is there."""
+
+
+# What this process or its machine lacks, which says nothing of what it wanted to read; and the remedy.
+_SCARCE = {
+    errno.ENOMEM: "give the job more memory",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "raise the machine's limit of open files (sysctl fs.file-max)",
+    errno.EAGAIN: "raise the limits of this job (ulimit -a), or try again",
+}
+
+
+def refuse_scarce(number: int | None, words: str) -> None:
+    """Raises UnreachableError for such an error's number."""
+    if number in _SCARCE:
+        raise UnreachableError(f"{words}: {_SCARCE[number]}")
+
+
+@contextlib.contextmanager
+def scarce_is_away(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Raises UnreachableError where memory or descriptors are too few to read what is there."""
+    try:
+        yield
+    except OSError as error:
+        if not isinstance(error, UnreachableError):
+            refuse_scarce(error.errno, f"{os.fspath(path)} cannot be read now: {error}")
+        raise
 
 
 class UnknownOutcomeError(UnreachableError):

@@ -16,7 +16,7 @@ import numpy as np
 from nostall import _native
 from nostall.checkpoint._format import Manifest, Part, arrays_in, parse
 from nostall.checkpoint._lineage import Ranges, Record, is_past, newest
-from nostall.checkpoint._place import UnreachableError
+from nostall.checkpoint._place import UnreachableError, refuse_scarce, scarce_is_away
 from nostall.checkpoint._store import Entry, Store
 from nostall.checkpoint._tree import decode, import_for
 from nostall.errors import CorruptionError, Error, IoError, UsageError
@@ -78,7 +78,7 @@ def view(stores: Sequence[Store], step: int | None) -> View:
     """What could be restored, best first.
 
     Raises:
-        UnreachableError: one of them does not answer.
+        UnreachableError: one of them does not answer, or what it takes to read them is missing.
     """
     choices: list[Choice] = []
     problems: list[str] = []
@@ -91,7 +91,8 @@ def view(stores: Sequence[Store], step: int | None) -> View:
             except Error as error:
                 away.append(str(error))
         try:
-            records.append(store.branch())
+            with scarce_is_away(store.root):
+                records.append(store.branch())
         except UnreachableError:
             raise
         except (Error, OSError) as error:
@@ -130,8 +131,10 @@ def in_order(choices: Iterable[Choice], top: tuple[int, Ranges] | None) -> list[
 def _settled(store: Store, entry: Entry) -> tuple[Entry, str]:
     """The entry and what is wrong with it; read again if it was replaced meanwhile."""
     while True:
+        refuse_scarce(entry.unread, entry.damage)
         try:
-            damage = entry.damage if entry.manifest is None else store.missing(entry.manifest)
+            with scarce_is_away(entry.path):
+                damage = entry.damage if entry.manifest is None else store.missing(entry.manifest)
         except UnreachableError:
             raise
         except IoError as error:
@@ -157,6 +160,7 @@ def read_part(
     Raises:
         CorruptionError: what is damaged: the file, its bytes and the arrays in them.
         IoError: the file cannot be read.
+        UnreachableError: that says nothing of the file.
     """
     if manifest.extra is not None:
         raise UsageError(
@@ -169,7 +173,7 @@ def read_part(
     path = store.place(manifest.step) / part.name
     counter = _native.Progress()
     began, threads, blocks = time.perf_counter(), max(4, threads), len(part.crcs)
-    with _Reporter(progress, counter, part.size):
+    with scarce_is_away(path), _Reporter(progress, counter, part.size):
         file = store.open(manifest.step, part)
         if landing is not None:
             state, damaged = landing.read(file, blocks, threads, counter)

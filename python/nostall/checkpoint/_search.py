@@ -11,7 +11,7 @@ from nostall.checkpoint._format import Manifest
 from nostall.checkpoint._landing import Landing
 from nostall.checkpoint._lineage import Ranges, checked
 from nostall.checkpoint._nodes import Held, Nodes, holdings, together
-from nostall.checkpoint._place import UnreachableError
+from nostall.checkpoint._place import UnreachableError, refuse_scarce, scarce_is_away
 from nostall.checkpoint._restore import Choice, Restored, View, in_order, on_branch, read_part, view
 from nostall.checkpoint._store import Store
 from nostall.errors import CorruptionError, Error, PeerError, UsageError
@@ -58,8 +58,9 @@ class Search:
         Raises:
             CorruptionError: there are checkpoints, and all are damaged.
             UsageError: there is none of that step, or it is of another number of ranks.
-            UnreachableError: a store does not answer, or cannot be listed, or is not the job's any more
-                and may have a newer checkpoint than the others; all ranks raise it.
+            UnreachableError: a store does not answer, or cannot be listed, or memory or descriptors are
+                too few to read it, or it is not the job's any more and may have a newer checkpoint than
+                the others; all ranks raise it.
         """
         choices, problems = self._choices(step)
         for problem in problems:
@@ -243,9 +244,12 @@ class Search:
             return
         for node in nodes.nearest_first(holders):
             try:
-                path = nodes.store.prepare(manifest.step) / part.name
-                nodes.fetch(manifest.step, part, node, path)
+                with scarce_is_away(nodes.store.root):
+                    path = nodes.store.prepare(manifest.step) / part.name
+                    nodes.fetch(manifest.step, part, node, path)
                 return
+            except UnreachableError:
+                raise
             except (Error, OSError) as error:
                 _log.warning("a copy of a part cannot be used: %s", error)
 
@@ -260,10 +264,13 @@ class Search:
             holders.add(nodes.node)
         for node in nodes.nearest_first(sorted(holders)):
             try:
-                if node != nodes.node:
-                    path = nodes.store.prepare(manifest.step) / part.name
-                    nodes.fetch(manifest.step, part, node, path)
-                return self._read(nodes.store, manifest, progress)
+                with scarce_is_away(nodes.store.root):
+                    if node != nodes.node:
+                        path = nodes.store.prepare(manifest.step) / part.name
+                        nodes.fetch(manifest.step, part, node, path)
+                    return self._read(nodes.store, manifest, progress)
+            except UnreachableError:
+                raise
             except (Error, OSError) as error:
                 problems.append(str(error))
                 _log.warning("a copy of a part cannot be used: %s", error)
@@ -287,6 +294,10 @@ def _of_ranks(problems: Sequence[Sequence[str]]) -> list[str]:
 
 def _manifest(store: Store, step: int, id: str) -> Manifest:
     manifest = store.find(step, id)
-    if manifest is None:
-        raise CorruptionError(f"step {step} in {store.root} is gone")
-    return manifest
+    if manifest is not None:
+        return manifest
+    for entry in store.saves(step):
+        if entry.manifest is not None and entry.manifest.id == id:
+            return entry.manifest
+        refuse_scarce(entry.unread, entry.damage)
+    raise CorruptionError(f"step {step} in {store.root} is gone")

@@ -76,7 +76,8 @@ class Entry:
     """A checkpoint that was complete once: its manifest, or what is wrong with it.
 
     `name` is that of the manifest in `path`. One with a manifest and `damage` is known to lack parts.
-    `unread`: the system refused to read the manifest, and whether it is damaged is not known.
+    `unread`: the number of the error with which the system refused to read the manifest, 0 if it did
+    not; whether that is damaged is not known.
     """
 
     step: int
@@ -84,7 +85,7 @@ class Entry:
     manifest: Manifest | None
     damage: str = ""
     name: str = _MANIFEST
-    unread: bool = False
+    unread: int = 0
 
 
 def entry_of(step: int, path: Place, name: str, data: bytes) -> Entry:
@@ -287,7 +288,7 @@ class Store:
             return None
         except OSError as error:
             problem = f"{path / name} cannot be read: {error.strerror}"
-            return Entry(step, path, None, problem, name, unread=True)
+            return Entry(step, path, None, problem, name, unread=error.errno or errno.EIO)
         return entry_of(step, path, name, data)
 
     def saves(self, step: int) -> list[Entry]:

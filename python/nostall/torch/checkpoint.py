@@ -49,7 +49,7 @@ from nostall.checkpoint._format import Manifest, Part
 from nostall.checkpoint._landing import Way, read_head, read_rest, way_to
 from nostall.checkpoint._lineage import Lineage
 from nostall.checkpoint._open import check_places, open_store
-from nostall.checkpoint._place import Pacing, UnreachableError
+from nostall.checkpoint._place import Pacing, Place, UnreachableError, scarce_is_away
 from nostall.checkpoint._restore import describe, on_branch, view
 from nostall.checkpoint._retention import Keep
 from nostall.checkpoint._saved import Settings
@@ -364,6 +364,13 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
         assert self._manifest is not None
         part = next(p for p in self._manifest.parts if p.rank == rank)
         path = self._store.place(self._manifest.step) / part.name
+        with scarce_is_away(path):
+            self._fill_from(part, path, items, planner)
+
+    def _fill_from(
+        self, part: Part, path: Place, items: list[ReadItem], planner: dcp.LoadPlanner
+    ) -> None:
+        assert self._manifest is not None
         file = self._store.open(self._manifest.step, part)
         how = len(part.crcs), self._threads, _native.Progress()
         filled: list[_Filled] = []

@@ -14,6 +14,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ import nostall.job._stream
 from nostall.checkpoint._background import BackgroundWriter, Drain
 from nostall.checkpoint._format import Manifest, Part
 from nostall.checkpoint._nodes import Nodes, Outcome, holdings, together
+from nostall.checkpoint._place import UnreachableError
 from nostall.checkpoint._store import Store, part_name
 from nostall.errors import IoError, PeerError, UsageError
 from nostall.job._stream import Listener, Stream, connect
@@ -808,6 +810,44 @@ def test_a_durable_directory_that_is_gone_hides_nothing_that_the_nodes_have(
             return seen
 
     assert World(2).run(work) == [(2, "fast", 0), (2, "fast", 1)]
+
+
+@pytest.mark.parametrize("replicated", [False, True])
+def test_too_few_files_on_a_node_pass_over_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replicated: bool
+) -> None:
+    monkeypatch.setenv("NOSTALL_HOST", "127.0.0.1")
+    make, failing, inner = checkpointer_of(tmp_path, world_size=2, replicated=replicated), [], {}
+
+    def refuse(which: str) -> Callable[..., Any]:
+        def call(self: Any, *args: Any) -> Any:
+            store = self.store if isinstance(self, Nodes) else self
+            if failing and store.root == tmp_path / "node1":
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return inner[which](self, *args)
+
+        return call
+
+    for kind, name in ((Store, "open"), (Nodes, "fetch")):
+        inner[name] = getattr(kind, name)
+        monkeypatch.setattr(kind, name, refuse(name))
+
+    def work(rank: int, gather: Any) -> Any:
+        with make(rank, gather) as ckpt:
+            for step in (1, 2):
+                ckpt.save({"step": step}, step, level="fast")
+            gather(b"")
+            failing.append(rank)
+            with pytest.raises(UnreachableError, match=r"rank 1: .*node1.*ulimit -n"):
+                ckpt.restore()
+            gather(b"")
+            failing.clear()
+            gather(b"")
+            found = ckpt.restore()
+            gather(b"")  # all listen until here
+            return found and found.step
+
+    assert World(2).run(work) == [2, 2]
 
 
 def test_common_state_comes_to_a_node_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

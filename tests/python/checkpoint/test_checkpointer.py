@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import gc
 import json
 import os
@@ -29,6 +30,7 @@ from nostall import Keep, _native
 from nostall.base import _garbage
 from nostall.checkpoint import _begin, _search
 from nostall.checkpoint._format import Manifest, Part
+from nostall.checkpoint._place import UnreachableError
 from nostall.checkpoint._retention import decide
 from nostall.checkpoint._saved import Saved
 from nostall.checkpoint._search import Search
@@ -1205,6 +1207,67 @@ def test_a_manifest_that_one_rank_cannot_read_is_told_on_all(
 
     monkeypatch.setattr(Store, "read", refuse)
     assert World(2).run(work) == [1, 1]
+
+
+@pytest.mark.parametrize("method", ["open", "missing", "branch"])
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.ENOMEM, "more memory"),
+        (errno.EMFILE, "ulimit -n"),
+        (errno.ENFILE, "fs.file-max"),
+        (errno.EAGAIN, "try again"),
+    ],
+)
+def test_too_little_memory_or_too_few_files_on_a_rank_pass_over_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, number: int, remedy: str
+) -> None:
+    make, failing, inner = ranked(tmp_path, 2), threading.local(), getattr(Store, method)
+
+    def refuse(store: Store, *arguments: Any) -> Any:
+        if getattr(failing, "now", False):
+            error = IoError(f"cannot read {store.root}: {os.strerror(number)}")
+            error.errno = number
+            raise error
+        return inner(store, *arguments)
+
+    def work(rank: int, gather: Any) -> Any:
+        with make(rank, gather) as ckpt:
+            for step in (1, 2):
+                ckpt.save(state_of(step), step, level="durable")
+            failing.now = rank == 1
+            with pytest.raises(UnreachableError, match=f"^rank 1: .*{tmp_path}.*{remedy}"):
+                ckpt.restore()
+            failing.now = False
+            found = ckpt.restore()
+            return found and found.step
+
+    monkeypatch.setattr(Store, method, refuse)
+    assert World(2).run(work) == [2, 2]
+
+
+@pytest.mark.parametrize("reads", [0, 1])  # of the manifest, before the limit
+def test_too_few_files_for_a_manifest_pass_over_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: int
+) -> None:
+    seen, inner = [0], Path.read_bytes
+
+    def refuse(path: Path) -> bytes:
+        if path.match("step-000000000002/*.json"):
+            seen[0] += 1
+            if seen[0] > reads:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return inner(path)
+
+    with nostall.Checkpointer(durable=tmp_path) as ckpt:
+        for step in (1, 2):
+            ckpt.save(state_of(step), step, level="durable")
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "read_bytes", refuse)
+            with pytest.raises(UnreachableError, match=r"manifest.json cannot be read: Too many"):
+                ckpt.restore()
+        found = ckpt.restore()
+    assert found is not None and found.step == 2
 
 
 def test_what_cannot_be_listed_is_not_taken_for_no_checkpoint(tmp_path: Path) -> None:
