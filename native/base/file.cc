@@ -136,6 +136,14 @@ int FileSystem::lock(int fd, short type, uint64_t byte) {
 
 int FileSystem::fsync(int fd) { return ::fsync(fd) == 0 ? 0 : -errno; }
 
+int FileSystem::write_back(int fd, uint64_t offset, uint64_t size) {
+  constexpr unsigned kAll =
+      SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER;
+  return uninterrupted([&] {
+    return ::sync_file_range(fd, static_cast<off_t>(offset), static_cast<off_t>(size), kAll);
+  });
+}
+
 FileSystem& FileSystem::real() {
   static FileSystem instance;
   return instance;

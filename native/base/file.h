@@ -54,6 +54,9 @@ class FileSystem {
   virtual int reserve(int fd, uint64_t size);
   virtual int truncate(int fd, uint64_t size);
   virtual int fsync(int fd);
+  // Writes what the cache has of these bytes to the device; 0, or -errno. They are durable after
+  // fsync alone, which does not tell again what failed here.
+  virtual int write_back(int fd, uint64_t offset, uint64_t size);
   // With a `directory`, which is open, paths mean their last component in it.
   virtual int rename(const std::string& from, const std::string& to, int directory = kByPath);
   virtual int unlink(const std::string& path, int directory = kByPath);

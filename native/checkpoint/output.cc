@@ -50,12 +50,12 @@ int64_t Output::write_buffered(std::span<const std::byte> bytes, uint64_t offset
   const int64_t done = files_.pwrite(buffered_.get(), bytes, offset);
   if (done < 0) return done;
   // Written back now and dropped, so that neither dirty pages nor the cache grow.
-  const auto at = static_cast<off_t>(offset), size = static_cast<off_t>(bytes.size());
-  if (::sync_file_range(
-          buffered_.get(), at, size,
-          SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER) == 0) {
-    ::posix_fadvise(buffered_.get(), at, size, POSIX_FADV_DONTNEED);
-  }
+  const int error = files_.write_back(buffered_.get(), offset, bytes.size());
+  // A file system that does not know this call leaves all to fsync.
+  if (error == -EINVAL || error == -ESPIPE || error == -ENOSYS || error == -EOPNOTSUPP) return 0;
+  if (error != 0) return error;
+  ::posix_fadvise(buffered_.get(), static_cast<off_t>(offset), static_cast<off_t>(bytes.size()),
+                  POSIX_FADV_DONTNEED);
   return 0;
 }
 

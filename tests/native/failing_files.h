@@ -30,6 +30,9 @@ class FailingFiles : public FileSystem {
     return fails("truncate") ? refused("truncate") : FileSystem::truncate(fd, size);
   }
   int fsync(int fd) override { return fails("fsync") ? refused("fsync") : FileSystem::fsync(fd); }
+  int write_back(int fd, uint64_t offset, uint64_t size) override {
+    return fails("write_back") ? refused("write_back") : FileSystem::write_back(fd, offset, size);
+  }
   int rename(const std::string& from, const std::string& to, int directory) override {
     return fails("rename") ? refused("rename") : FileSystem::rename(from, to, directory);
   }

@@ -219,11 +219,11 @@ TEST_F(CheckpointTest, SaysWhatTheDiskRefused) {
 TEST_F(CheckpointTest, EveryCallThatFailsIsToldWithTheFile) {
   auto snapshot = snapshot_of(100);
   snapshot->finish();
-  const auto told = [&](const std::string& call, int error) -> std::string {
+  const auto told = [&](const std::string& call, int error, bool direct = true) -> std::string {
     FailingFiles files;
     files.errors[call] = error;
     try {
-      Write(snapshot, path("f"), {}, nullptr, files).run();
+      Write(snapshot, path("f"), {.direct = direct}, nullptr, files).run();
       return "";
     } catch (const Error& e) {
       EXPECT_EQ(e.kind(), ErrorKind::io);
@@ -240,6 +240,12 @@ TEST_F(CheckpointTest, EveryCallThatFailsIsToldWithTheFile) {
   EXPECT_EQ(told("reserve", EOPNOTSUPP), "");
   EXPECT_THAT(told("truncate", EIO), HasSubstr("cannot set the size"));
   EXPECT_THAT(told("fsync", EIO), HasSubstr("durable"));
+  for (const int error : {EIO, ENOSPC, EDQUOT}) {
+    EXPECT_THAT(told("write_back", error, false), HasSubstr("cannot write"));
+  }
+  for (const int error : {EINVAL, ESPIPE, ENOSYS, EOPNOTSUPP}) {
+    EXPECT_EQ(told("write_back", error, false), "");
+  }
 }
 
 TEST_F(CheckpointTest, HurryLiftsRateAndGate) {
