@@ -99,6 +99,7 @@ void bind_snapshot(nb::module_& m) {
           },
           nb::arg("pieces"), "The blocks that these pieces lie in, now.")
       .def("finish", &Snapshot::finish, Unlocked())
+      .def_prop_ro("is_lazy", &Snapshot::is_lazy)
       .def_prop_ro("copied_bytes", &Snapshot::copied_bytes)
       .def_prop_ro("size", &Snapshot::size)
       .def_prop_ro("capacity", &Snapshot::capacity);

@@ -130,11 +130,12 @@ void Snapshot::begin(std::span<const std::byte> header, std::vector<Piece> piece
   copied_bytes_ = 0;
   copying_ = copying;
   next_ = 0;
-  if (copying == Copying::in_background) start_helpers(1);
+  // Where no thread is to be had a writer reads in place: who waits for it may be who would copy.
+  if (copying == Copying::in_background && start_helpers(1) == 0) copying_ = Copying::lazily;
 }
 
-void Snapshot::start_helpers(unsigned count) {
-  helpers_.start(count, [this] { copy_blocks(); });
+unsigned Snapshot::start_helpers(unsigned count) {
+  return helpers_.start(count, [this] { copy_blocks(); });
 }
 
 void Snapshot::copy(std::span<const uint32_t> pieces) {

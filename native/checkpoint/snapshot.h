@@ -68,7 +68,7 @@ struct Piece {
 
 enum class Copying {
   at_once,        // by finish
-  in_background,  // by a thread from now on (if the system gives one), the rest by finish
+  in_background,  // by a thread from now on, the rest by finish; lazily if there is no thread
   lazily,         // by copy and finish, as far as no writer has read it by then
 };
 
@@ -116,7 +116,7 @@ class Snapshot {
   bool copy_unless_done(uint64_t index);
   template <typename Copy>
   void gather(uint64_t index, std::byte* to, const Copy& copy) const;
-  void start_helpers(unsigned count);
+  unsigned start_helpers(unsigned count);
 
   unsigned threads_;
   Memory memory_;

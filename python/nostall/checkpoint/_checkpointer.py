@@ -413,6 +413,8 @@ class Checkpointer:
             job.leaves = leaves  # some are copies that have no other reference
             snapshot.begin(head, [(leaf.address, leaf.nbytes) for leaf in leaves], copying)
             if window:
+                if snapshot.is_lazy and copying is not _native.Copying.lazily:
+                    job.saved.copying = "lazily: no thread can be started to copy it"
                 job.window = SaveWindow(snapshot, leaves, guarded, job.saved, self._unsteady)
                 self._window = job.window
             elif now:

@@ -134,6 +134,15 @@ TEST_F(CheckpointTest, SavesAndReadsBackWhereNoThreadIsToBeHad) {
   });
 }
 
+TEST_F(CheckpointTest, AWriterWaitsForNoCopyWhereNoThreadIsToBeHad) {
+  with_refused(kThreadCalls, EAGAIN, [&] {
+    const auto snapshot = snapshot_of(3 * kBlock + 5000, 4, Copying::in_background);
+    Write(snapshot, path("f"), {}).run();  // before finish
+    EXPECT_EQ(content(path("f")), expected_);
+    EXPECT_EQ(snapshot->copied_bytes(), 0U);
+  });
+}
+
 TEST_F(CheckpointTest, WritesWhileCopying) {
   auto snapshot = snapshot_of(5 * kBlock + 77, 2, Copying::in_background);
   Write write(snapshot, path("f"), {.threads = 2});

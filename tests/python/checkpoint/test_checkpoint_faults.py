@@ -16,6 +16,7 @@ import campaign
 import numpy as np
 import prefork
 import pytest
+from limits import refuse_threads
 
 import nostall
 from nostall.checkpoint._store import Store
@@ -233,3 +234,25 @@ def test_a_killed_training_ends_with_the_same_weights(image_folder: Path, tmp_pa
     for at in (5, 17):
         train(tmp_path / "b", at)
     assert train(tmp_path / "b", None) == undisturbed
+
+
+def test_a_caller_waits_for_no_copy_of_its_own_where_no_thread_can_be_started(
+    tmp_path: Path,
+) -> None:
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            ckpt = nostall.Checkpointer(tmp_path)
+            ckpt.save(state_of(1), 1, level="fast")  # starts the writer
+            refuse_threads()
+            saved = ckpt.save(state_of(2), 2, window=True)
+            assert saved is not None
+            saved.wait("fast", 60)
+            assert saved.copying == "lazily: no thread can be started to copy it"
+            found = ckpt.restore()
+            assert found is not None and (found.state["w"] == 2).all()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import errno
 import logging
 import os
 import signal
-import struct
 import subprocess
 import sys
 import textwrap
@@ -23,6 +20,7 @@ import numpy as np
 import prefork
 import pytest
 from conftest import write_jpeg
+from limits import refuse_threads
 from loader_ranks import one_rank, own_job
 from PIL import Image
 from procfs import OwnSharedMemory, abstract_sockets, open_links, shared_memory
@@ -745,23 +743,6 @@ def test_first_mistakes_are_told_in_a_sentence(
     arguments: dict[str, Any] = {"dataset": nostall.ImageFolder(image_folder), "batch_size": 4}
     with pytest.raises(UsageError, match=told):
         next(iter(nostall.DataLoader(**(arguments | wrong))))
-
-
-def refuse_threads() -> None:
-    """The kernel starts no thread for this one any more, as at a limit of processes (seccomp)."""
-    clone, clone3 = {"x86_64": (56, 435), "aarch64": (220, 435)}[os.uname().machine]
-    refuse, allow = 0x00050000 | errno.EAGAIN, 0x7FFF0000
-    rules = [(0x20, 0, 0, 0)]  # load the number of the call
-    for number in (clone, clone3):
-        rules += [(0x15, 0, 1, number), (0x06, 0, 0, refuse)]
-    rules.append((0x06, 0, 0, allow))
-    code = ctypes.create_string_buffer(b"".join(struct.pack("<HBBI", *rule) for rule in rules))
-    program = ctypes.create_string_buffer(
-        struct.pack("<HxxxxxxQ", len(rules), ctypes.addressof(code))
-    )
-    libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
-    assert libc.prctl(22, 2, program, 0, 0) == 0  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
 
 
 def test_no_more_threads_is_an_error_that_says_so(image_folder: Path) -> None:
