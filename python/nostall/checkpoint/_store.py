@@ -192,8 +192,11 @@ def _tell(path: Path, data: bytes) -> None:
     """Writes a file durably into a step's directory, which is made if it is not there."""
     for _ in range(_REMOVALS):
         path.parent.mkdir(exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):
+        try:
             return _write_durably(path, data)
+        except FileNotFoundError:
+            if path.parent.is_dir():  # the file was there, and may have been taken
+                raise
     raise IoError(f"cannot write {path}: its directory is removed again and again")
 
 
