@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nostall.errors import UsageError
 from nostall.loader._steps import (
     WARPING,
     Fill,
@@ -147,6 +148,11 @@ class RandomAffine(Transform):
 
     def _parameters(self) -> dict[str, Any]:
         translate = (0.0, 0.0) if self.translate is None else tuple(self.translate)
+        if len(translate) != 2:
+            raise UsageError(
+                f"RandomAffine: translate {self.translate!r} must be two parts, of the width and of "
+                "the height"
+            )
         for part in translate:
             between(self, "translate", part, 0, 1)
         shear = 0.0 if self.shear is None else self.shear

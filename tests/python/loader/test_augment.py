@@ -367,6 +367,8 @@ def test_a_step_takes_the_same_draws_whatever_it_draws() -> None:
         (lambda: t.GaussianBlur(3, 0), "sigma .* must be two positive numbers"),
         (lambda: t.RandomAffine(3, shear=90), "shear 90 must be"),
         (lambda: t.RandomAffine(3, (2, 0)), "translate = 2 must be between"),
+        (lambda: t.RandomAffine(3, (0.1,)), r"translate \(0.1,\) must be two parts"),
+        (lambda: t.RandomAffine(3, (0.1, 0.2, 0.3)), "must be two parts, of the width and"),
         (lambda: t.RandAugment(magnitude=31), "magnitude 31 must be"),
         (lambda: t.AutoAugment("coco"), "policy 'coco' is not one of"),  # type: ignore[arg-type]
         (lambda: t.RandomErasing(value="white"), "value 'white' is not one of"),  # type: ignore[arg-type]
