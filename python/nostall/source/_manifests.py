@@ -342,8 +342,8 @@ class COCO(Files):
             {"image": [name for _, name in listed]}, columns, schema=schema, root=images
         )
         self._arguments = {
-            "images": str(Path(images).absolute()),
-            "annotations": str(Path(annotations).absolute()),
+            "images": self.root,
+            "annotations": str(Path(path_of(annotations)).absolute()),
             "segmentation": segmentation,
         }
 

@@ -295,6 +295,16 @@ def test_views_keep_categories_and_refuse_others(root: Path) -> None:
         nostall.Concat([source, other])
 
 
+def test_a_copy_of_coco_in_the_users_home_reads_the_same(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = coco(root, annotations())
+    monkeypatch.setenv("HOME", str(root))
+    source = nostall.COCO("~/images", "~/coco.json")
+    for copy in (source, pickle.loads(pickle.dumps(source))):
+        assert copy.fingerprint == whole.fingerprint and copy.describe(0) == whole.describe(0)
+
+
 def test_captions_and_keypoints(root: Path) -> None:
     data = annotations()
     for i, annotation in enumerate(data["annotations"]):
