@@ -65,7 +65,11 @@ class Codecs:
                 raise MakeError("the loader is closed")
             if self._makers is None:
                 self._makers = Makers(
-                    _Kinds(self._kinds), count=self._count, pickles=(), start_method="spawn"
+                    _Kinds(self._kinds),
+                    count=self._count,
+                    pickles=(),
+                    start_method="spawn",
+                    fewer="the loader fewer threads=",
                 )
                 Closer(self, self._makers.close)
             return self._makers

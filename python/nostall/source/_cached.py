@@ -122,7 +122,13 @@ class Cached(Source):
         count = makers if makers is not None else _cores()
         if count < 1:
             raise UsageError(f"makers={makers}: at least one process must make the items")
-        self._makers = Makers(dataset, count=count, pickles=pickles, start_method=start_method)
+        self._makers = Makers(
+            dataset,
+            count=count,
+            pickles=pickles,
+            start_method=start_method,
+            fewer="Cached fewer makers=",
+        )
         self._finalizer = Closer(self, self._makers.close)
         try:
             self._open(len(dataset), max_bytes)

@@ -109,8 +109,9 @@ class _Maker:
         unanswered: it was asked for an item and did not answer: what it says next is of that one.
     """
 
-    def __init__(self, context: Any, dataset: Any, pickles: tuple[str, ...]) -> None:
+    def __init__(self, context: Any, dataset: Any, pickles: tuple[str, ...], fewer: str) -> None:
         self.unanswered = self._busy = False
+        self._fewer = fewer
         self._file = os.memfd_create("nostall-items", os.MFD_CLOEXEC)
         try:
             self._pipe, theirs = context.Pipe()
@@ -159,8 +160,8 @@ class _Maker:
             killed = code == -signal.SIGKILL
             if killed:
                 why = (
-                    "most often memory ran out and the system killed it (dmesg says so); give Cached "
-                    "fewer makers=, or the job more memory"
+                    "most often memory ran out and the system killed it (dmesg says so); give "
+                    f"{self._fewer}, or the job more memory"
                 )
             elif code == children.UNGUARDED:
                 why = children.WHY_UNGUARDED
@@ -198,14 +199,23 @@ class _Killed(_Died):
 
 
 class Makers:
-    """The makers of one data set; any thread may call. They start here."""
+    """The makers of one data set; any thread may call. They start here.
+
+    `fewer` says how the user gives fewer of them, after "give".
+    """
 
     def __init__(
-        self, dataset: Any, *, count: int, pickles: Sequence[str], start_method: str | None
+        self,
+        dataset: Any,
+        *,
+        count: int,
+        pickles: Sequence[str],
+        start_method: str | None,
+        fewer: str,
     ) -> None:
         children.end_if_importing()
         self._context = multiprocessing.get_context(start_method)
-        self._dataset, self._pickles = dataset, tuple(pickles)
+        self._dataset, self._pickles, self._fewer = dataset, tuple(pickles), fewer
         self._owner = os.getpid()
         self._free: queue.SimpleQueue[_Maker | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -236,7 +246,7 @@ class Makers:
 
     def _new(self) -> _Maker:
         with _starting:
-            return _Maker(self._context, self._dataset, self._pickles)
+            return _Maker(self._context, self._dataset, self._pickles, self._fewer)
 
     def make(self, sample: Any) -> bytes:
         """The record of an item, `sample` being its number, or what the data set takes.
@@ -331,7 +341,7 @@ class Makers:
                 raise _Killed(self._refused[0]) from error
             refused = (
                 f"a process that made items has ended, and no other can be started: {error}; give the "
-                "job more processes, memory or open files (ulimit -a), or Cached fewer makers="
+                f"job more processes, memory or open files (ulimit -a), or {self._fewer}"
             )
             with self._lock:
                 self._refused = refused, time.monotonic() + self._pause

@@ -401,7 +401,13 @@ def _run(
     # A forked process has no threads of the client of an object store.
     remote = any(is_url(piece.path) for part in parts.parts for piece in part)
     made = 0
-    makers = Makers(parts, count=count, pickles=(), start_method="spawn" if remote else None)
+    makers = Makers(
+        parts,
+        count=count,
+        pickles=(),
+        start_method="spawn" if remote else None,
+        fewer="tokenize fewer workers=",
+    )
     with ThreadPoolExecutor(count) as threads:
         try:
             running = {threads.submit(_make, makers, number) for number in todo}

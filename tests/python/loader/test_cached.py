@@ -715,7 +715,7 @@ def test_a_maker_that_lives_is_waited_for_while_none_can_be_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on, refused = tmp_path / "go on", threading.Event()
-    makers = _makers.Makers(HeldUp(go_on), count=2, pickles=[], start_method="fork")
+    makers = _makers.Makers(HeldUp(go_on), count=2, pickles=[], start_method="fork", fewer="fewer")
 
     def refuse() -> int:
         refused.set()
@@ -741,7 +741,7 @@ def test_a_maker_that_lives_is_waited_for_while_none_can_be_started(
 def test_the_end_of_a_maker_is_seen_though_another_started_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    makers = _makers.Makers([1], count=1, pickles=[], start_method="fork")
+    makers = _makers.Makers([1], count=1, pickles=[], start_method="fork", fewer="fewer")
     both, fork = threading.Barrier(2), os.fork
 
     def together() -> int:

@@ -31,6 +31,8 @@ class Fragile(f.Custom):
     def decode(self, stored: bytes, draw: int = 0) -> Any:
         if stored == b"crash":
             os.kill(os.getpid(), signal.SIGSEGV)
+        if stored == b"killed":
+            os.kill(os.getpid(), signal.SIGKILL)
         if stored.startswith(b"hold "):
             gate = Path(stored[5:].decode())
             with open(gate.with_name("begun"), "a") as begun:
@@ -74,6 +76,17 @@ def test_a_codec_that_crashes_ends_its_process_alone() -> None:
     assert np.array_equal(again[:, :2], first[:, :2])
     assert (wanted[:, 2] == os.getpid()).all()
     assert not {os.getpid(), *first[:, 2]} & {*again[:, 2]}
+
+
+@pytest.mark.multi
+def test_a_codec_that_is_killed_names_what_gives_fewer_processes() -> None:
+    with (
+        loader([b"killed"] * 2, workers="processes") as apart,
+        pytest.raises(
+            TransformError, match=r"memory ran out .*; give the loader fewer threads=, or"
+        ),
+    ):
+        next(iter(apart))
 
 
 def test_a_loader_that_closes_decodes_nothing_more(

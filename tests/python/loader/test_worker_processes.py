@@ -86,7 +86,7 @@ def test_signals_to_the_job_end_no_worker(started: Callable[..., Processes]) -> 
 @pytest.mark.multi
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_signals_to_the_job_end_no_maker(method: str) -> None:
-    makers = Makers(["a", "b"], count=1, pickles=[], start_method=method)
+    makers = Makers(["a", "b"], count=1, pickles=[], start_method=method, fewer="fewer")
     try:
         pids = makers.pids()
         send_all(pids)  # as it starts
@@ -139,7 +139,7 @@ class Ended:
 
 @pytest.mark.multi
 def test_what_a_worker_starts_heeds_signals() -> None:
-    makers = Makers(Ended(), count=1, pickles=[], start_method="spawn")
+    makers = Makers(Ended(), count=1, pickles=[], start_method="spawn", fewer="fewer")
     try:
         assert decode(np.frombuffer(makers.make(0), np.uint8), []) == [-signal.SIGTERM] * 2
     finally:
@@ -149,7 +149,7 @@ def test_what_a_worker_starts_heeds_signals() -> None:
 LATER = """
 import multiprocessing, time
 from nostall.source._makers import Makers
-makers = Makers("a", count=1, pickles=[], start_method="forkserver")
+makers = Makers("a", count=1, pickles=[], start_method="forkserver", fewer="fewer")
 later = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(600,))
 later.start()
 later.terminate()
