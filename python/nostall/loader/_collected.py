@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from nostall import _native
 from nostall.errors import UsageError
 from nostall.fields import Kind, Padded, Ragged, Text
+from nostall.fields._kinds import exact
 
 _RAGGED = -1
 _Array = Callable[[Any], Any]
@@ -37,11 +38,21 @@ class Form:
             and np.can_cast(array.dtype, self.dtype, "same_kind")
         )
 
-    def collect(self, values: Sequence[Any], array: _Array) -> Any:
-        """The values of the samples of a batch, all of which fit."""
+    def taken(self, value: Any) -> Any:
+        """A value that fits, in the type of the form.
+
+        Raises:
+            ValueError: it is of a wider type, and has numbers that this one cannot hold.
+        """
         if self.dtype is None:
-            return list(values)
-        arrays = [np.asarray(value, self.dtype) for value in values]
+            return value
+        array = np.asarray(value)
+        return array if array.dtype == self.dtype else exact(array, self.dtype)
+
+    def collect(self, arrays: Sequence[Any], array: _Array) -> Any:
+        """The values of the samples of a batch, as `taken` gives them."""
+        if self.dtype is None:
+            return list(arrays)
         if self.form == "dense":
             empty = np.empty((0, *self.shape), self.dtype)
             return array(np.stack(arrays) if arrays else empty)
@@ -144,15 +155,22 @@ class Collected:
         """Puts the values of a field together; `describe` names the sample of a place."""
         form = self._forms[name]
         assert form is not None  # names() has no others
+        taken = []
         for place, value in enumerate(values):
-            if value is None or not form.fits(value):
-                what = "no value" if value is None else _description(value)
-                raise UsageError(
-                    f"field {name}: the callables give {what} for {describe(place)}, where a batch has "
-                    f"{_description(form)}: give one type and shape, or state the kind by "
-                    "transforms.Function(..., schema=...)"
-                )
-        return form.collect(values, array)
+            holds = ""
+            if value is not None and form.fits(value):
+                try:
+                    taken.append(form.taken(value))
+                    continue
+                except ValueError:
+                    holds = ", which cannot hold these numbers"
+            what = "no value" if value is None else _description(value)
+            raise UsageError(
+                f"field {name}: the callables give {what} for {describe(place)}, where a batch has "
+                f"{_description(form)}{holds}: give one type and shape, or state the kind by "
+                "transforms.Function(..., schema=...)"
+            )
+        return form.collect(taken, array)
 
 
 def _description(value: Any) -> str:

@@ -275,6 +275,25 @@ def test_masks_that_native_steps_cannot_take_are_told(root: Path) -> None:
         assert np.array_equal(after["mask"], ignoring(before)["mask"])
 
 
+@pytest.mark.parametrize(
+    ("dtype", "wide", "most"), [("uint8", "uint16", 255), ("float16", "float64", 65504)]
+)
+def test_numbers_that_the_type_of_their_field_cannot_hold_are_told(
+    dtype: str, wide: str, most: int
+) -> None:
+    source = nostall.Files({}, {"x": np.arange(6)}, schema={"x": f.Scalar(dtype=dtype)})
+
+    def with_fourth(number: int) -> list[Any]:
+        steps = {"x": lambda x: np.asarray(number if x == 3 else x, wide)}
+        return batches(source, steps, 6, shuffle=False, epochs=1)
+
+    (batch,) = with_fourth(most)
+    assert batch["x"].dtype == dtype and batch["x"].tolist() == [0, 1, 2, most, 4, 5]
+    told = rf"field x: the callables give {wide} .*sample 3\), .* has {dtype} .*cannot hold"
+    with pytest.raises(UsageError, match=told):
+        with_fourth(2 * most)
+
+
 def test_callables_of_one_field_take_its_value(several: nostall.Files) -> None:
     transforms = {
         ("image", "mask", "boxes"): [*HEAD, lambda sample: {"image": sample["image"] // 2}],
