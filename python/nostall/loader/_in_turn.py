@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -15,7 +16,7 @@ from nostall.fields import Boxes, Image, Keypoints, Kind, Mask
 from nostall.loader._compile import compile as compile_transforms
 from nostall.loader._context import Context, takes_context
 from nostall.loader._steps import Step, Transform
-from nostall.loader._tv_tensors import HandedOver
+from nostall.loader._tv_tensors import HandedOver, OnFields
 from nostall.source._source import Pixels
 
 _ORDER = (
@@ -270,6 +271,11 @@ class Arranged:
     called: list[Callable[..., Any]]
     native: list[str]  # names
     python: list[str]
+    typed: bool = False  # whether native steps give the type and layout that are asked for
+
+
+def _takes_the_usual(step: Any) -> bool:
+    return isinstance(getattr(step, "function", step), (HandedOver, OnFields))
 
 
 def arrange(
@@ -282,7 +288,8 @@ def arrange(
 ) -> Arranged:
     """Of native steps and callables in turn; `kinds` are those of a group of several fields.
 
-    The native steps that come last give `dtype` and `layout`.
+    The native steps that come last give `dtype` and `layout`, unless transforms of torchvision are
+    called behind them: these take images of the usual type and layout alone.
 
     Raises:
         UsageError: native steps cannot follow what is before them, or a step is no step.
@@ -301,7 +308,8 @@ def arrange(
         else:
             runs.append([step])
     last = max((i for i, run in enumerate(runs) if isinstance(run[0], Transform)), default=-1)
-    made = Arranged(None, [], [], [])
+    typed = last >= 0 and not any(map(_takes_the_usual, itertools.chain(*runs[last + 1 :])))
+    made = Arranged(None, [], [], [], typed)
     draws = 0
     for i, run in enumerate(runs):
         if not isinstance(run[0], Transform):
@@ -312,7 +320,7 @@ def arrange(
                     made.python += getattr(inner, "names", [name_of(step)])
             continue
         made.native += [name_of(step) for step in run]
-        types = (dtype, layout) if i == last else (None, None)
+        types = (dtype, layout) if typed and i == last else (None, None)
         if i == 0:
             made.pipeline = compile_transforms(run, dtype=types[0], layout=types[1], pixels=pixels)
             draws = int(made.pipeline.draws)

@@ -265,7 +265,8 @@ class Recipe:
                 f"{said} takes batches of arrays, and those of this loader are bytes as they are "
                 "stored: pass transforms=, fields= or collate="
             )
-        native = any(made.native for made in self._arranged)
+        typed = any(made.typed for made in self._arranged)
+        behind = "native transforms that none of torchvision's is called behind"
         # What is recognised might have been called.
         called = any(made.called for made in self._arranged) or (
             transforms is not None
@@ -274,8 +275,8 @@ class Recipe:
         )
         decodes = self._records is not None or self.program is None
         used = {
-            "dtype": (native, "native transforms"),
-            "layout": (native, "native transforms"),
+            "dtype": (typed, behind),
+            "layout": (typed, behind),
             "decode": (called and decodes, "a callable that no native step is before"),
             "workers": (
                 called or self._codecs is not None,

@@ -99,8 +99,9 @@ class OnFields:
                     if hasattr(value, "getbands"):  # of Pillow
                         return value.height, value.width
                     shape = np.shape(value)
-                    first = len(shape) == 3 and hasattr(value, "permute")  # channels of a tensor
-                    return (shape[-2], shape[-1]) if first else (shape[0], shape[1])
+                    last = kind is Image and _channels_last(value)
+                    height, width = shape[:2] if last else shape[-2:]
+                    return height, width
         return 0, 0
 
     def _wrapped(self, name: str, value: Any, canvas: tuple[int, int]) -> Any:
@@ -132,8 +133,8 @@ class OnFields:
 
         if not isinstance(value, np.ndarray):
             return tv_tensors.Image(value) if hasattr(value, "permute") else value
-        if value.dtype != np.uint8:
-            return tv_tensors.Image(_tensor(value))  # of ToTensor
+        if not _channels_last(value):
+            return tv_tensors.Image(_tensor(value))
         if self._pil:
             from PIL import Image as pillow
 
@@ -157,6 +158,11 @@ class OnFields:
         if isinstance(kind, Keypoints):
             return _seen(array, kind, canvas, before)
         return array
+
+
+def _channels_last(image: Any) -> bool:
+    """As arrays of bytes have them; tensors, and what ToTensor gives, have channels first."""
+    return isinstance(image, np.ndarray) and image.dtype == np.uint8
 
 
 def _seen(places: NDArray[Any], kind: Keypoints, canvas: tuple[int, int], before: Any) -> Any:

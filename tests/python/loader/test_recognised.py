@@ -258,6 +258,35 @@ def test_what_has_no_equal_gets_what_it_moves(scenes: nostall.Files) -> None:
     )
 
 
+def test_what_is_called_behind_native_tensors_knows_their_size(scenes: nostall.Files) -> None:
+    clean = v2.SanitizeBoundingBoxes(min_size=5, labels_getter=lambda sample: sample["labels"])
+    float_first = [v2.Resize((16, 24)), v2.ToImage(), v2.ToDtype(FLOAT, scale=True)]
+    batch, settings = whole(scenes, [*float_first, Own(1.0), clean])
+    assert settings["native_steps"] == ["Resize", "ToTensor"]
+    mirrored = [t.Resize((16, 24)), t.RandomHorizontalFlip(1.0), t.SanitizeBoundingBoxes(5)]
+    wanted, _ = whole(scenes, [*mirrored, t.ToTensor()])
+    assert all(equal(batch[name], wanted[name]) for name in wanted)
+    assert len(wanted["boxes"].values) > 0
+
+
+@pytest.mark.parametrize("behind", [[], [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]])
+def test_what_is_called_gets_images_of_the_usual_layout(scenes: nostall.Files, behind: Any) -> None:
+    own = [v2.Resize((16, 24)), *behind, Own(1.0)]
+    for given in (own, {"image": own}, [own[0], lambda sample: {}, *own[1:]]):
+        chosen = {"fields": ["image"]}
+        wanted, _ = whole(scenes, given, **chosen)
+        for name, asked in (("layout", "hwc" if behind else "chw"), ("dtype", "float16")):
+            with pytest.raises(UsageError, match=rf"{name}='{asked}' does nothing here: .*behind"):
+                whole(scenes, given, **chosen, **{name: asked})
+            # It may be that of all loaders.
+            usual = nostall.LoaderOptions(**{name: asked})
+            batch, _ = whole(scenes, given, **chosen, options=usual)
+            assert equal(batch["image"], wanted["image"])
+    tail = [Own(1.0), t.ToTensor()]
+    last, _ = whole(scenes, [v2.Resize((16, 24)), *tail], fields=["image"], layout="hwc")
+    assert last["image"].shape == (6, 16, 24, 3)
+
+
 def test_parts_of_the_canvas_stay_parts(scenes: nostall.Files) -> None:
     parts = [np.array([[0.25, 0.5]], np.float32)] * 6
     boxes = [np.array([[0.0, 0.5, 0.25, 1.0]], np.float32)] * 6
