@@ -496,11 +496,15 @@ class DataLoader:
 
         With `steps`: all batches that are left of them, after the last one that was handed out.
         """
+        batches = self._iterate(*self._next())
+        return batches if self._options.steps is None else self._steps_left(batches)
+
+    def _next(self) -> tuple[int, int]:
+        """The epoch and the batch that an iteration of the loader begins with."""
         if self._options.steps is None:
-            return self._iterate_epoch(self._next_epoch())
+            return self._begin_of(self._next_epoch())
         epoch, batch = self._position
-        inside = self._is_inside() or batch == 0
-        return self._steps_left(self._iterate(*(self._position if inside else (epoch + 1, 0))))
+        return (epoch, batch) if self._is_inside() or batch == 0 else (epoch + 1, 0)
 
     def _steps_left(self, epoch: Iterator[Any]) -> Iterator[Any]:
         yield from epoch
@@ -554,8 +558,11 @@ class DataLoader:
         return epoch if batch == 0 or self._resumed else epoch + 1
 
     def _iterate_epoch(self, epoch: int) -> Iterator[Any]:
+        return self._iterate(*self._begin_of(epoch))
+
+    def _begin_of(self, epoch: int) -> tuple[int, int]:
         goes_on = self._resumed and epoch == self._position[0]
-        return self._iterate(epoch, self._position[1] if goes_on else 0)
+        return epoch, self._position[1] if goes_on else 0
 
     def _iterate(self, epoch: int, start: int) -> Iterator[Any]:
         if self._closed:

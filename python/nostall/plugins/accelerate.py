@@ -47,7 +47,7 @@ class Loader(DataLoaderStateMixin, TorchLoader):
         self.remainder = 0
         try:
             for batch in super().__iter__():
-                self.end_of_dataloader = self.loader.batches_left == 0
+                self.end_of_dataloader = self._left == 0
                 yield batch
         finally:
             self.end()

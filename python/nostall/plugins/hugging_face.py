@@ -52,6 +52,14 @@ class Place(TrainerCallback, ExportableState):
             self._loader.load_state_dict(kept["attributes"]["loader"])
 
 
+class _OfTrainer(Loader):
+    """For the Trainer, which sets each of its epochs: with `steps=` the first is the whole job."""
+
+    def set_epoch(self, epoch: int) -> None:
+        if self.loader._options.steps is None:
+            super().set_epoch(epoch)
+
+
 class FromLoader:
     """A base class beside `transformers.Trainer`, named before it.
 
@@ -106,7 +114,7 @@ class FromLoader:
     def get_train_dataloader(self) -> Any:
         """The loader of the training."""
         trainer: Any = self
-        return trainer.accelerator.prepare(Loader(self._loader, self._names))
+        return trainer.accelerator.prepare(_OfTrainer(self._loader, self._names))
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """The loader of evaluations, unless one of other data is asked for.

@@ -8,6 +8,7 @@ one's own take the loader itself.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
@@ -34,7 +35,7 @@ class _Ids(torch.utils.data.Sampler):
 
     def _of_epoch(self) -> list[int]:
         loader = self._loader
-        ids, _ = loader.plan.rank_epoch(loader.position[0], loader.world.rank)
+        ids, _ = loader.plan.rank_epoch(loader._next()[0], loader.world.rank)
         numbers: list[int] = ids.tolist()
         return numbers
 
@@ -61,6 +62,7 @@ class TorchLoader(torch.utils.data.DataLoader):
                 f"{kind.__qualname__}"
             )
         self.loader = loader
+        self._batches: Any = loader  # or one of its epochs
         self._names = (
             None if names is None else (names,) if isinstance(names, str) else tuple(names)
         )
@@ -72,15 +74,15 @@ class TorchLoader(torch.utils.data.DataLoader):
         )
 
     def __len__(self) -> int:
-        return len(self.loader)
+        return len(self._batches)
 
     def __iter__(self) -> Iterator[Any]:
         """The next epoch, or the rest of the one in which the loaded state was taken."""
-        for batch in self.loader:
+        for batch in self._batches:
             yield batch if self._names is None else self._named(batch, self._names)
 
     def epochs(self) -> Iterator[Self]:
-        """This loader, once for each epoch from the position to the end of the job.
+        """A loader of each epoch from the position to the end of the job.
 
             for epoch in loader.epochs():
                 for batch in epoch:
@@ -90,7 +92,20 @@ class TorchLoader(torch.utils.data.DataLoader):
         Raises:
             UsageError: the job has no end.
         """
-        return (self for _ in self.loader.epochs())
+        return map(self._of, self.loader.epochs())
+
+    def _of(self, epoch: Any) -> Self:
+        one = copy.copy(self)
+        one._batches = epoch
+        return one
+
+    @property
+    def _left(self) -> int:
+        """Batches of this after the last one that was handed out."""
+        if self._batches is not self.loader:
+            return len(self) - self.loader.position[1]
+        left: int = self.loader.batches_left
+        return left
 
     @staticmethod
     def _named(batch: Any, names: tuple[str, ...]) -> dict[str, Any]:

@@ -224,12 +224,80 @@ with nostall.DataLoader(data, 4, tiers=[]) as inner:
         raise AssertionError("the data set was evaluated")
 with nostall.DataLoader(data, 4, steps=6, tiers=[]) as inner:
     assert [inner.batches_left for _ in inner] == [5, 4, 3, 2, 1, 0]
+# Epochs are the loader's where its steps are one iteration; the last ends with the steps.
+with nostall.DataLoader(data, 4, steps=6, tiers=[]) as inner:
+    loader = accelerate.Loader(inner, names=("bytes", "labels"))
+    ended = []
+    for epoch in loader.epochs():
+        read, seen = list(epoch.batch_sampler)[: len(epoch)], []
+        for batch in epoch:
+            seen.append(batch["labels"].tolist())
+            ended.append(epoch.end_of_dataloader)
+        assert seen == read, (seen, read)
+    assert ended == [False, False, False, True, False, True] and len(loader) == 6
+# The next epoch's order, also where one ended early; with steps that goes on.
+with nostall.DataLoader(data, 4, epochs=3, tiers=[]) as inner:
+    loader = TorchLoader(inner, names=("bytes", "labels"))
+    for _ in loader:
+        break
+    read = list(loader.batch_sampler)
+    assert [batch["labels"].tolist() for batch in loader] == read
+with nostall.DataLoader(data, 4, steps=6, tiers=[]) as inner:
+    loader = TorchLoader(inner, names=("bytes", "labels"))
+    for _ in loader:
+        break
+    read = list(loader.batch_sampler)
+    assert next(iter(loader))["labels"].tolist() == read[1]
+"""
+
+RESUME = """
+import sys
+import numpy as np
+import torch
+import transformers
+import nostall
+from nostall.plugins.hugging_face import FromLoader
+
+class Trained(FromLoader, transformers.Trainer):
+    pass
+
+class Model(torch.nn.Linear):
+    def forward(self, x, y):
+        seen.append(y.tolist())
+        return {"loss": super().forward(x).sum()}
+
+def train(checkpoint, summed):
+    seen.clear()
+    data = nostall.Arrays({"x": np.ones((12, 1), np.float32), "y": np.arange(12)})
+    arguments = transformers.TrainingArguments(
+        f"{sys.argv[1]}/{summed}", max_steps=8 // summed, save_steps=1, report_to=[], use_cpu=True,
+        gradient_accumulation_steps=summed, disable_tqdm=True,
+    )
+    with nostall.DataLoader(data, 4, steps=8, tiers=[], batch="tuple") as loader:
+        trainer = Trained(loader=loader, names=("x", "y"), model=Model(1, 1), args=arguments)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        assert trainer.state.global_step * summed == 8 and loader.batches_left == 0
+    return list(seen)
+
+seen = []
+for summed in (1, 2):
+    whole = train(None, summed)
+    # Three batches are an epoch of the loader; the Trainer counts one for all eight.
+    for step in (2, 3, 4, 6, 7) if summed == 1 else (2, 3):
+        rest = train(f"{sys.argv[1]}/{summed}/checkpoint-{step}", summed)
+        assert rest == whole[step * summed :], (step, rest, whole)
 """
 
 
 def test_programs_read_of_a_loader_what_they_read_of_torchs(data: Path) -> None:
     needs("accelerate", "transformers")
     run = prefork.run(["-c", READ, str(data)], torch=True, timeout=800)
+    assert run.returncode == 0, run.stderr
+
+
+def test_the_trainer_goes_on_in_any_epoch_of_the_loaders_steps(tmp_path: Path) -> None:
+    needs("accelerate", "transformers")
+    run = prefork.run(["-c", RESUME, str(tmp_path)], torch=True, timeout=800)
     assert run.returncode == 0, run.stderr
 
 
