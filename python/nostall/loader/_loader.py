@@ -320,10 +320,10 @@ class DataLoader:
                 counted(self._spec.samples, "sample"), self.batch_size,
                 counted(self.world.world_size, "rank"),
             )  # fmt: skip
-        self._position = (0, 0)
+        self._begin = self._position = (0, 0)  # of the placement; of the last batch
         self._samples_taken = 0  # in the last batch handed out
-        self._begin = (0, 0)  # epoch and batch of the placement
         self._resumed = False
+        self._loads = 0  # of states: iterations that began before are over
         self._ended: int | None = None  # the epoch that the loaded state had just ended
         self._loader: _native.Loader | None = None
         self._process = 0  # that made it
@@ -484,9 +484,9 @@ class DataLoader:
 
     def _epochs_left(self) -> Iterator[Epoch]:
         while self._next_epoch() < self._last_epoch:
-            epoch, before = self._next_epoch(), self._position
+            epoch, before, loads = self._next_epoch(), self._position, self._loads
             yield Epoch(self, epoch)
-            if self._position in (before, (epoch, 0)):
+            if self._loads == loads and self._position in (before, (epoch, 0)):
                 # The body took nothing of this epoch: continue with the next one all the same.
                 self._position = self._after(epoch)
                 self._resumed = False
@@ -497,7 +497,7 @@ class DataLoader:
         With `steps`: all batches that are left of them, after the last one that was handed out.
         """
         batches = self._iterate(*self._next())
-        return batches if self._options.steps is None else self._steps_left(batches)
+        return batches if self._options.steps is None else self._steps_left(batches, self._loads)
 
     def _next(self) -> tuple[int, int]:
         """The epoch and the batch that an iteration of the loader begins with."""
@@ -506,9 +506,10 @@ class DataLoader:
         epoch, batch = self._position
         return (epoch, batch) if self._is_inside() or batch == 0 else (epoch + 1, 0)
 
-    def _steps_left(self, epoch: Iterator[Any]) -> Iterator[Any]:
+    def _steps_left(self, epoch: Iterator[Any], loads: int) -> Iterator[Any]:
         yield from epoch
         while self._next_epoch() < self._last_epoch:
+            self._refuse_before_load(loads)
             yield from self._iterate_epoch(self._next_epoch())
 
     def set_epoch(self, epoch: int) -> None:
@@ -565,8 +566,7 @@ class DataLoader:
         return epoch, self._position[1] if goes_on else 0
 
     def _iterate(self, epoch: int, start: int) -> Iterator[Any]:
-        if self._closed:
-            raise UsageError("this loader is closed")
+        self._refuse_closed()
         steps = self._options.steps
         if epoch >= self._last_epoch:
             raise UsageError(
@@ -578,10 +578,21 @@ class DataLoader:
             )
         # A loaded position stays one until a batch is taken: this iterator may never be used.
         self._position = (epoch, start)
-        _running.add(batches := self._batches_of(epoch, start))
+        _running.add(batches := self._batches_of(epoch, start, self._loads))
         return batches
 
-    def _batches_of(self, epoch: int, start: int) -> Generator[Any, None, None]:
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise UsageError("this loader is closed")
+
+    def _refuse_before_load(self, loads: int) -> None:
+        """Refuses an iteration of the time when so many states had been loaded, if more have been."""
+        if loads != self._loads:
+            raise UsageError("a state was loaded into this loader: begin a new iteration")
+
+    def _batches_of(self, epoch: int, start: int, loads: int) -> Generator[Any, None, None]:
+        self._refuse_closed()  # it may have been made before
+        self._refuse_before_load(loads)
         if self._ahead is not None:
             self._ahead.close()
             self._device_bytes = self._ahead.limit
@@ -600,6 +611,7 @@ class DataLoader:
             self._ahead = ahead = Ahead(self._recipe.place, made, self._device_bytes)
         try:
             for index in range(start, batches):
+                self._refuse_before_load(loads)
                 if not self._recorder.is_current(running):
                     raise UsageError(
                         "another iteration of this loader has begun: a loader has one position"
@@ -668,7 +680,8 @@ class DataLoader:
         """Continues exactly where `state` was taken, on any number of ranks.
 
         The global batch must be the same: on w ranks pass ``batch_size=global_batch / w``, or always
-        ``global_batch_size=``. A loader whose seed was drawn takes that of the state.
+        ``global_batch_size=``. A loader whose seed was drawn takes that of the state. An iteration that
+        was begun before is over: begin a new one.
 
         Raises:
             UsageError: the state is of another dataset, seed, order or global batch.
@@ -714,6 +727,7 @@ class DataLoader:
                 + (length if steps is None else counted(steps, "step"))
             )
         self._stop_native()
+        self._loads += 1
         self.seed = int(state["seed"])
         self._recipe.draw_from(self.seed)
         self._order_world = int(state["order_world"])

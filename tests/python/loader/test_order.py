@@ -412,6 +412,64 @@ def test_an_iterator_that_is_not_used_begins_no_epoch(image_folder: Path) -> Non
         assert labels_of(loader) == labels
 
 
+@pytest.mark.parametrize("length", [{"epochs": 2}, {"steps": 16}])
+@pytest.mark.parametrize("transforms", [None, len])
+def test_a_state_that_is_loaded_ends_the_iterations_before(
+    image_folder: Path, length: dict[str, Any], transforms: Any
+) -> None:
+    folder = nostall.ImageFolder(image_folder, index=False)
+    options: dict[str, Any] = {"seed": 1, "tiers": [], "transforms": transforms, **length}
+    refused = pytest.raises(UsageError, match="a state was loaded into this loader: begin a new it")
+    with nostall.DataLoader(folder, 8, **options) as loader:
+        whole = [labels.tolist() for epoch in loader.epochs() for _, labels in epoch]
+    with nostall.DataLoader(folder, 8, **options) as loader:
+        first = loader.state_dict()
+        taken, unused = iter(loader), iter(loader)
+        for _ in range(3):
+            next(taken)
+        state = loader.state_dict()
+        next(taken)
+        loader.load_state_dict(state)
+        for before in (taken, unused):
+            with refused:
+                next(before)
+            assert loader.state_dict() == state
+        batches = len(loader) if "epochs" in length else 16
+        assert [labels.tolist() for _, labels in loader] == whole[3:batches]
+        # Also in the last batch of an epoch, where all steps are one iteration.
+        loader.load_state_dict(first)
+        taken = iter(loader)
+        for _ in range(8):
+            next(taken)
+        loader.load_state_dict(first)
+        if "steps" in length:
+            with refused:
+                next(taken)
+        else:
+            assert next(taken, None) is None
+        # A loop over epochs goes on with that of the state.
+        seen: list[list[int]] = []
+        for epoch in loader.epochs():
+            for _, labels in epoch:
+                seen.append(labels.tolist())
+                if len(seen) == 2:
+                    loader.load_state_dict(first)
+                    break
+        assert seen == whole[:2] + whole
+
+
+def test_an_iterator_of_before_the_end_begins_nothing(image_folder: Path) -> None:
+    folder = nostall.ImageFolder(image_folder, index=False)
+    loader = nostall.DataLoader(folder, 8, epochs=2, tiers=[])
+    unused, epochs = iter(loader), loader.epochs()
+    first = next(epochs)
+    loader.close()
+    for begin in (lambda: next(unused), lambda: next(iter(first))):
+        with pytest.raises(UsageError, match="this loader is closed"):
+            begin()
+    assert loader._loader is None
+
+
 def test_going_back_before_the_start_places_what_comes_from_there(image_folder: Path) -> None:
     """Samples that the tiers cannot hold are chosen by the epochs that are read."""
     folder = nostall.ImageFolder(image_folder, index=False)
