@@ -70,12 +70,14 @@ _BOUNDED = 1024  # the lower bound is that of the whole job up to so many epochs
 
 _log = logging.getLogger("nostall")
 
-# Loaders are numbered within the process; ranks make them in the same order.
 _made = itertools.count()
 # Those with tiers of their own; a forked child has none of its parent.
 _with_tiers: weakref.WeakValueDictionary[str, DataLoader] = weakref.WeakValueDictionary()
 os.register_at_fork(after_in_child=_with_tiers.clear)
-_made_in: dict[tuple[int, str], Iterator[int]] = collections.defaultdict(itertools.count)
+# Ranks make the loaders of a world in the same order; those of other worlds, which only some ranks
+# make, do not shift the numbers. A job= may be of a node alone, so ranks meet by numbers without it.
+_made_in: dict[tuple[int, int], Iterator[int]] = collections.defaultdict(itertools.count)
+_made_of: dict[tuple[int, int, str], Iterator[int]] = collections.defaultdict(itertools.count)
 
 
 # Attributes of torch's loader that other programs look for, and their replacements here.
@@ -346,11 +348,12 @@ class DataLoader:
             job=chosen.job,
             one_each=callable(chosen.peers),  # it has one entry for each rank
         )
-        job = chosen.job or ""
         self._name = f"loader {next(_made)}"
-        # Loaders that only some ranks make do not shift the numbers of other loaders.
-        self._twins = f"{job} loader {next(_made_in[self.world.world_size, job])}"
-        self._job = job or f"{self.world.job} {self._name}"
+        rank, size, job = self.world.rank, self.world.world_size, chosen.job or ""
+        self._meets = f"loader {next(_made_in[rank, size])} of {size}"
+        number = next(_made_of[rank, size, job])
+        self._twins = f"{job} loader {number}"
+        self._job = f"{job or self.world.job} loader {number} of {size}"
         self._compared = False
         self._cluster: Cluster | None = None
         self._joins = 0  # a resumed loader meets the others again
@@ -400,7 +403,7 @@ class DataLoader:
             allgather = (
                 peers
                 if callable(peers)
-                else find_rendezvous(world.rank, world.world_size, f"{self._twins} seed")
+                else find_rendezvous(world.rank, world.world_size, f"{self._meets} seed")
             )
             if allgather is None:
                 raise UsageError(
@@ -974,7 +977,7 @@ class DataLoader:
         allgather = (
             peers
             if callable(peers)
-            else find_rendezvous(world.rank, world.world_size, f"{self._name} {self._joins}")
+            else find_rendezvous(world.rank, world.world_size, f"{self._meets} {self._joins}")
         )
         if allgather is None:
             reason = (

@@ -28,6 +28,8 @@ from procfs import OwnSharedMemory, abstract_sockets, open_links, shared_memory
 import nostall
 from nostall import transforms as t
 from nostall.errors import CorruptionError, IoError, PeerError, StoppedError, UsageError
+from nostall.job import _cluster as cluster
+from nostall.job import _rendezvous as rendezvous
 from nostall_bench.slowfs import SlowFS, missing
 
 STEPS = [t.Resize(16), t.CenterCrop(16), t.ToTensor()]
@@ -373,7 +375,62 @@ def test_two_jobs_on_one_node_do_not_disturb_each_other(image_folder: Path) -> N
         assert a.stats().source_bytes == b.stats().source_bytes == folder.total_bytes
 
 
-def test_ranks_that_disagree_are_told_so(image_folder: Path) -> None:
+def test_a_job_may_have_several_loaders(image_folder: Path) -> None:
+    paths = sorted(image_folder.rglob("*.jpg"))
+    train, validation = nostall.Split(nostall.FileList(paths, range(len(paths))), 0.8)
+    job = own_job("several")
+
+    def loaders(rank: int) -> list[nostall.DataLoader]:
+        place = {"rank": rank, "world_size": 2, "local_rank": rank, "local_world_size": 2}
+        options: dict[str, Any] = {"tiers": ["ram:1MiB"], "output": "numpy", "job": job, **place}
+        return [
+            nostall.DataLoader(train, 4, epochs=2, **options),
+            nostall.DataLoader(validation, 4, shuffle=False, **options),
+        ]
+
+    ranks = loaders(0), loaders(1)
+    seen: list[list[int]] = [[], []]
+    for number, pair in enumerate(zip(*ranks, strict=True)):
+        for batches in zip(*pair, strict=True):
+            seen[number] += [label for _, labels in batches for label in labels.tolist()]
+    for rank in ranks:
+        for loader in rank:
+            loader.close()
+    for number, data in enumerate((train, validation)):
+        assert set(seen[number]) == {int(data.labels[i]) for i in range(len(data))}
+
+
+def test_loaders_of_one_rank_alone_do_not_part_the_others(
+    image_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+    monkeypatch.setattr(
+        rendezvous, "find_rendezvous", lambda rank, size, name, **more: names.append(name)
+    )
+    folder = nostall.ImageFolder(image_folder, index=False)
+
+    def met(rank: int, node: int) -> list[str]:
+        names.clear()
+        place = {"rank": rank, "world_size": 61, "local_rank": 0, "local_world_size": 1}
+        for number in range(2):
+            with nostall.DataLoader(
+                folder, 1, tiers=[], **place, job=own_job(f"node {node} {number}")
+            ) as loader:
+                next(iter(loader))
+        with pytest.raises(UsageError, match="nothing connects them: pass seed="):
+            nostall.DataLoader(folder, 1, seed=None, **place, job=own_job(f"node {node}"))
+        return list(names)
+
+    first = met(0, 0)
+    nostall.DataLoader(folder, 4, tiers=[], rank=0, world_size=1).close()
+    assert met(1, 1) == first and len(set(first)) == 3
+
+
+def test_ranks_that_disagree_are_told_so(
+    image_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the memory of the node, where nothing else could compare them."""
+    monkeypatch.setattr(cluster, "check_alike", lambda *_: None)
     folder = nostall.ImageFolder(image_folder)
     paths = [folder.describe(i) for i in range(len(folder))]
 
@@ -389,28 +446,26 @@ def test_ranks_that_disagree_are_told_so(image_folder: Path) -> None:
             job=own_job("disagree"),
         )
 
-    with loader(0) as first:
-        next(iter(first))
-        for other, told in (
-            ({"seed": 2}, r"seed \(2 here, 1 there\);"),
-            (
-                {"batch_size": 8, "epochs": 3},
-                r"global_batch_size \(16 here, 8 .*epochs \(3 here, 2 there\);",
-            ),
-            (  # whose half, rounded down, is the same
-                {"batch_size": None, "global_batch_size": 9},
-                r"global_batch_size \(9 here, 8 there\), world of the order",
-            ),
-            ({"drop_last": True}, r"drop_last \(True here, False there\);"),
-            ({"shuffle": False}, r"order \(sequential here, torch there\);"),
-            ({"tiers": ["ram:20KiB"]}, r"tiers \(ram:20480 here, ram:1048576 there\);"),
-            ({"dataset": nostall.FileList(paths[:60])}, r"samples \(60 here, 61 there\), bytes of"),
-        ):
-            with loader(1, **other) as second, pytest.raises(PeerError, match=told):
-                next(iter(second))
-        with loader(1) as second:
-            second.load_state_dict({**second.state_dict(), "batch": 3})
-            told = r"first batch \(3 of epoch 0 here, 0 of epoch 0 there\);"
+    for other, told in (
+        ({"seed": 2}, r"seed \(2 here, 1 there\);"),
+        (
+            {"batch_size": 8, "epochs": 3},
+            r"global_batch_size \(16 here, 8 .*epochs \(3 here, 2 there\);",
+        ),
+        (  # whose half, rounded down, is the same
+            {"batch_size": None, "global_batch_size": 9},
+            r"global_batch_size \(9 here, 8 there\), world of the order",
+        ),
+        ({"drop_last": True}, r"drop_last \(True here, False there\);"),
+        ({"shuffle": False}, r"order \(sequential here, torch there\);"),
+        ({"tiers": ["ram:20KiB"]}, r"tiers \(ram:20480 here, ram:1048576 there\);"),
+        ({"dataset": nostall.FileList(paths[:60])}, r"samples \(60 here, 61 there\), bytes of"),
+        ({}, r"first batch \(3 of epoch 0 here, 0 of epoch 0 there\);"),
+    ):
+        with loader(0) as first, loader(1, **other) as second:
+            next(iter(first))
+            if not other:
+                second.load_state_dict({**second.state_dict(), "batch": 3})
             with pytest.raises(PeerError, match=told):
                 next(iter(second))
 

@@ -437,7 +437,16 @@ def test_a_second_loader_of_the_same_data_is_told_what_is_held_twice(
     assert "give both the same tiers=nostall.Tiers(...), or close" in told(source, source)
     assert told(train, source) and told(train, train)
     assert not told(train, validation)
-    assert not told(source, source, tiers=[]) and not told(source, source, job=own_job("same"))
+    assert not told(source, source, tiers=[]) and told(source, source, job=own_job("same"))
+    caplog.clear()
+    place: dict[str, Any] = {"world_size": 2, "local_world_size": 2, "job": own_job("ranks")}
+    ranks = [
+        nostall.DataLoader(source, 4, tiers=["ram:1MiB"], rank=i, local_rank=i, **place)
+        for i in range(2)
+    ]
+    assert not caplog.records
+    for rank in ranks:
+        rank.close()
     with nostall.Tiers(source, ["ram:1MiB"]) as shared:
         assert not told(source, source, tiers=shared)
     half = nostall.Subset(source, range(20, 40))
