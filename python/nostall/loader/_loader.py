@@ -721,10 +721,14 @@ class DataLoader:
                     f"{key}={mine[key]}{hint}"
                 )
         epoch, batch = int(state["epoch"]), int(state["batch"])
-        inside = 0 <= epoch <= self._last_epoch and 0 <= batch <= self._batches
+        # By the order that goes on: RepeatedAugmentation has as many batches as its ranks allow.
+        order = {"seed": int(state["seed"]), "order_world": int(state["order_world"])}
+        plan = Plan(**self._planned | order).native
+        last, batches = int(plan.epochs), int(_native.batches_per_epoch(plan))
+        inside = 0 <= epoch <= last and 0 <= batch <= batches
         steps = self._options.steps
-        if not inside or (steps is not None and epoch * self._batches + batch > steps):
-            length = f"{counted(self._last_epoch, 'epoch')} of {counted(self._batches, 'batch')}"
+        if not inside or (steps is not None and epoch * batches + batch > steps):
+            length = f"{counted(last, 'epoch')} of {counted(batches, 'batch')}"
             raise UsageError(
                 f"the loader's state is at epoch {epoch}, batch {batch}, outside this job of "
                 + (length if steps is None else counted(steps, "step"))

@@ -365,6 +365,30 @@ def test_an_epoch_that_the_state_had_ended_is_not_repeated(image_folder: Path) -
         assert labels_of(loader) == whole
 
 
+def test_a_state_is_read_by_the_order_that_it_goes_on_with() -> None:
+    """Repeated augmentation cuts an epoch to a multiple of the ranks, unless batches are of all."""
+    source = nostall.Arrays({"x": np.arange(256)})
+    sizes = {"whole": {"global_batch_size": 15}, "each": {"batch_size": 5}}
+    states: dict[str, list[dict[str, Any]]] = {}
+
+    def loader(size: str) -> nostall.DataLoader:
+        order = nostall.RepeatedAugmentation()
+        place = one_rank(0, 3)
+        return nostall.DataLoader(source, epochs=2, order=order, tiers=[], **place, **sizes[size])
+
+    for size in sizes:
+        with loader(size) as made:
+            states[size] = [made.state_dict() for epoch in made.epochs() for _ in epoch]
+    assert {size: len(found) for size, found in states.items()} == {"whole": 36, "each": 34}
+    for size, other in (("whole", "each"), ("each", "whole")):
+        for state in (states[size][0], states[size][len(states[size]) // 2 - 1], states[size][-1]):
+            with loader(other) as made:
+                made.load_state_dict(state)
+                left = [len(list(epoch)) for epoch in made.epochs()]
+            assert 0 not in left
+            assert sum(left) == len(states[size]) - 1 - states[size].index(state)
+
+
 def taken_until(loader: nostall.DataLoader, batches: int) -> dict[str, Any]:
     """The loader's state after so many batches."""
     for i, _ in enumerate(loader, 1):
