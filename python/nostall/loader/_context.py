@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -61,7 +63,7 @@ class Context:
         return int(self.numpy().integers(_ALL, dtype=np.uint64))
 
     def seed_all(self) -> None:
-        """Sets this process's generators of random, NumPy and, if it is imported, torch."""
+        """Sets this process's generators of random, NumPy and torch, which may be imported later."""
         import random
 
         number = self._number()
@@ -69,6 +71,34 @@ class Context:
         np.random.seed(number & (2**32 - 1))
         if "torch" in sys.modules:
             sys.modules["torch"].manual_seed(number)
+            return
+        _later.number = number
+        if _later not in sys.meta_path:
+            sys.meta_path.insert(0, _later)
+
+
+class _Later:
+    """Sets torch's generator when torch is imported, which callables may do when they are called."""
+
+    number = 0
+
+    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def seeded(module: Any) -> None:
+                execute(module)
+                module.manual_seed(self.number)
+
+            spec.loader.exec_module = seeded  # type: ignore[method-assign]
+        return spec
+
+
+_later = _Later()
 
 
 class SampleTransform(Protocol):

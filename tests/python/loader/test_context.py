@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 from pathlib import Path
 from typing import Any, Literal
@@ -105,6 +106,33 @@ def test_draws_of_worker_processes_repeat(image_folder: Path) -> None:
     one = drawn(image_folder, threads=1, **options)
     assert drawn(image_folder, threads=2, **options) == one
     assert one[0] != one[1]
+
+
+# It is imported by worker processes, which this module would let import torch.
+LATE = """
+import sys
+import numpy as np
+
+def draw(raw, context):
+    late = "torch" not in sys.modules
+    import torch
+    return np.array([context.sample, context.epoch, int(torch.randint(2**31, (1,))), late])
+"""
+
+
+@pytest.mark.multi
+def test_torch_draws_the_same_if_a_callable_is_the_first_to_import_it(
+    image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "imports_torch_late.py").write_text(LATE)
+    monkeypatch.syspath_prepend(tmp_path)
+    late = importlib.import_module("imports_torch_late").draw
+    first, second = drawn(image_folder, transforms=late, workers="processes", threads=1)
+    rows = first + second
+    assert sum(row[3] for row in rows) == 1
+    for sample, epoch, number, _ in rows:
+        generator = nostall.Context(sample, epoch, 5).torch()
+        assert number == int(torch.randint(2**31, (1,), generator=generator))
 
 
 class Steps:
