@@ -53,7 +53,7 @@ class Page {
   uint64_t word(size_t at) const noexcept { return number_at<uint64_t>(bytes_, at); }
   // Node i; nothing if it does not lie inside the page.
   std::optional<Node> node(unsigned i) const noexcept;
-  // The kTreeBytes at `at`, which a leaf node with kSubData has inside the page.
+  // The kTreeBytes at `at`, which a leaf node with kSubData and without kBigData has inside the page.
   Tree tree(size_t at) const noexcept;
 
  private:

@@ -203,7 +203,8 @@ class Scan {
                                            source::printable(node->key) + "\", which is not read");
       }
       if (node->flags & kSubData) {
-        if (node->length != kTreeBytes) {
+        // LMDB keeps it in the leaf, never on pages of its own.
+        if (node->length != kTreeBytes || node->flags & kBigData) {
           return broken_page(from.page, "has a damaged description of a named database");
         }
         records_.databases.emplace_back(node->key);

@@ -283,6 +283,17 @@ TEST(Lmdb, TellsOfACutFile) {
   }
 }
 
+TEST(Lmdb, RefusesADescriptionThatIsNotInItsPage) {
+  LmdbFile file;
+  // Pages of its own: 8 bytes of the node are all that is left of the leaf.
+  file.commit(file.add_tree({{"ab", std::string(48, '\0'), 2, 1}}));
+  ASSERT_EQ(file.node_at(file.leaf_pages[0], 0) + 8 + 2 + 8, (file.leaf_pages[0] + 1) * 4096);
+  const auto result = scan_bytes(file.bytes);
+  ASSERT_FALSE(result);
+  EXPECT_EQ(result.error().kind(), ErrorKind::corruption);
+  EXPECT_THAT(result.error().what(), HasSubstr("a damaged description of a named database"));
+}
+
 struct Damage {
   const char* name;
   void (*bend)(LmdbFile& file);
