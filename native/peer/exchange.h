@@ -43,7 +43,9 @@ struct ExchangeConfig {
   uint64_t plan = 0;                          // fingerprint: ranks with another one are refused
   uint64_t epoch_length = 1;                  // samples in an epoch, as in first_access
   std::chrono::milliseconds timeout{10'000};  // of one request; then its rank is lost for now
-  uint64_t push_bytes = uint64_t{32} << 20;   // on their way at once; above, push() waits
+  // Of pushes on their way at once; above, push() waits. As many bytes of pushes may wait for this
+  // node's file tier; above, pushes are not taken.
+  uint64_t push_bytes = uint64_t{32} << 20;
   // Where set: owners have what this says, whatever their progress; nothing is awaited or pushed.
   std::shared_ptr<Guess> guess;
 };
@@ -89,7 +91,7 @@ struct ExchangeCounters {
   Number pushed{0}, pushed_bytes{0}, pushes_given_up{0};
   Number served{0}, served_bytes{0};
   Number received{0}, received_bytes{0};  // pushes taken
-  Number redundant{0};                    // pushes of what was there already
+  Number redundant{0};                    // pushes of what was there already, or had no room
   Number refused{0};                      // messages malformed or not authentic
   Number dropped_ranks{0};
   Number returned_ranks{0};      // that were dropped and are reached again

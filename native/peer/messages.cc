@@ -29,6 +29,21 @@ namespace {
 constexpr std::chrono::seconds kStuck{1};
 constexpr size_t kLookAhead = 4096;
 
+// A pushed sample from its arrival until the file thread has written it, or it is given up.
+struct Filed {
+  Filed(std::atomic<uint64_t>& waiting, uint64_t size) : bytes(size), waiting_(waiting) {
+    waiting_ += size;
+  }
+  ~Filed() { waiting_ -= bytes.size(); }
+  Filed(const Filed&) = delete;
+  Filed& operator=(const Filed&) = delete;
+
+  std::vector<std::byte> bytes;
+
+ private:
+  std::atomic<uint64_t>& waiting_;
+};
+
 }  // namespace
 
 Delivery Exchange::Messenger::on_message(std::span<const std::byte> bytes, uint64_t payload) {
@@ -299,6 +314,13 @@ Delivery Exchange::Messenger::on_push(const Header& header) {
                              std::to_string(sample));
     return {};
   }
+  // A file system that falls behind costs reads from the source, not memory without bound.
+  const bool filed = cache_->placed(sample) && cache_->kind(sample) == tier::TierKind::file;
+  const uint64_t waiting = filed ? filing_.load() : 0;
+  if (waiting > 0 && waiting + header.length > config_.push_bytes) {
+    ++count_.redundant;
+    return {};
+  }
   if (!cache_->placed(sample) || !cache_->claim(sample)) {
     ++count_.redundant;
     return {};
@@ -342,19 +364,19 @@ Delivery Exchange::Messenger::into_tier(const Header& header) {
               }
             })};
   }
-  auto bytes = std::make_shared<std::vector<std::byte>>(header.length);
-  return {*bytes,
-          watched(header.from, [this, bytes, sample, crc = header.crc, taken, bad](bool arrived) {
+  auto filed = std::make_shared<Filed>(filing_, header.length);
+  return {filed->bytes,
+          watched(header.from, [this, filed, sample, crc = header.crc, taken, bad](bool arrived) {
             if (!arrived) {
               cache_->abandon(sample);
-            } else if (crc32c(*bytes) != crc) {
+            } else if (crc32c(filed->bytes) != crc) {
               bad();
             } else if (!cache_->sums().agrees(sample, sample_sum_of_crc(crc))) {
               cache_->abandon(sample);
             } else {
               try {
-                submit_file([this, bytes, sample, taken] {
-                  cache_->file_write(sample, *bytes);
+                submit_file([this, filed, sample, taken] {
+                  cache_->file_write(sample, filed->bytes);
                   taken();
                 });
               } catch (const std::exception&) {

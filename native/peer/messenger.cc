@@ -85,27 +85,23 @@ Exchange::Messenger::Messenger(std::unique_ptr<Transport> transport, ExchangeCon
   for (uint32_t r = 0; r < config_.node_of_rank.size(); ++r) {
     if (config_.node_of_rank[r] != node_) peers_[r];
   }
-  files_thread_ = std::jthread([this] {
+  files_thread_ = std::jthread([this](std::stop_token stop) {
     pthread_setname_np(pthread_self(), "nostall-pfile");
-    run_files(stop_.get_token());
+    run_files(std::move(stop));
   });
-  try {
-    thread_ = std::jthread([this] {
-      pthread_setname_np(pthread_self(), "nostall-peer");
-      run(stop_.get_token());
-    });
-  } catch (...) {
-    // The system gives no more threads: the other one must end before it can be joined.
-    stop_.request_stop();
-    throw;
-  }
+  thread_ = std::jthread([this](std::stop_token stop) {
+    pthread_setname_np(pthread_self(), "nostall-peer");
+    run(std::move(stop));
+  });
 }
 
 Exchange::Messenger::~Messenger() {
-  stop_.request_stop();
+  thread_.request_stop();
   transport_->wake();
-  if (files_thread_.joinable()) files_thread_.join();
-  if (thread_.joinable()) thread_.join();
+  thread_.join();
+  // Only then: what it has claimed for the file tier until its end is written too.
+  files_thread_.request_stop();
+  files_thread_.join();
   // Transfers under way end here, while the members that their callbacks use still exist.
   transport_.reset();
 }

@@ -180,6 +180,7 @@ class Exchange::Messenger final : public Receiver {
   std::vector<std::function<void()>> commands_ NOSTALL_GUARDED_BY(commands_mutex_);
   Mutex files_mutex_;
   StopCondition files_ready_;
+  std::atomic<uint64_t> filing_{0};  // bytes of pushes that wait for the file thread
   std::deque<std::function<void()>> files_ NOSTALL_GUARDED_BY(files_mutex_);
 
   Mutex push_mutex_;
@@ -199,7 +200,6 @@ class Exchange::Messenger final : public Receiver {
 
   ExchangeCounters<std::atomic<uint64_t>> count_;  // but for thread_nanoseconds
   std::atomic<uint64_t> message_cpu_ns_{0}, file_cpu_ns_{0};
-  std::stop_source stop_;
   std::jthread files_thread_, thread_;
 };
 

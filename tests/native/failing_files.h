@@ -1,6 +1,7 @@
 // A file system of which chosen calls fail.
 #pragma once
 
+#include <atomic>
 #include <map>
 #include <string>
 
@@ -18,6 +19,7 @@ class FailingFiles : public FileSystem {
     return fails("pread") ? refused("pread") : FileSystem::pread(fd, into, offset);
   }
   int64_t pwrite(int fd, std::span<const std::byte> from, uint64_t offset) override {
+    held.wait(true);
     return fails("pwrite") ? refused("pwrite") : FileSystem::pwrite(fd, from, offset);
   }
   int reserve(int fd, uint64_t size) override {
@@ -44,6 +46,7 @@ class FailingFiles : public FileSystem {
   }
 
   std::map<std::string, int> errors;
+  std::atomic<bool> held{false};  // writes wait until it is false, and are notified
 
  private:
   bool fails(const std::string& call) const { return errors.contains(call); }

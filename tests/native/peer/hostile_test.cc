@@ -145,6 +145,35 @@ TEST_F(HostileTest, AFileThatCannotBeWrittenCostsTheSampleAlone) {
   EXPECT_EQ(exchange_->nodes_alive(), 2u);
 }
 
+TEST_F(HostileTest, WhatAFileTierHasNoTimeForIsNotTaken) {
+  arrange_ = [](ExchangeConfig& config, plan::Ownership&) { config.push_bytes = 700'000; };
+  start(tier::TierKind::file);
+  Session session = asking();
+  wire_->hear(Kind::welcome);
+  const auto push = [&](uint64_t sample) {
+    Header header = push_of(sample);
+    wire_->say(session.seal(header), bytes_of(sample));
+  };
+  files_.held = true;
+  for (const uint64_t sample : {3, 9, 15}) push(sample);
+  EXPECT_TRUE(eventually([&] { return exchange_->stats().redundant == 1; }));
+  EXPECT_EQ(cache_->state(3), tier::State::filling);
+  EXPECT_EQ(cache_->state(9), tier::State::filling);
+  EXPECT_EQ(cache_->state(15), tier::State::empty);
+  // What does not arrive takes no room.
+  wire_->torn = true;
+  push(1);
+  wire_->settle();
+  wire_->torn = false;
+  files_.held = false;
+  files_.held.notify_all();
+  EXPECT_TRUE(eventually([&] { return cache_->state(9) == tier::State::ready; }));
+  push(15);
+  EXPECT_TRUE(eventually([&] { return cache_->state(15) == tier::State::ready; }));
+  EXPECT_TRUE(eventually([&] { return exchange_->stats().received == 3; }));
+  EXPECT_EQ(exchange_->stats().redundant, 1u);
+}
+
 class TierTest : public HostileTest, public testing::WithParamInterface<tier::TierKind> {};
 
 TEST_P(TierTest, APushThatDoesNotMatchItsChecksumLeavesTheSampleEmpty) {
