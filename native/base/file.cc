@@ -5,11 +5,13 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 
 namespace nostall {
 namespace {
 constexpr int kTries = 16;  // of a call that signals interrupt
+constexpr uint64_t kSmallPiece = uint64_t{1} << 20;
 
 static_assert(kByPath == AT_FDCWD);
 
@@ -96,10 +98,23 @@ int64_t FileSystem::pwrite(int fd, std::span<const std::byte> from, uint64_t off
 }
 
 int FileSystem::allocate(int fd, uint64_t offset, uint64_t size) {
-  for (;;) {
-    const int error = ::posix_fallocate(fd, static_cast<off_t>(offset), static_cast<off_t>(size));
-    if (error != EINTR) return -error;
+  // An interrupted call gives back all that it had. Where signals come at short intervals only small
+  // ones come to their end.
+  uint64_t piece = size;
+  for (int tries = 0; size > 0;) {
+    piece = std::min(piece, size);
+    const int error = ::posix_fallocate(fd, static_cast<off_t>(offset), static_cast<off_t>(piece));
+    if (error == 0) {
+      offset += piece;
+      size -= piece;
+      tries = 0;
+    } else if (error != EINTR || (piece <= kSmallPiece && ++tries == kTries)) {
+      return -error;
+    } else {
+      piece = std::max(kSmallPiece, piece / 2);
+    }
   }
+  return 0;
 }
 
 int FileSystem::reserve(int fd, uint64_t size) {

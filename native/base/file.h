@@ -47,7 +47,8 @@ class FileSystem {
   virtual int64_t pread(int fd, std::span<std::byte> into, uint64_t offset);
   // Writes all of `from`; its size, or -errno.
   virtual int64_t pwrite(int fd, std::span<const std::byte> from, uint64_t offset);
-  // Makes [offset, offset + size) of the file exist on its device; 0, or -errno (-ENOSPC).
+  // Makes [offset, offset + size) of the file exist on its device; 0, or -errno (-ENOSPC, or -EINTR
+  // where signals come faster than memory does), which may leave a part of it there.
   virtual int allocate(int fd, uint64_t offset, uint64_t size);
   // Reserves room for the first `size` bytes, where the file system does so without writing zeros;
   // 0, or -errno (-EOPNOTSUPP where it does not).

@@ -1,0 +1,68 @@
+// Room for files where signals come at short intervals.
+#include "base/file.h"
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <functional>
+
+#include "base/own.h"
+
+namespace {
+// What posix_fallocate gives for so many bytes; none: the system's answer.
+std::function<int(off_t size)> answer;
+}  // namespace
+
+// In place of the C library's.
+extern "C" int posix_fallocate(int fd, off_t offset, off_t size) {
+  if (const int error = answer ? answer(size) : 0) return error;
+  return ::syscall(SYS_fallocate, fd, 0, offset, size) == 0 ? 0 : errno;
+}
+
+namespace nostall {
+namespace {
+
+constexpr uint64_t kMiB = uint64_t{1} << 20;
+
+class Allocate : public testing::Test {
+ protected:
+  void TearDown() override { answer = nullptr; }
+  uint64_t held() const {
+    struct stat status {};
+    EXPECT_EQ(::fstat(file_.get(), &status), 0);
+    return static_cast<uint64_t>(status.st_blocks) * 512;
+  }
+
+  const Descriptor file_ = memory_file("test").take();
+};
+
+TEST_F(Allocate, TakesAllAtOnceWhereNothingInterrupts) {
+  int calls = 0;
+  answer = [&](off_t) { return ++calls, 0; };
+  EXPECT_EQ(FileSystem::real().allocate(file_.get(), 0, 5 * kMiB), 0);
+  EXPECT_EQ(held(), 5 * kMiB);
+  EXPECT_EQ(calls, 1);
+}
+
+TEST_F(Allocate, TakesSmallPiecesWhereSignalsComeOften) {
+  int calls = 0;
+  answer = [&](off_t size) {
+    return static_cast<uint64_t>(size) > kMiB || ++calls % 10 != 0 ? EINTR : 0;
+  };
+  EXPECT_EQ(FileSystem::real().allocate(file_.get(), kMiB, 5 * kMiB + 4096), 0);
+  EXPECT_EQ(held(), 5 * kMiB + 4096);
+}
+
+TEST_F(Allocate, EndsWhereSignalsNeverLetItEnd) {
+  answer = [](off_t) { return EINTR; };
+  EXPECT_EQ(FileSystem::real().allocate(file_.get(), 0, 32 * kMiB), -EINTR);
+  answer = [](off_t) { return ENOSPC; };
+  EXPECT_EQ(FileSystem::real().allocate(file_.get(), 0, kMiB), -ENOSPC);
+}
+
+}  // namespace
+}  // namespace nostall
