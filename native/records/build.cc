@@ -7,6 +7,8 @@
 #include <exception>
 #include <map>
 #include <optional>
+#include <set>
+#include <utility>
 
 #include "base/crc32c.h"
 #include "base/crew.h"
@@ -195,10 +197,11 @@ bool is_number(MemberType type) { return type == MemberType::integer || type == 
 // Adds what one member is to what is known of its name.
 void join(MembersFound& found, size_t place, const Member& member, const Storage& storage,
           uint32_t file, uint64_t offset) {
+  const std::string& name = found.names[place];
   MemberType& type = found.types[place];
   if (member.type == MemberType::unread) {
     refuse(storage, file, offset,
-           "has a value of \"" + member.name +
+           "has a value of \"" + name +
                "\" that is not read: several byte strings, numbers that are not packed, a "
                "compressed array, or a list that is not of numbers; name the other fields");
   }
@@ -211,7 +214,7 @@ void join(MembersFound& found, size_t place, const Member& member, const Storage
       return std::string(list ? "a list of " : "") + std::string(name_of(t));
     };
     refuse(storage, file, offset,
-           "has " + text(member.type, member.list) + " in \"" + member.name +
+           "has " + text(member.type, member.list) + " in \"" + name +
                "\", records before it have " + text(type, found.lists[place] != 0));
   } else if (type != member.type) {
     type = MemberType::real;
@@ -243,10 +246,14 @@ MembersFound find_all_members(const Storage& storage, std::span<const uint32_t> 
     return it->second;
   };
   for (const std::string& name : names) place(name);
+  // Each name is kept once for all records: few bytes may repeat a long one.
   struct Found {
     uint64_t record = 0;
+    const std::string* name = nullptr;
     Member member;
   };
+  Mutex mutex;
+  std::set<std::string> known(names.begin(), names.end());
   std::vector<std::vector<Found>> all(chunks);
   each_in_parallel(
       storage, chunks, threads,
@@ -257,10 +264,16 @@ MembersFound find_all_members(const Storage& storage, std::span<const uint32_t> 
           if (!window || window->file() != file_of(i)) {
             window.emplace(reader, storage, file_of(i), kPayloadAhead);
           }
-          for (Member& member : find_members(*window, offset[i], length[i], kind).take()) {
-            const bool wanted =
-                names.empty() || std::find(names.begin(), names.end(), member.name) != names.end();
-            if (wanted) all[chunk].push_back({i, std::move(member)});
+          auto members = find_members(*window, offset[i], length[i], kind, names).take();
+          const MutexLock lock(mutex);
+          for (Member& member : members) {
+            const std::string& name = *known.insert(std::exchange(member.name, {})).first;
+            all[chunk].push_back({i, &name, std::move(member)});
+          }
+          if (known.size() > kMostParts) {
+            refuse(storage, file_of(i), offset[i],
+                   "has values of more than " + std::to_string(kMostParts) +
+                       " names, with those of the records before it: name the fields");
           }
         }
       },
@@ -268,11 +281,7 @@ MembersFound find_all_members(const Storage& storage, std::span<const uint32_t> 
                : std::function<void(uint64_t)>());
   for (const std::vector<Found>& some : all) {
     for (const Found& f : some) {
-      const size_t at = place(f.member.name);
-      if (found.names.size() > kMostParts) {
-        refuse(storage, file_of(f.record), offset[f.record],
-               "has more than " + std::to_string(kMostParts) + " values: name the fields");
-      }
+      const size_t at = place(*f.name);
       if (f.member.type != MemberType::none) {
         join(found, at, f.member, storage, file_of(f.record), offset[f.record]);
       }
@@ -283,7 +292,7 @@ MembersFound find_all_members(const Storage& storage, std::span<const uint32_t> 
   found.length.assign(n * fields, 0);
   for (std::vector<Found>& some : all) {
     for (const Found& f : some) {
-      const uint64_t at = f.record * fields + place(f.member.name);
+      const uint64_t at = f.record * fields + place(*f.name);
       const bool there = f.member.type != MemberType::none;
       found.offset[at] = there ? f.member.offset : kNoMember;
       found.length[at] = there ? f.member.length : 0;

@@ -7,18 +7,44 @@
 #include <utility>
 
 #include "records/protobuf.h"
+#include "records/records.h"
 
 namespace nostall::records {
 namespace {
 
 constexpr size_t kMostName = 4096;
 constexpr unsigned kMostNesting = 32;
-using Members = std::vector<Member>;
 
-Error wrong(const FileWindow& window, uint64_t offset, const std::string& what) {
+// Those that are wanted: of these names, or all where there are none.
+class Members {
+ public:
+  explicit Members(std::span<const std::string> names) : names_(names) {}
+
+  // False if they become too many.
+  bool add(Member member) {
+    if (!names_.empty() && std::find(names_.begin(), names_.end(), member.name) == names_.end()) {
+      return true;
+    }
+    too_many_ = found_.size() == kMostParts;
+    if (!too_many_) found_.push_back(std::move(member));
+    return !too_many_;
+  }
+  bool too_many() const { return too_many_; }
+  std::vector<Member> take() { return std::move(found_); }
+
+ private:
+  std::span<const std::string> names_;
+  std::vector<Member> found_;
+  bool too_many_ = false;
+};
+
+std::string place_of(const FileWindow& window, uint64_t offset) {
+  return "the record at offset " + std::to_string(offset) + " of " + window.path();
+}
+
+Error wrong(const FileWindow& window, uint64_t offset, const char* what) {
   if (window.error()) return *window.error();
-  return Error(ErrorKind::corruption, "the record at offset " + std::to_string(offset) + " of " +
-                                          window.path() + " " + what);
+  return Error(ErrorKind::corruption, place_of(window, offset) + " " + what);
 }
 
 std::optional<std::string> text_at(FileWindow& window, uint64_t at, uint64_t length) {
@@ -101,12 +127,10 @@ bool take_feature(FileWindow& window, const Message::Field& entry, Members& memb
     }
     if (!lists.ok()) return false;
   }
-  members.push_back(std::move(member));
-  return true;
+  return members.add(std::move(member));
 }
 
-Result<Members> of_example(FileWindow& window, uint64_t offset, uint64_t length) {
-  Members members;
+bool of_example(FileWindow& window, uint64_t offset, uint64_t length, Members& members) {
   Message example(window, offset, offset + length);
   bool good = true;
   while (const auto features = good ? example.next() : std::nullopt) {
@@ -117,10 +141,7 @@ Result<Members> of_example(FileWindow& window, uint64_t offset, uint64_t length)
     }
     good = good && map.ok();
   }
-  if (!good || !example.ok() || window.error()) {
-    return wrong(window, offset, "is no tf.train.Example");
-  }
-  return members;
+  return good && example.ok() && !window.error();
 }
 
 // ---- .npz: a ZIP archive of stored .npy files, found by its central directory.
@@ -154,34 +175,34 @@ std::optional<Directory> find_directory(FileWindow& window, uint64_t offset, uin
   return {};
 }
 
-Result<Members> of_npz(FileWindow& window, uint64_t offset, uint64_t length) {
+// What is wrong with it; nothing also where members are too many.
+const char* of_npz(FileWindow& window, uint64_t offset, uint64_t length, Members& members) {
   constexpr size_t kEntry = 46, kLocal = 30;
   const auto directory = length == 0 ? std::nullopt : find_directory(window, offset, length);
-  if (!directory) return wrong(window, offset, "is no .npz file");
-  Members members;
+  if (!directory) return "is no .npz file";
   uint64_t at = offset + directory->begin;
   const uint64_t end = at + directory->size;
   for (unsigned i = 0; i < directory->entries; ++i) {
-    const auto damaged = [&] { return wrong(window, offset, "has a damaged ZIP directory"); };
-    if (end - at < kEntry) return damaged();
+    constexpr const char* kDamaged = "has a damaged ZIP directory";
+    if (end - at < kEntry) return kDamaged;
     const auto entry = window.get(at, kEntry);
-    if (entry.empty() || little<uint32_t>(entry, 0) != 0x02014b50) return damaged();
+    if (entry.empty() || little<uint32_t>(entry, 0) != 0x02014b50) return kDamaged;
     const bool stored = little<uint16_t>(entry, 10) == 0 && (little<uint16_t>(entry, 8) & 1) == 0;
     const uint64_t size = little<uint32_t>(entry, 20), name = little<uint16_t>(entry, 28);
     const uint64_t rest = name + little<uint16_t>(entry, 30) + little<uint16_t>(entry, 32);
     const uint64_t local = little<uint32_t>(entry, 42);
     if (rest > end - at - kEntry || local > directory->begin || directory->begin - local < kLocal) {
-      return damaged();
+      return kDamaged;
     }
     auto text = text_at(window, at + kEntry, name);
-    if (!text) return damaged();
+    if (!text) return kDamaged;
     at += kEntry + rest;
     const auto head = window.get(offset + local, kLocal);
-    if (head.empty() || little<uint32_t>(head, 0) != 0x04034b50) return damaged();
+    if (head.empty() || little<uint32_t>(head, 0) != 0x04034b50) return kDamaged;
     const uint64_t skip = uint64_t{little<uint16_t>(head, 26)} + little<uint16_t>(head, 28);
-    if (skip > directory->begin - local - kLocal) return damaged();
+    if (skip > directory->begin - local - kLocal) return kDamaged;
     const uint64_t begin = local + kLocal + skip;
-    if (size > directory->begin - begin) return damaged();
+    if (size > directory->begin - begin) return kDamaged;
     Member member;
     constexpr std::string_view kEnding = ".npy";
     if (text->ends_with(kEnding)) text->resize(text->size() - kEnding.size());
@@ -189,9 +210,9 @@ Result<Members> of_npz(FileWindow& window, uint64_t offset, uint64_t length) {
     member.offset = offset + begin;
     member.length = size;
     member.type = stored ? MemberType::npy : MemberType::unread;
-    members.push_back(std::move(member));
+    if (!members.add(std::move(member))) break;
   }
-  return members;
+  return nullptr;
 }
 
 // ---- MessagePack: a map, or a list, of values.
@@ -320,6 +341,8 @@ class Msgpack {
           name = std::move(*text);
         }
       }
+      // Of a deep map, a few bytes may name a long one.
+      if (prefix.size() + name.size() > kMostName) return false;
       if (!value(prefix + name, depth, members)) return false;
     }
     return true;
@@ -343,8 +366,7 @@ class Msgpack {
       if (!skip_bytes(token)) return false;
     }
     member.length = at_ - member.offset;
-    members.push_back(std::move(member));
-    return true;
+    return members.add(std::move(member));
   }
   static MemberType type_of(Token::Type type) {
     static constexpr std::array kTypes{MemberType::none, MemberType::boolean, MemberType::integer,
@@ -396,23 +418,31 @@ std::string_view name_of(MemberType type) noexcept {
 }
 
 Result<std::vector<Member>> find_members(FileWindow& window, uint64_t offset, uint64_t length,
-                                         MembersKind kind) {
+                                         MembersKind kind, std::span<const std::string> names) {
   if (offset > window.file_size() || length > window.file_size() - offset) {
     return wrong(window, offset, "is not inside the file");
   }
+  Members members(names);
+  const char* why = nullptr;
   switch (kind) {
     case MembersKind::example:
-      return of_example(window, offset, length);
+      if (!of_example(window, offset, length, members)) why = "is no tf.train.Example";
+      break;
     case MembersKind::npz:
-      return of_npz(window, offset, length);
+      why = of_npz(window, offset, length, members);
+      break;
     case MembersKind::msgpack:
+      if (!Msgpack(window, offset, offset + length).walk(members)) {
+        why = "is no MessagePack map or list that is read";
+      }
       break;
   }
-  Members members;
-  if (!Msgpack(window, offset, offset + length).walk(members)) {
-    return wrong(window, offset, "is no MessagePack map or list that is read");
+  if (members.too_many()) {
+    return Error(ErrorKind::usage, place_of(window, offset) + " has more than " +
+                                       std::to_string(kMostParts) + " values: name the fields");
   }
-  return members;
+  if (why) return wrong(window, offset, why);
+  return members.take();
 }
 
 }  // namespace nostall::records

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -40,10 +41,11 @@ struct Member {
   uint32_t count = 0;  // of numbers, in the outermost list; 1 of a number that is in none
 };
 
-// The members of the record in its own order; a name may come again, and the last one counts.
+// The members of the record in its own order, of these names or all; a name may come again, and the
+// last one counts. Refused if they are more than kMostParts (records.h).
 // Features of several byte strings, and numbers that are not packed, are unread. Fields of maps in
 // maps are named by dots. Members of a MessagePack list are named by their numbers.
 Result<std::vector<Member>> find_members(FileWindow& window, uint64_t offset, uint64_t length,
-                                         MembersKind kind);
+                                         MembersKind kind, std::span<const std::string> names = {});
 
 }  // namespace nostall::records

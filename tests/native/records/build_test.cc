@@ -243,5 +243,27 @@ TEST(FindAllMembers, GivesThoseOfRecordsOfManyFilesInOrder) {
   EXPECT_THROW(find_all_members(storage, file, offset, length, MembersKind::msgpack, {}, 4), Error);
 }
 
+TEST(FindAllMembers, OfTooManyNamesTogetherAreReadByName) {
+  // Of 1,025 maps, each with a name of its own.
+  std::string bytes;
+  std::vector<uint64_t> offset, length;
+  for (unsigned i = 0; i < 1025; ++i) {
+    char record[8];
+    std::snprintf(record, sizeof record, "\x81\xa4%04u", i);
+    offset.push_back(bytes.size());
+    length.push_back(7);
+    bytes += record + std::string("\x07");
+  }
+  const MemoryStorage storage({bytes});
+  const auto found = [&](std::span<const uint64_t> lengths, const std::vector<std::string>& names) {
+    return find_all_members(storage, {}, offset, lengths, MembersKind::msgpack, names, 3);
+  };
+  EXPECT_EQ(found(std::span(length).first(1024), {}).names.size(), 1024u);
+  EXPECT_THROW(found(length, {}), Error);
+  const MembersFound one = found(length, {"1024"});
+  EXPECT_EQ(one.offset[1024], offset[1024] + 6);
+  EXPECT_EQ(one.offset[1023], kNoMember);
+}
+
 }  // namespace
 }  // namespace nostall::records

@@ -12,6 +12,7 @@ namespace {
 using namespace std::string_literals;
 using testing::ElementsAre;
 using testing::HasSubstr;
+using testing::SizeIs;
 
 std::string field(unsigned number, const std::string& s) {
   return std::string{static_cast<char>(number << 3 | 2), static_cast<char>(s.size())} + s;
@@ -21,13 +22,14 @@ std::string feature(const std::string& name, unsigned list, const std::string& v
 }
 
 // name, type, the bytes of each member; "*" behind the type of lists.
-std::vector<std::string> members_of(const std::string& record, MembersKind kind) {
+std::vector<std::string> members_of(const std::string& record, MembersKind kind,
+                                    const std::vector<std::string>& names = {}) {
   const std::string before(5, '\x12');
   const std::string file = before + record + "behind";
   const MemoryStorage storage({file});
   const auto reader = storage.make_reader(source::ReaderKind::pread, 1);
   FileWindow window(*reader, storage, 0);
-  auto found = find_members(window, before.size(), record.size(), kind);
+  auto found = find_members(window, before.size(), record.size(), kind, names);
   if (!found) return {found.error().what()};
   std::vector<std::string> told;
   for (const Member& m : found.value()) {
@@ -69,6 +71,38 @@ TEST(Members, OfMessagePack) {
   const std::string deep(100, '\x91');
   EXPECT_THAT(members_of(deep + "\x01", MembersKind::msgpack),
               ElementsAre(HasSubstr("is no MessagePack map")));
+}
+
+TEST(Members, NamesOfMapsInMapsAreNotLongerThanOthers) {
+  const auto key = [](size_t size) {
+    return "\xda"s + static_cast<char>(size >> 8) + static_cast<char>(size) +
+           std::string(size, 'k');
+  };
+  const auto nested = [&](size_t outer, size_t inner) {
+    return "\x81" + key(outer) + "\x81" + key(inner) + "\x01";
+  };
+  EXPECT_THAT(members_of(nested(4000, 95), MembersKind::msgpack),
+              ElementsAre(HasSubstr(" integer \x01")));
+  EXPECT_THAT(members_of(nested(4000, 96), MembersKind::msgpack),
+              ElementsAre(HasSubstr("is no MessagePack map")));
+}
+
+TEST(Members, OfWhichThereAreTooManyAreReadByName) {
+  const std::string most = "\xdc\x04\x00"s + std::string(1024, '\x07');
+  EXPECT_THAT(members_of(most, MembersKind::msgpack), SizeIs(1024));
+  const std::string more = "\xdc\x04\x01"s + std::string(1025, '\x07');
+  EXPECT_THAT(members_of(more, MembersKind::msgpack),
+              ElementsAre(HasSubstr("has more than 1024 values: name the fields")));
+  EXPECT_THAT(members_of(more, MembersKind::msgpack, {"1024", "3"}),
+              ElementsAre("3 integer \x07", "1024 integer \x07"));
+  // Of an Example, whose map of features comes again.
+  std::string example;
+  for (unsigned i = 0; i < 1025; ++i) {
+    example += field(1, feature(std::to_string(i), 3, field(1, "\x05")));
+  }
+  EXPECT_THAT(members_of(example, MembersKind::example),
+              ElementsAre(HasSubstr("has more than 1024 values: name the fields")));
+  EXPECT_THAT(members_of(example, MembersKind::example, {"9"}), ElementsAre("9 varints* \x05"));
 }
 
 TEST(Members, OfAnArchive) {
