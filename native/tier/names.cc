@@ -38,7 +38,9 @@ void reclaim_kept_files(const std::string& directory, const Descriptor& at, File
   std::error_code error;
   for (fs::directory_iterator it(directory, error), end; !error && it != end; it.increment(error)) {
     const std::string path = it->path().string();
-    if (path.ends_with(kSuffix) && !fs::exists(manifest_name(path), error)) found.push_back(path);
+    std::error_code unknown;  // whether it is there: the tier stays
+    const bool kept = !path.ends_with(kSuffix) || fs::exists(manifest_name(path), unknown);
+    if (!kept && !unknown) found.push_back(path);
   }
   for (const std::string& path : found) {
     const auto file = open_own(path, O_RDWR, at.get());

@@ -1300,6 +1300,21 @@ TEST_F(NodeCacheTest, AKeptFileThatCannotBeCutOrRemovedIsTold) {
 
 TEST_F(NodeCacheTest, APlacementBeyondTheCapacityIsRefused) {
   for (const TierKind kind : {TierKind::ram, TierKind::file}) {
+TEST_F(NodeCacheTest, AKeptFileWhoseManifestCannotBeExaminedStays) {
+  auto c = config(0, 1, TierKind::file);
+  c.tiers[0].keep = true;
+  { put(*attach(c), 9); }
+  const fs::path kept = root_ / "disk" / ("nostall-" + std::to_string(::geteuid()));
+  for (const char* name : {"1.tier", "2.tier"}) {
+    std::ofstream(kept / name).put('x');
+    fs::permissions(kept / name, fs::perms(0600));
+  }
+  fs::create_symlink("1.tier.manifest", kept / "1.tier.manifest");  // ELOOP
+  const auto cache = attach(c);
+  EXPECT_TRUE(fs::exists(kept / "1.tier"));
+  EXPECT_FALSE(fs::exists(kept / "2.tier"));
+}
+
     auto c = config(0, 1, kind);
     c.tiers[0].capacity = kSamples * (kSize + record_overhead(kind));
     EXPECT_NE(attach(c), nullptr);
