@@ -8,11 +8,14 @@
 //   MutexLock lock(mutex_);
 //   while (queue_.empty()) filled_.wait(lock);
 //
-// Cost: that of std::mutex and std::condition_variable.
+// Cost: that of std::mutex and pthread_cond_t. Nobody waits at a condition that is destroyed.
 #pragma once
 
+#include <pthread.h>
+
+#include <algorithm>
 #include <chrono>
-#include <condition_variable>
+#include <ctime>
 #include <mutex>
 #include <stop_token>
 
@@ -80,47 +83,100 @@ class NOSTALL_THREAD_ATTRIBUTE(scoped_lockable) MutexLock {
   std::unique_lock<std::mutex> lock_;
 };
 
-// A condition variable. wait() releases the lock while it waits, and may return early.
+// A condition variable. wait() releases the lock while it waits, and may return early. Times are those
+// of the monotonic clock, which nobody sets: the standard library's waits go by the wall clock where
+// it is built for a glibc without pthread_cond_clockwait.
 class Condition {
  public:
-  void notify_one() noexcept { condition_.notify_one(); }
-  void notify_all() noexcept { condition_.notify_all(); }
+  using Clock = std::chrono::steady_clock;
 
-  void wait(MutexLock& lock) { condition_.wait(lock.lock_); }
+  Condition() noexcept {
+    pthread_condattr_t attributes;
+    ::pthread_condattr_init(&attributes);
+    ::pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    ::pthread_cond_init(&condition_, &attributes);
+    ::pthread_condattr_destroy(&attributes);
+  }
+  ~Condition() { ::pthread_cond_destroy(&condition_); }
+  Condition(const Condition&) = delete;
+  Condition& operator=(const Condition&) = delete;
+
+  void notify_one() noexcept { ::pthread_cond_signal(&condition_); }
+  void notify_all() noexcept { ::pthread_cond_broadcast(&condition_); }
+
+  void wait(MutexLock& lock) noexcept {
+    ::pthread_cond_wait(&condition_, lock.lock_.mutex()->native_handle());
+  }
   // False if the time is over.
-  template <typename Clock, typename Duration>
-  bool wait_until(MutexLock& lock, const std::chrono::time_point<Clock, Duration>& deadline) {
-    return condition_.wait_until(lock.lock_, deadline) == std::cv_status::no_timeout;
+  template <typename Duration>
+  bool wait_until(MutexLock& lock, std::chrono::time_point<Clock, Duration> deadline) noexcept {
+    constexpr auto kNever = Clock::time_point::max();
+    const auto end = deadline < kNever ? std::chrono::ceil<Clock::duration>(deadline) : kNever;
+    const auto since_boot = std::max(end.time_since_epoch(), Clock::duration::zero());
+    const auto seconds = std::chrono::floor<std::chrono::seconds>(since_boot);
+    const std::chrono::nanoseconds rest = since_boot - seconds;
+    const timespec at{static_cast<time_t>(seconds.count()), static_cast<long>(rest.count())};
+    return ::pthread_cond_timedwait(&condition_, lock.lock_.mutex()->native_handle(), &at) == 0;
   }
   template <typename Rep, typename Period>
-  bool wait_for(MutexLock& lock, const std::chrono::duration<Rep, Period>& time) {
-    return condition_.wait_for(lock.lock_, time) == std::cv_status::no_timeout;
+  bool wait_for(MutexLock& lock, const std::chrono::duration<Rep, Period>& time) noexcept {
+    return wait_until(lock, Clock::now() + std::chrono::ceil<Clock::duration>(time));
   }
 
  private:
-  std::condition_variable condition_;
+  pthread_cond_t condition_;
 };
 
 // A condition variable whose wait a stop token ends as well. The predicate is called with the mutex
 // held: [&]() NOSTALL_REQUIRES(mutex_) { ... }.
 class StopCondition {
  public:
-  void notify_one() noexcept { condition_.notify_one(); }
-  void notify_all() noexcept { condition_.notify_all(); }
+  void notify_one() noexcept {
+    const MutexLock own(own_);
+    condition_.notify_one();
+  }
+  void notify_all() noexcept {
+    const MutexLock own(own_);
+    condition_.notify_all();
+  }
 
   // What the predicate said last.
   template <typename Predicate>
-  bool wait(MutexLock& lock, std::stop_token stop, Predicate predicate) NOSTALL_UNCHECKED {
-    return condition_.wait(lock.lock_, std::move(stop), std::move(predicate));
+  bool wait(MutexLock& lock, std::stop_token stop, Predicate predicate) {
+    return wait(lock, stop, predicate, [this](MutexLock& own) {
+      condition_.wait(own);
+      return true;
+    });
   }
   template <typename Duration, typename Predicate>
-  bool wait_for(MutexLock& lock, std::stop_token stop, const Duration& time,
-                Predicate predicate) NOSTALL_UNCHECKED {
-    return condition_.wait_for(lock.lock_, std::move(stop), time, std::move(predicate));
+  bool wait_for(MutexLock& lock, std::stop_token stop, const Duration& time, Predicate predicate) {
+    const auto deadline =
+        Condition::Clock::now() + std::chrono::ceil<Condition::Clock::duration>(time);
+    return wait(lock, stop, predicate,
+                [this, deadline](MutexLock& own) { return condition_.wait_until(own, deadline); });
   }
 
  private:
-  std::condition_variable_any condition_;
+  // A stop may be requested with or without the caller's mutex, so what is waited with is a mutex of
+  // its own: it is held from the look at the token until the sleep, and by all that wake.
+  template <typename Predicate, typename Sleep>
+  bool wait(MutexLock& lock, const std::stop_token& stop, Predicate& predicate,
+            Sleep sleep) NOSTALL_UNCHECKED {
+    const std::stop_callback on_stop(stop, [this] { notify_all(); });
+    for (bool in_time = true; !predicate();) {
+      if (!in_time) return false;
+      MutexLock own(own_);
+      if (stop.stop_requested()) return false;
+      lock.unlock();
+      in_time = sleep(own);
+      own.unlock();
+      lock.lock();
+    }
+    return true;
+  }
+
+  Mutex own_;
+  Condition condition_;
 };
 
 }  // namespace nostall

@@ -19,13 +19,23 @@ from nostall import _native
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 CHECK = runpy.run_path(str(SCRIPTS / "check-wheel"))
 BUILD = runpy.run_path(str(SCRIPTS / "wheel"))
+# The first version of glibc that has it, not that of this machine.
+CLOCK = "pthread_condattr_setclock@GLIBC_" + (
+    "2.17" if os.uname().machine == "aarch64" else "2.3.3"
+)
 SOURCE = """
 #include <stdio.h>
-int PyInit__native(void) { return puts("libc++ Hardening assertion"); }
+#ifndef WALL
+extern int set_clock(void*, int);
+__asm__(".symver set_clock, CLOCK");
+#else
+static int set_clock(void* attributes, int clock) { return clock; }
+#endif
+int PyInit__native(void) { return puts("libc++ Hardening assertion") + set_clock(0, 0); }
 #ifdef OTHER
 int other(void) { return 1; }
 #endif
-"""
+""".replace("CLOCK", CLOCK)
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +110,10 @@ def test_a_library_of_the_build_machine_is_named(tmp_path: Path) -> None:
 def test_an_exported_name_is_named(tmp_path: Path) -> None:
     said = check(tmp_path, compiled(tmp_path, "-DOTHER"))
     assert "exports 1 names, of them other" in said
+
+
+def test_waits_by_the_wall_clock_are_named(tmp_path: Path) -> None:
+    assert "waits by the wall clock" in check(tmp_path, compiled(tmp_path, "-DWALL"))
 
 
 def test_a_folder_of_the_build_machine_is_named(tmp_path: Path) -> None:
