@@ -292,6 +292,7 @@ std::vector<Descriptor> Handover::ask(Deadline deadline) const {
   std::string unanswered;
   int refused = 0;
   for (uint32_t next = 0; next < kAttempts * members_ || !sockets.empty();) {
+    bool asked = false;
     if (next < kAttempts * members_) {
       const Address address(name(next / members_, std::to_string(next % members_)));
       ++next;
@@ -302,11 +303,13 @@ std::vector<Descriptor> Handover::ask(Deadline deadline) const {
           unanswered = std::to_string(member->pid);
           waiting.push_back({socket.get(), POLLIN, 0});
           sockets.push_back(std::move(socket));
+          asked = true;
         }
       }
-      if (sockets.empty()) continue;
     }
     const bool more = next < kAttempts * members_;
+    // There is nothing to wait for at the name of a member that is not there.
+    if (sockets.empty() || (more && !asked)) continue;
     const int left = milliseconds_until(deadline);
     const int patience = more ? std::min<int>(left, kPatience.count()) : left;
     const int answered = ::poll(waiting.data(), waiting.size(), patience);

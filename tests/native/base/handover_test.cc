@@ -159,6 +159,11 @@ TEST(HandoverTest, AStoppedProcessIsPassedOverOrNamed) {
   const Descriptor file = file_with("of the second");
   second.give({file.get()});
   EXPECT_EQ(text_of(me.ask(soon()).at(0)), "of the second");
+  // Nor is anything waited for at the names of a thousand that are not there.
+  second.stop();
+  Handover last(job, 1023, 1024), one(job, 5, 1024);
+  last.give({file.get()});
+  EXPECT_EQ(text_of(one.ask(soon()).at(0)), "of the second");
 }
 
 TEST(HandoverTest, AForkedChildKeepsNeitherNameNorTurn) {
