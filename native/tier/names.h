@@ -17,9 +17,12 @@ std::string kept_file_name(const std::string& tier_directory, uint64_t dataset);
 std::string manifest_name(const std::string& tier_file);
 
 // Byte ranges of the lock protocol. In the catalogue: a member holds kAlive shared, and each rank
-// its own byte exclusively; one of them holds kEasing, and gives memory back. Kept tier files: kAlive exclusively, by the job that uses it.
+// its own byte exclusively; the one that gives memory back holds kEasing until none of it is under way,
+// and the first one that has warned of it kEasingTold. Kept tier files: kAlive exclusively, by the job
+// that uses it.
 inline constexpr uint64_t kAlive = (uint64_t{1} << 61) + 1;
 inline constexpr uint64_t kEasing = (uint64_t{1} << 61) + 2;
+inline constexpr uint64_t kEasingTold = (uint64_t{1} << 61) + 3;
 inline constexpr uint64_t kFirstMember = (uint64_t{1} << 61) + 16;
 
 // Removes the kept tier files without a manifest that no live process holds, and warns of one that

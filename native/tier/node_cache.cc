@@ -1061,13 +1061,16 @@ void NodeCacheImpl::ease() try {
   const auto most = std::max_element(limits.begin(), limits.end(),
                                      [](auto& a, auto& b) { return a.over() < b.over(); });
   const uint64_t over = most == limits.end() ? 0 : most->over();
-  if (over > 0 && !stuck_ && choose_leaving(over) && !std::exchange(eased_, true)) {
+  if (over > 0 && !stuck_ && choose_leaving(over) && !std::exchange(eased_, true) &&
+      ease_lock_.try_lock(kEasingTold, LockMode::exclusive) == Locked::yes) {
     log(LogLevel::warning, "the RAM tier gives memory back: " + most->in_words() +
                                "; its samples are read from the source: give the RAM tier a "
                                "smaller size");
   }
   look_at_leaving();
   std::erase_if(leaving_, [this](Leaving& l) { return !in_use(l) && give_back(l.chunk); });
+  // Another rank may be next: this one may be stopped for any time.
+  if (leaving_.empty()) ease_lock_.unlock(kEasing);
 } catch (const std::exception&) {
   // No memory for the lists: the next time.
 }

@@ -25,7 +25,9 @@
 #include "../refuse.h"
 #include "base/error.h"
 #include "base/handover.h"
+#include "base/lock.h"
 #include "caches.h"
+#include "tier/names.h"
 
 namespace nostall::tier {
 namespace {
@@ -532,6 +534,29 @@ TEST_F(GivingBack, TakesNoMoreForWhatIsStillRead) {
   used(16);
   ASSERT_TRUE(becomes(*cache, 2, State::failed));
   for (const uint64_t s : {0, 1}) EXPECT_EQ(cache->state(s), State::ready);
+}
+
+// It may be stopped for any time before it looks again.
+TEST_F(GivingBack, IsNotKeptFromTheOtherRanksByTheOneThatDidItLast) {
+  const auto cache = enter(0);
+  const NodeCacheConfig c = config(1, 2);
+  const Handover next("tiers " + c.shm_directory + " " + c.job, 1, 2);
+  const auto files = next.ask(std::chrono::steady_clock::now() + 60s);
+  LockFile catalogue(files.at(0));
+  ASSERT_TRUE(fill(*cache, 2));
+  used(16);
+  ASSERT_TRUE(comes([&] { return on_disk() == 0; }));
+  ASSERT_TRUE(
+      comes([&] { return catalogue.try_lock(kEasing, LockMode::exclusive) == Locked::yes; }));
+  catalogue.unlock(kEasing);
+  // Nor is it told twice.
+  used(4);
+  cache->try_again();
+  const auto other = enter(1);
+  ASSERT_TRUE(fill(*cache, 2));
+  used(16);
+  ASSERT_TRUE(comes([&] { return on_disk() == 0; }));
+  EXPECT_EQ(told().size(), 1u);
 }
 
 TEST_F(GivingBack, AllThatThereIsWhereMoreIsNeeded) {
@@ -1275,6 +1300,21 @@ TEST_F(NodeCacheTest, WhatCannotBeKeptIsToldAndLeavesNothingHalfWritten) {
   }
 }
 
+TEST_F(NodeCacheTest, AKeptFileWhoseManifestCannotBeExaminedStays) {
+  auto c = config(0, 1, TierKind::file);
+  c.tiers[0].keep = true;
+  { put(*attach(c), 9); }
+  const fs::path kept = root_ / "disk" / ("nostall-" + std::to_string(::geteuid()));
+  for (const char* name : {"1.tier", "2.tier"}) {
+    std::ofstream(kept / name).put('x');
+    fs::permissions(kept / name, fs::perms(0600));
+  }
+  fs::create_symlink("1.tier.manifest", kept / "1.tier.manifest");  // ELOOP
+  const auto cache = attach(c);
+  EXPECT_TRUE(fs::exists(kept / "1.tier"));
+  EXPECT_FALSE(fs::exists(kept / "2.tier"));
+}
+
 TEST_F(NodeCacheTest, AKeptFileThatCannotBeCutOrRemovedIsTold) {
   auto c = config(0, 1, TierKind::file);
   c.tiers[0].keep = true;
@@ -1300,21 +1340,6 @@ TEST_F(NodeCacheTest, AKeptFileThatCannotBeCutOrRemovedIsTold) {
 
 TEST_F(NodeCacheTest, APlacementBeyondTheCapacityIsRefused) {
   for (const TierKind kind : {TierKind::ram, TierKind::file}) {
-TEST_F(NodeCacheTest, AKeptFileWhoseManifestCannotBeExaminedStays) {
-  auto c = config(0, 1, TierKind::file);
-  c.tiers[0].keep = true;
-  { put(*attach(c), 9); }
-  const fs::path kept = root_ / "disk" / ("nostall-" + std::to_string(::geteuid()));
-  for (const char* name : {"1.tier", "2.tier"}) {
-    std::ofstream(kept / name).put('x');
-    fs::permissions(kept / name, fs::perms(0600));
-  }
-  fs::create_symlink("1.tier.manifest", kept / "1.tier.manifest");  // ELOOP
-  const auto cache = attach(c);
-  EXPECT_TRUE(fs::exists(kept / "1.tier"));
-  EXPECT_FALSE(fs::exists(kept / "2.tier"));
-}
-
     auto c = config(0, 1, kind);
     c.tiers[0].capacity = kSamples * (kSize + record_overhead(kind));
     EXPECT_NE(attach(c), nullptr);
