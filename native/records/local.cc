@@ -125,43 +125,77 @@ AlignedRange align(uint64_t offset, uint64_t size, uint32_t alignment) noexcept 
   return {begin, static_cast<size_t>(end - begin), static_cast<size_t>(offset - begin)};
 }
 
-int read_now(const LocalFiles& files, const RangeRead& range, bool direct, AlignedBuffer& bounce) {
-  const auto take = [](int fd, std::span<std::byte> into, uint64_t offset, size_t needed) {
+RangeRead part_of(const RangeRead& range, uint64_t begin, uint64_t length) {
+  const uint64_t first = std::min<uint64_t>(begin, range.head.size());
+  const uint64_t head = std::min<uint64_t>(length, range.head.size() - first);
+  RangeRead part;
+  part.file = range.file;
+  part.offset = range.offset + begin;
+  part.head = range.head.subspan(first, head);
+  part.into = range.into.subspan(begin - first, length - head);
+  part.once = range.once;
+  return part;
+}
+
+RangeRead direct_part_of(const RangeRead& range, uint64_t begin) {
+  const uint64_t to_end = kDirectPart - (range.offset + begin) % kDirectPart;
+  return part_of(range, begin, std::min(to_end, range.size() - begin));
+}
+
+void scatter(const RangeRead& range, const std::byte* from) noexcept {
+  if (!range.head.empty()) std::memcpy(range.head.data(), from, range.head.size());
+  if (!range.into.empty()) {
+    std::memcpy(range.into.data(), from + range.head.size(), range.into.size());
+  }
+}
+
+namespace {
+
+bool read_direct(const LocalFiles& files, const RangeRead& range, AlignedBuffer& bounce) {
+  const AlignedRange a = align(range.offset, range.size(), files.alignment(range.file));
+  const std::span<std::byte> all = bounce.take(a.length);
+  ssize_t n = 0;
+  do {
+    n = ::pread(files.direct(range.file), all.data(), all.size(), static_cast<off_t>(a.offset));
+  } while (n < 0 && errno == EINTR);
+  if (n < 0 || static_cast<uint64_t>(n) < a.skip + range.size()) return false;
+  scatter(range, all.data() + a.skip);
+  return true;
+}
+
+int read_buffered(const LocalFiles& files, const RangeRead& range) {
+  const auto take = [fd = files.buffered(range.file)](std::span<std::byte> into, uint64_t offset) {
     const int64_t n = FileSystem::real().pread(fd, into, offset);
     if (n < 0) return static_cast<int>(-n);
-    return static_cast<size_t>(n) >= needed ? 0 : source::kSizeChanged;
+    return static_cast<size_t>(n) == into.size() ? 0 : source::kSizeChanged;
   };
-  if (range.size() == 0) return 0;
-  if (direct) {
-    const AlignedRange a = align(range.offset, range.size(), files.alignment(range.file));
-    const std::span<std::byte> all = bounce.take(a.length);
-    ssize_t n = 0;
-    do {
-      n = ::pread(files.direct(range.file), all.data(), all.size(), static_cast<off_t>(a.offset));
-    } while (n < 0 && errno == EINTR);
-    if (n >= 0 && static_cast<uint64_t>(n) >= a.skip + range.size()) {
-      const std::byte* from = all.data() + a.skip;
-      if (!range.head.empty()) std::memcpy(range.head.data(), from, range.head.size());
-      if (!range.into.empty()) {
-        std::memcpy(range.into.data(), from + range.head.size(), range.into.size());
-      }
-      return 0;
-    }
-    // What is left need not be aligned: the end of the file, or a file system that refuses this
-    // read. A plain read decides which.
-  }
-  const int fd = files.buffered(range.file);
-  if (range.head.empty()) return take(fd, range.into, range.offset, range.into.size());
+  if (range.head.empty()) return take(range.into, range.offset);
   iovec parts[2] = {{range.head.data(), range.head.size()}, {range.into.data(), range.into.size()}};
   ssize_t n = 0;
   do {
-    n = ::preadv(fd, parts, 2, static_cast<off_t>(range.offset));
+    n = ::preadv(files.buffered(range.file), parts, 2, static_cast<off_t>(range.offset));
   } while (n < 0 && errno == EINTR);
   if (n < 0) return errno;
   if (static_cast<uint64_t>(n) == range.size()) return 0;
   // Rare: interrupted in the middle, or the end of the file.
-  if (const int error = take(fd, range.head, range.offset, range.head.size())) return error;
-  return take(fd, range.into, range.offset + range.head.size(), range.into.size());
+  if (const int error = take(range.head, range.offset)) return error;
+  return take(range.into, range.offset + range.head.size());
+}
+
+}  // namespace
+
+int read_now(const LocalFiles& files, const RangeRead& range, bool direct, AlignedBuffer& bounce) {
+  uint64_t done = 0;
+  while (direct && done < range.size()) {
+    const RangeRead part = direct_part_of(range, done);
+    // What is left need not be aligned: the end of the file, or a file system that refuses this
+    // read. A plain read decides which.
+    if (!read_direct(files, part, bounce)) break;
+    done += part.size();
+  }
+  if (done == range.size()) return 0;
+  return done == 0 ? read_buffered(files, range)
+                   : read_buffered(files, part_of(range, done, range.size() - done));
 }
 
 LocalFiles::LocalFiles(const std::vector<std::string>& paths, Direct direct) : policy_(direct) {

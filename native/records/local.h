@@ -39,7 +39,7 @@ class LocalFiles : public Storage {
   mutable std::atomic<bool> ring_refused_{false};
 };
 
-// A buffer aligned for direct I/O; grows, never shrinks.
+// A buffer aligned for direct I/O; grows to the most that was taken of it, and never shrinks.
 class AlignedBuffer {
  public:
   std::span<std::byte> take(size_t bytes);
@@ -60,7 +60,16 @@ struct AlignedRange {
 };
 AlignedRange align(uint64_t offset, uint64_t size, uint32_t alignment) noexcept;
 
-// One range by a plain system call; 0, an errno or kSizeChanged. `direct` needs a `bounce`.
+// Direct reads that need a bounce buffer take ranges in parts that end at multiples of this in the
+// file, so that a reader's memory does not grow with the samples.
+inline constexpr uint64_t kDirectPart = uint64_t{1} << 20;
+// `length` bytes of the range from its byte `begin` on, and the one of those parts that begins there.
+RangeRead part_of(const RangeRead& range, uint64_t begin, uint64_t length);
+RangeRead direct_part_of(const RangeRead& range, uint64_t begin);
+// Into the range's memory, from the bytes that begin at its first one.
+void scatter(const RangeRead& range, const std::byte* from) noexcept;
+
+// One range by plain system calls; 0, an errno or kSizeChanged. `direct` needs a `bounce`.
 int read_now(const LocalFiles& files, const RangeRead& range, bool direct, AlignedBuffer& bounce);
 
 // Null, and the reason in `why`, where the kernel or the build has no io_uring.

@@ -1,7 +1,7 @@
-// Many ranges at once from one thread. Direct reads go through bounce buffers of their own, which
-// the kernel keeps pinned (registered) where it allows that; buffered ones straight to their place.
+// Many ranges at once from one thread. Direct reads go through bounce buffers of their own, in parts
+// where ranges are large; the kernel keeps small ones pinned (registered) where it allows that. Buffered
+// reads, and what suits the device as it is, go straight to their place.
 #include <algorithm>
-#include <cstring>
 
 #include "records/local.h"
 
@@ -45,18 +45,17 @@ class UringRanges : public RangeReader {
     free_.clear();
     for (unsigned i = 0; i < slots_.size(); ++i) free_.push_back(i);
     try {
+      uint64_t begun = 0;  // of the next range
       for (size_t next = 0; next < ranges.size() || flying() > 0;) {
         while (next < ranges.size() && !free_.empty()) {
-          RangeRead& range = ranges[next++];
-          range.error = 0;
-          if (range.size() == 0) continue;
-          if (!ring_.usable()) {
-            bytes_ += range.size();
-            range.error = read_now(files_, range, false, fallback_);
-            continue;
+          RangeRead& range = ranges[next];
+          if (begun == 0) range.error = 0;
+          if (range.size() == begun) {
+            ++next;
+            begun = 0;
+          } else {
+            begun += begin(range, begun);
           }
-          submit(range, free_.back());
-          free_.pop_back();
         }
         // To wait for a few at once costs no depth that matters, and saves a switch for each.
         if (flying() > 0) collect(static_cast<unsigned>(std::max<size_t>(1, flying() / 4)));
@@ -71,7 +70,8 @@ class UringRanges : public RangeReader {
 
  private:
   struct Slot {
-    RangeRead* range = nullptr;
+    RangeRead* whole = nullptr;
+    RangeRead range;  // the part of it that is read
     bool direct = false;
     bool in_place = false;  // direct, and aligned for the device already
     AlignedRange aligned;
@@ -100,10 +100,36 @@ class UringRanges : public RangeReader {
                                      static_cast<unsigned>(buffers.size()));
   }
 
-  void submit(RangeRead& range, unsigned index) {
+  bool in_place(const RangeRead& range) const noexcept {
+    const uint32_t alignment = files_.alignment(range.file);
+    return range.head.empty() && range.offset % alignment == 0 && range.size() % alignment == 0 &&
+           reinterpret_cast<uintptr_t>(range.into.data()) % alignment == 0;
+  }
+
+  // Begins to read the range from its byte `begun` on, and gives the bytes that this brings.
+  uint64_t begin(RangeRead& whole, uint64_t begun) {
+    const uint64_t rest = whole.size() - begun;
+    if (!ring_.usable()) {
+      bytes_ += rest;
+      const int error = read_now(files_, part_of(whole, begun, rest), false, fallback_);
+      if (error != 0) whole.error = error;
+      return rest;
+    }
+    const bool direct =
+        files_.direct(whole.file) >= 0 && (files_.policy() == Direct::always || whole.once);
+    const unsigned index = free_.back();
     Slot& s = slots_[index];
-    s.range = &range;
-    s.direct = files_.direct(range.file) >= 0 && (files_.policy() == Direct::always || range.once);
+    s.whole = &whole;
+    s.direct = direct;
+    s.range =
+        direct && !in_place(whole) ? direct_part_of(whole, begun) : part_of(whole, begun, rest);
+    submit(s, index);
+    free_.pop_back();
+    return s.range.size();
+  }
+
+  void submit(Slot& s, unsigned index) {
+    const RangeRead& range = s.range;
     if (s.direct) {
       if (!tried_to_pin_) {
         tried_to_pin_ = true;
@@ -114,9 +140,7 @@ class UringRanges : public RangeReader {
       // A longer one is finished by a plain call.
       const auto length = static_cast<unsigned>(std::min<size_t>(s.aligned.length, kMostAtOnce));
       const int fd = files_.direct(range.file);
-      s.in_place =
-          range.head.empty() && s.aligned.skip == 0 && s.aligned.length == range.size() &&
-          reinterpret_cast<uintptr_t>(range.into.data()) % files_.alignment(range.file) == 0;
+      s.in_place = in_place(range);
       const bool registered = pinned_ && index < kMostPinned && length <= kRegistered;
       if (!s.in_place) s.landed = (registered ? s.bounce : s.large).take(length);
       io_uring_sqe* sqe = ring_.next();
@@ -142,24 +166,19 @@ class UringRanges : public RangeReader {
   }
 
   void finish(Slot& s, int result) noexcept {
-    RangeRead& range = *s.range;
+    const RangeRead& range = s.range;
     const uint64_t needed = s.direct ? s.aligned.skip + range.size() : range.size();
     if (result >= 0 && static_cast<uint64_t>(result) >= needed) {
-      if (s.direct && !s.in_place) {
-        const std::byte* from = s.landed.data() + s.aligned.skip;
-        if (!range.head.empty()) std::memcpy(range.head.data(), from, range.head.size());
-        if (!range.into.empty()) {
-          std::memcpy(range.into.data(), from + range.head.size(), range.into.size());
-        }
-      }
-      range.error = 0;
-    } else if (result > 0 || result == -EINTR || result == -EAGAIN || result == -EINVAL ||
-               result == -EOPNOTSUPP || result == -ENOMEM || result == -ECANCELED) {
-      // Rare: cut short, given up, or not to the file system's taste. A plain call finishes it.
-      range.error = read_now(files_, range, false, fallback_);
-    } else {
-      range.error = result == 0 ? source::kSizeChanged : -result;
+      if (s.direct && !s.in_place) scatter(range, s.landed.data() + s.aligned.skip);
+      return;
     }
+    int error = result == 0 ? source::kSizeChanged : -result;
+    if (result > 0 || result == -EINTR || result == -EAGAIN || result == -EINVAL ||
+        result == -EOPNOTSUPP || result == -ENOMEM || result == -ECANCELED) {
+      // Rare: cut short, given up, or not to the file system's taste. A plain call finishes it.
+      error = read_now(files_, range, false, fallback_);
+    }
+    if (error != 0) s.whole->error = error;
   }
 
   const LocalFiles& files_;

@@ -7,6 +7,7 @@
 #include <sys/resource.h>
 #include <sys/stat.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
@@ -14,6 +15,17 @@
 #include "../closed_memory.h"
 #include "../refuse.h"
 #include "../temporary.h"
+
+namespace {
+std::atomic<size_t> most_aligned{0};  // bytes that were asked for at once
+}  // namespace
+
+// In place of the C library's.
+extern "C" void* aligned_alloc(size_t alignment, size_t size) noexcept {
+  if (size > most_aligned) most_aligned = size;
+  void* memory = nullptr;
+  return ::posix_memalign(&memory, alignment, size) == 0 ? memory : nullptr;
+}
 
 namespace nostall::records {
 namespace {
@@ -29,8 +41,8 @@ struct Way {
 
 class LocalRanges : public testing::TestWithParam<Way> {
  protected:
-  // Sizes around the alignment of direct reads, and beyond a registered buffer.
-  static constexpr size_t kSizes[] = {0, 1, 4095, 4096, 4097, 5000, 70000, 700001};
+  // Sizes around the alignment of direct reads, and beyond a registered buffer and a part.
+  static constexpr size_t kSizes[] = {0, 1, 4095, 4096, 4097, 5000, 70000, 700001, 3200001};
 
   void SetUp() override {
     for (size_t i = 0; i < std::size(kSizes); ++i) {
@@ -122,6 +134,14 @@ TEST_P(LocalRanges, BringTheBytesOfAnyPlace) {
   for (uint32_t file = 0; file < std::size(kSizes); ++file) expect(file, kSizes[file], 0, 0);
   read_expected();
   EXPECT_GT(reader_->bytes_read(), 700000u);
+}
+
+TEST_P(LocalRanges, TakeNoMemoryOfTheirOwnSize) {
+  most_aligned = 0;
+  expect(8, 5, 7, 3'100'000);
+  read_expected();
+  EXPECT_GE(reader_->bytes_read(), 3'100'007u);
+  EXPECT_LE(most_aligned, kDirectPart);
 }
 
 TEST_P(LocalRanges, ComeWhereTheKernelTakesNoMoreRequests) {
