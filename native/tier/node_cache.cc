@@ -1465,21 +1465,33 @@ void NodeCacheImpl::keep() noexcept {
 // came later. The last one flushes the file first; until then a record that never reached the disk
 // is found by its checksum.
 void NodeCacheImpl::write_manifest(size_t t, bool last) {
-  Manifest manifest{config_.stamp, {}};
+  // As they are now: other ranks go on.
+  std::vector<bool> kept(sizes_.size());
+  uint64_t count = 0;
   for (uint64_t s = 0; s < sizes_.size(); ++s) {
-    if (tier_[s] == t && state(s) == State::ready) {
-      manifest.records.push_back({s, offset_[s], sums_.of(s)});
-    }
+    kept[s] = tier_[s] == t && state(s) == State::ready;
+    count += kept[s] ? 1 : 0;
   }
-  const std::vector<std::byte> bytes = serialize_manifest(config_.dataset, manifest);
+  const auto next = [&, s = uint64_t{0}]() mutable {
+    while (!kept[s]) ++s;
+    const KeptRecord record{s, offset_[s], sums_.of(s)};
+    ++s;
+    return record;
+  };
   const std::string path = manifest_name(tier_paths_[t]), temporary = path + ".tmp";
   const int directory = kept_directories_[t].get();
   int error = last ? files_.fsync(tier_files_[t].get()) : 0;
   if (error == 0) {
     const auto file = open_own(temporary, O_WRONLY | O_CREAT | O_TRUNC, directory);
     const int fd = file ? file.value().get() : -1;
-    const int64_t n = file ? files_.pwrite(fd, bytes, 0) : -file.error().error_number();
-    error = n < 0 ? static_cast<int>(n) : files_.fsync(fd);
+    const auto append = [&, at = uint64_t{0}](std::span<const std::byte> bytes) mutable {
+      const int64_t n = files_.pwrite(fd, bytes, at);
+      at += bytes.size();
+      return n < 0 ? static_cast<int>(n) : 0;
+    };
+    error = file ? tier::write_manifest(config_.dataset, config_.stamp, count, next, append)
+                 : -file.error().error_number();
+    if (error == 0) error = files_.fsync(fd);
   }
   if (error == 0) error = files_.rename(temporary, path, directory);
   if (error != 0) {

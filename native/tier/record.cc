@@ -15,6 +15,7 @@ constexpr uint32_t kRecordMagic = 0x3252534e;    // "NSR2"
 constexpr uint32_t kManifestMagic = 0x324d534e;  // "NSM2"
 constexpr uint32_t kVersion = 2;
 constexpr size_t kManifestHeader = 32, kManifestEntry = 20, kManifestTail = 4;
+constexpr size_t kManifestPiece = 64 << 10;  // that is written at once
 
 void put(std::byte* at, uint64_t value, size_t bytes) {
   for (size_t i = 0; i < bytes; ++i) at[i] = static_cast<std::byte>((value >> (8 * i)) & 0xff);
@@ -75,22 +76,34 @@ uint64_t manifest_bytes(uint64_t records) noexcept {
   return kManifestHeader + records * kManifestEntry + kManifestTail;
 }
 
-std::vector<std::byte> serialize_manifest(uint64_t dataset, const Manifest& manifest) {
-  std::vector<std::byte> out(manifest_bytes(manifest.records.size()));
-  put(out.data(), kManifestMagic, 4);
-  put(out.data() + 4, kVersion, 4);
-  put(out.data() + 8, dataset, 8);
-  put(out.data() + 16, manifest.stamp, 8);
-  put(out.data() + 24, manifest.records.size(), 8);
-  std::byte* at = out.data() + kManifestHeader;
-  for (const KeptRecord& r : manifest.records) {
-    put(at, r.sample, 8);
-    put(at + 8, r.offset, 8);
-    put(at + 16, r.sum, 4);
-    at += kManifestEntry;
+int write_manifest(uint64_t dataset, uint64_t stamp, uint64_t count,
+                   const std::function<KeptRecord()>& next,
+                   const std::function<int(std::span<const std::byte>)>& write) {
+  std::vector<std::byte> piece(kManifestHeader);
+  put(piece.data(), kManifestMagic, 4);
+  put(piece.data() + 4, kVersion, 4);
+  put(piece.data() + 8, dataset, 8);
+  put(piece.data() + 16, stamp, 8);
+  put(piece.data() + 24, count, 8);
+  uint32_t crc = 0;
+  for (uint64_t i = 0; i < count;) {
+    for (; i < count && piece.size() < kManifestPiece; ++i) {
+      const KeptRecord r = next();
+      piece.resize(piece.size() + kManifestEntry);
+      std::byte* at = piece.data() + piece.size() - kManifestEntry;
+      put(at, r.sample, 8);
+      put(at + 8, r.offset, 8);
+      put(at + 16, r.sum, 4);
+    }
+    if (i == count) break;
+    crc = crc32c(piece, crc);
+    if (const int error = write(piece)) return error;
+    piece.clear();
   }
-  put(at, crc32c(std::span(out).first(out.size() - kManifestTail)), kManifestTail);
-  return out;
+  crc = crc32c(piece, crc);
+  piece.resize(piece.size() + kManifestTail);
+  put(piece.data() + piece.size() - kManifestTail, crc, kManifestTail);
+  return write(piece);
 }
 
 Result<Manifest> parse_manifest(std::span<const std::byte> bytes, uint64_t dataset) {

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <string>
 #include <vector>
@@ -39,7 +40,11 @@ struct Manifest {
   uint64_t stamp = 0;  // Source::stamp() of the source that the bytes are of
   std::vector<KeptRecord> records;
 };
-std::vector<std::byte> serialize_manifest(uint64_t dataset, const Manifest& manifest);
+// Gives the bytes of a manifest of `count` records to `write`, in pieces one after the other; 0, or the
+// first number other than 0 that it returns. `next` gives the records.
+int write_manifest(uint64_t dataset, uint64_t stamp, uint64_t count,
+                   const std::function<KeptRecord()>& next,
+                   const std::function<int(std::span<const std::byte>)>& write);
 // Total: any bytes give a manifest or an Error of kind corruption, also for another data set.
 Result<Manifest> parse_manifest(std::span<const std::byte> bytes, uint64_t dataset);
 // Bytes of a manifest of so many records.

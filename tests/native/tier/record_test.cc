@@ -5,9 +5,46 @@
 
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace nostall::tier {
 namespace {
+
+std::vector<std::byte> serialize_manifest(uint64_t dataset, const Manifest& manifest) {
+  std::vector<std::byte> all;
+  const int error = write_manifest(
+      dataset, manifest.stamp, manifest.records.size(),
+      [&, i = size_t{0}]() mutable { return manifest.records[i++]; },
+      [&](std::span<const std::byte> piece) {
+        // However many there are.
+        EXPECT_LE(piece.size(), size_t{100'000});
+        all.insert(all.end(), piece.begin(), piece.end());
+        return 0;
+      });
+  EXPECT_EQ(error, 0);
+  return all;
+}
+
+TEST(Manifest, IsWrittenInPieces) {
+  Manifest manifest{5, {}};
+  for (const uint64_t count : {3275u, 3276u, 3277u, 20'000u}) {
+    while (manifest.records.size() < count) {
+      const uint64_t s = manifest.records.size();
+      manifest.records.push_back({s, 100 * s, static_cast<uint32_t>(7 * s)});
+    }
+    const auto bytes = serialize_manifest(42, manifest);
+    EXPECT_EQ(bytes.size(), manifest_bytes(count));
+    const auto parsed = parse_manifest(bytes, 42);
+    ASSERT_TRUE(parsed) << count;
+    EXPECT_EQ(parsed.value().records, manifest.records);
+  }
+  int writes = 0;
+  const auto full = [&](std::span<const std::byte>) { return ++writes == 2 ? -28 : 0; };
+  EXPECT_EQ(write_manifest(
+                42, 5, 20'000, [] { return KeptRecord{}; }, full),
+            -28);
+  EXPECT_EQ(writes, 2);
+}
 
 TEST(Manifest, SurvivesTheRoundTripAndNothingElse) {
   const Manifest manifest{5, {{1, 0, 11}, {7, 124, 12}, {9, 5000, 0xffffffff}}};
