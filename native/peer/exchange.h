@@ -38,11 +38,13 @@ namespace nostall::peer {
 struct ExchangeConfig {
   uint32_t rank = 0;
   std::vector<uint32_t> node_of_rank;
-  std::vector<std::string> addresses;         // of every rank's transport
-  std::string secret;                         // the same on all ranks, at least 16 bytes
-  uint64_t plan = 0;                          // fingerprint: ranks with another one are refused
-  uint64_t epoch_length = 1;                  // samples in an epoch, as in first_access
-  std::chrono::milliseconds timeout{10'000};  // of one request; then its rank is lost for now
+  std::vector<std::string> addresses;  // of every rank's transport
+  std::string secret;                  // the same on all ranks, at least 16 bytes
+  uint64_t plan = 0;                   // fingerprint: ranks with another one are refused
+  uint64_t epoch_length = 1;           // samples in an epoch, as in first_access
+  // A rank that has not answered the next request, or ended the next payload, for this long and a second
+  // more for each 4 MiB of it is lost for now.
+  std::chrono::milliseconds timeout{10'000};
   // Of pushes on their way at once; above, push() waits. As many bytes of pushes may wait for this
   // node's file tier; above, pushes are not taken.
   uint64_t push_bytes = uint64_t{32} << 20;

@@ -259,7 +259,7 @@ void Exchange::Messenger::answer(const Header& request, Status status,
     count_.served_bytes += bytes.size();
   }
   send(request.from, *found->second.in, reply, bytes,
-       watched(request.from, [keep = std::move(keep)](bool) {}));
+       watched(request.from, bytes.size(), [keep = std::move(keep)](bool) {}));
 }
 
 void Exchange::Messenger::on_fetch(const Header& request) {
@@ -350,41 +350,42 @@ Delivery Exchange::Messenger::into_tier(const Header& header) {
   if (cache_->kind(sample) == tier::TierKind::ram) {
     const std::span<std::byte> slot = cache_->ram_slot(sample);
     if (slot.size() != header.length) return {};  // no memory: the cache has said so
-    return {slot,
-            watched(header.from, [this, slot, sample, crc = header.crc, taken, bad](bool arrived) {
-              if (!arrived) {
-                cache_->abandon(sample);
-              } else if (crc32c(slot) != crc) {
-                bad();
-              } else if (!cache_->sums().agrees(sample, sample_sum_of_crc(crc))) {
-                cache_->abandon(sample);  // not the content that this node read
-              } else {
-                cache_->publish(sample);
-                taken();
-              }
-            })};
+    return {slot, watched(header.from, header.length,
+                          [this, slot, sample, crc = header.crc, taken, bad](bool arrived) {
+                            if (!arrived) {
+                              cache_->abandon(sample);
+                            } else if (crc32c(slot) != crc) {
+                              bad();
+                            } else if (!cache_->sums().agrees(sample, sample_sum_of_crc(crc))) {
+                              cache_->abandon(sample);  // not the content that this node read
+                            } else {
+                              cache_->publish(sample);
+                              taken();
+                            }
+                          })};
   }
   auto filed = std::make_shared<Filed>(filing_, header.length);
   return {filed->bytes,
-          watched(header.from, [this, filed, sample, crc = header.crc, taken, bad](bool arrived) {
-            if (!arrived) {
-              cache_->abandon(sample);
-            } else if (crc32c(filed->bytes) != crc) {
-              bad();
-            } else if (!cache_->sums().agrees(sample, sample_sum_of_crc(crc))) {
-              cache_->abandon(sample);
-            } else {
-              try {
-                submit_file([this, filed, sample, taken] {
-                  cache_->file_write(sample, filed->bytes);
-                  taken();
-                });
-              } catch (const std::exception&) {
-                cache_->abandon(sample);
-                throw;
-              }
-            }
-          })};
+          watched(header.from, header.length,
+                  [this, filed, sample, crc = header.crc, taken, bad](bool arrived) {
+                    if (!arrived) {
+                      cache_->abandon(sample);
+                    } else if (crc32c(filed->bytes) != crc) {
+                      bad();
+                    } else if (!cache_->sums().agrees(sample, sample_sum_of_crc(crc))) {
+                      cache_->abandon(sample);
+                    } else {
+                      try {
+                        submit_file([this, filed, sample, taken] {
+                          cache_->file_write(sample, filed->bytes);
+                          taken();
+                        });
+                      } catch (const std::exception&) {
+                        cache_->abandon(sample);
+                        throw;
+                      }
+                    }
+                  })};
 }
 
 // The first access before which all that this node owns is there.
@@ -455,6 +456,9 @@ Delivery Exchange::Messenger::on_reply(const Header& header) {
             pending_.erase(ended);
             const bool good = arrived && crc32c(into) == crc;
             if (good) {
+              Peer& peer = peers_.at(p.rank);
+              peer.answered = time();
+              peer.answered_request = id;
               ++count_.fetched;
               count_.fetched_bytes += into.size();
               count_.fetch_nanoseconds +=

@@ -36,6 +36,8 @@ constexpr std::chrono::seconds kHelloOften{1}, kHelloSeldom{5};
 // After this long an attempt is repeated on a new connection: the kernel doubles the pause between
 // its retries of an old one, which would outlast a partition of the network.
 constexpr std::chrono::seconds kAttempt{5};
+// Bytes a second that a link brings at least. Of slower ones, what is too large comes from the source.
+constexpr uint64_t kSlowest = 4 << 20;
 // Progress rounds without anything to do, before sleeping.
 constexpr int kSpins = 50;
 
@@ -244,7 +246,7 @@ bool Exchange::Messenger::push(uint64_t sample, std::span<const std::byte> bytes
         return;
       }
       try {
-        send(rank, *peers_.at(rank).out, header, bytes, watched(rank, done));
+        send(rank, *peers_.at(rank).out, header, bytes, watched(rank, bytes.size(), done));
       } catch (const std::exception&) {
         done(false);
       }
@@ -430,9 +432,14 @@ void Exchange::Messenger::tick() {
   next_tick_ = now + kTick;
   std::vector<uint32_t> late;
   std::vector<uint64_t> endless;
-  for (const auto& [id, p] : pending_) {
+  for (auto& [id, p] : pending_) {
     const Peer& peer = peers_.at(p.rank);
+    // Answers come one after the other: what was asked for after the last one that came is not late.
     // A transfer of an earlier connection says nothing of the present one.
+    if (p.losses == peer.losses && id > peer.answered_request) {
+      const uint64_t bytes = p.group->requests[p.index].into.size();
+      p.deadline = std::max(p.deadline, peer.answered + patience(bytes));
+    }
     if (now >= p.deadline && p.losses == peer.losses) late.push_back(p.rank);
     const bool lost = peer.link == Link::lost;
     if ((p.receiving || lost) && now >= p.deadline + config_.timeout) endless.push_back(id);
@@ -455,7 +462,7 @@ void Exchange::Messenger::tick() {
           std::clamp<Clock::duration>((now - peer.since) / 4, kHelloOften, kHelloSeldom);
       if (now - peer.hello_at >= pause) retry_hello(rank);
     }
-    if (peer.link != Link::lost && peer.moving > 0 && now - peer.moved > config_.timeout) {
+    if (peer.link != Link::lost && peer.moving > 0 && now - peer.moved > patience(peer.largest)) {
       late.push_back(rank);
     }
     if (peer.in && peer.link != Link::lost && peer.notified != progress) {
@@ -526,10 +533,14 @@ void Exchange::Messenger::end_waiting(Chosen&& chosen) {
   for (const Waiting& w : ended) w.action(false);
 }
 
-std::function<void(bool)> Exchange::Messenger::watched(uint32_t rank,
+std::function<void(bool)> Exchange::Messenger::watched(uint32_t rank, uint64_t bytes,
                                                        std::function<void(bool)> done) {
   Peer& peer = peers_.at(rank);
-  if (peer.moving++ == 0) peer.moved = time();
+  if (peer.moving++ == 0) {
+    peer.moved = time();
+    peer.largest = 0;
+  }
+  peer.largest = std::max(peer.largest, bytes);
   // Also if the transport throws, and never calls what it was given.
   std::shared_ptr<Peer> moving(&peer, [this, losses = peer.losses](Peer* moved) {
     if (moved->losses != losses) return;
@@ -540,6 +551,10 @@ std::function<void(bool)> Exchange::Messenger::watched(uint32_t rank,
     moving.reset();
     guarded([&] { done(ended_well); });
   };
+}
+
+Exchange::Messenger::Clock::duration Exchange::Messenger::patience(uint64_t bytes) const noexcept {
+  return config_.timeout + std::chrono::milliseconds(1000 * bytes / kSlowest);
 }
 
 void Exchange::Messenger::when_ready(uint32_t node, const FetchGroup* group,
@@ -626,7 +641,7 @@ void Exchange::Messenger::ask(const std::shared_ptr<FetchGroup>& group, size_t i
     header.sample = sample;
     try {
       Peer& peer = peers_.at(rank);
-      pending_[id] = {group, index, rank, peer.losses, now, now + config_.timeout, false};
+      pending_[id] = {group, index, rank, peer.losses, now, now + patience(sizes_[sample]), false};
       send(rank, *peer.out, header, {}, nullptr);
     } catch (const std::exception&) {
       pending_.erase(id);

@@ -71,7 +71,11 @@ class Exchange::Messenger final : public Receiver {
     std::vector<Waiting> waiting;  // for the session to be ready
     uint64_t losses = 0;           // how often its connection was dropped
     uint32_t moving = 0;           // payloads on their way to it or from it since then
+    uint64_t largest = 0;          // bytes of the largest of them, since there was none
     Clock::time_point moved{};     // when one of them ended last, or the first began
+    // When the last payload that it was asked for arrived, and by which request.
+    Clock::time_point answered{};
+    uint64_t answered_request = 0;
   };
   struct Pending {
     std::shared_ptr<FetchGroup> group;
@@ -118,7 +122,9 @@ class Exchange::Messenger final : public Receiver {
   template <typename Chosen>
   void end_waiting(Chosen&& chosen);
   // Calls `done` when a payload has ended; a rank with a payload that does not end is dropped.
-  std::function<void(bool)> watched(uint32_t rank, std::function<void(bool)> done);
+  std::function<void(bool)> watched(uint32_t rank, uint64_t bytes, std::function<void(bool)> done);
+  // How long a rank may be silent where the next payload has so many bytes.
+  Clock::duration patience(uint64_t bytes) const noexcept;
   void ask(const std::shared_ptr<FetchGroup>& group, size_t index);
   void conclude(FetchGroup& group, size_t index, Outcome outcome);
   void lose(uint32_t rank, const std::string& why, bool warn, bool for_good = false);

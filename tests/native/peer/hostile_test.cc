@@ -413,6 +413,57 @@ TEST_F(StallTest, ANodeThatHangsCostsOneTimeout) {
   EXPECT_EQ(exchange_->stats().dropped_ranks, 1u);
 }
 
+// However long they take together.
+TEST_F(StallTest, AnswersThatComeOneAfterTheOtherAreNotLate) {
+  start();
+  Session session = answering();
+  ASSERT_TRUE(reachable());
+  std::vector<std::shared_ptr<FetchGroup>> groups;
+  std::vector<std::vector<std::byte>> into(5);
+  std::vector<Header> asked;
+  for (const uint64_t sample : {0, 2, 4, 6, 8}) {
+    into[sample / 2].resize(sizes_[sample]);
+    groups.push_back(exchange_->begin({{sample, into[sample / 2], nullptr, Outcome::waiting}}));
+    asked.push_back(wire_->hear(Kind::fetch));
+    ASSERT_TRUE(session.open(asked.back()));
+  }
+  const auto outcome = [&](size_t i) {
+    exchange_->finish(*groups[i], {});
+    return groups[i]->requests[0].outcome;
+  };
+  // One is left out.
+  for (const size_t i : {0u, 2u}) {
+    wire_->pass(kTimeout / 2);
+    Header reply = reply_to(asked[i], bytes_of(2 * i));
+    wire_->say(session.seal(reply), bytes_of(2 * i));
+    ASSERT_EQ(outcome(i), Outcome::here);
+    wire_->settle();
+    ASSERT_EQ(exchange_->stats().dropped_ranks, 0u) << i;
+  }
+  // What was overtaken is late one timeout after the last answer before it.
+  wire_->pass(kTimeout / 2 + 1s);
+  EXPECT_TRUE(dropped());
+  EXPECT_EQ(outcome(1), Outcome::failed);
+  EXPECT_EQ(outcome(4), Outcome::failed);
+}
+
+// A second for each 4 MiB.
+TEST_F(StallTest, ALargePayloadHasMoreTime) {
+  start();
+  Session session = answering();
+  ASSERT_TRUE(reachable());
+  std::vector<std::byte> into;
+  const auto group = begin_fetch(into);
+  const Header asked = wire_->hear(Kind::fetch);
+  ASSERT_TRUE(session.open(asked));
+  wire_->pass(kTimeout + 50ms);  // of 300 KB
+  EXPECT_EQ(exchange_->stats().dropped_ranks, 0u);
+  wire_->pass(50ms);
+  EXPECT_TRUE(dropped());
+  exchange_->finish(*group, {});
+  EXPECT_EQ(group->requests[0].outcome, Outcome::failed);
+}
+
 TEST_F(StallTest, AStopEndsWhatIsAsked) {
   start();
   Session session = answering();
