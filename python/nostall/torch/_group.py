@@ -73,7 +73,9 @@ _OPERATIONS = {
 # What older releases of torch call them.
 _OLDER_NAMES = {
     "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
     "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
     "all_to_all_single": "alltoall_base",
 }
 _MESSAGES = ("send", "recv", "recv_anysource")
@@ -541,20 +543,17 @@ class Group(ProcessGroup):  # type: ignore[misc]
     def all_gather_single(
         self, output: torch.Tensor, source: torch.Tensor, opts: Any = None
     ) -> Any:
-        opts = AllgatherOptions() if opts is None else opts
-        if not self._one_node or not _plain([output, source]):
-            return self._delegate("all_gather_single", [source], output, source, opts)
+        return self._gather_single("all_gather_single", [output], [source], opts, output, source)
 
-        def work() -> list[torch.Tensor]:
-            target = _contiguous(output)
-            self._allgather(_contiguous(source), target)
-            _copy_back(output, target)
-            return [output]
-
-        return self._do("all_gather_single", work, opts)
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> Any:
+        name = "all_gather_single_coalesced"
+        return self._gather_single(name, outputs, inputs, opts, outputs, inputs)
 
     # The same under the names of older releases.
     _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def reduce_scatter(
         self, outputs: Tensors, inputs: Sequence[Sequence[torch.Tensor]], opts: Any = None
@@ -571,42 +570,21 @@ class Group(ProcessGroup):  # type: ignore[misc]
                 f"{self._size} gets {outputs[0].numel()}"
             )
         joined = torch.cat([t.detach().reshape(-1) for t in parts])
-        return self._reduce_scatter(outputs[0], joined, counts, op, opts)
+        return self._reduce_scatter([(outputs[0], joined, counts, op)], opts)
 
     def reduce_scatter_single(
         self, output: torch.Tensor, source: torch.Tensor, opts: Any = None
     ) -> Any:
-        opts = dist.ReduceScatterOptions() if opts is None else opts
-        op = self._scatter_operation(opts, [output, source])
-        if op is None:
-            return self._delegate_reduction(
-                "reduce_scatter_single", [source], [output], opts, output, source
-            )
-        if source.numel() != output.numel() * self._size:
-            raise UsageError(
-                f"the input of reduce_scatter has {source.numel()} elements; {self._size} ranks get "
-                f"{output.numel()} each"
-            )
-        return self._reduce_scatter(output, source, [output.numel()], op, opts)
-
-    _reduce_scatter_base = reduce_scatter_single
-
-    def all_gather_single_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any = None
-    ) -> Any:
-        works = [self.all_gather_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
-        return works[-1]
-
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
+        name = "reduce_scatter_single"
+        return self._scatter_single(name, [output], [source], opts, output, source)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Any:
-        works = [
-            self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)
-        ]
-        return works[-1]
+        name = "reduce_scatter_single_coalesced"
+        return self._scatter_single(name, outputs, inputs, opts, outputs, inputs)
 
+    _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def barrier(self, opts: Any = None) -> Any:
@@ -781,21 +759,39 @@ class Group(ProcessGroup):  # type: ignore[misc]
             leaders = LeaderTensor(flat, lambda part: self._leaders.allreduce([part], among))
         node.two_level_allreduce(leaders, address, flat.numel(), reducer, self._fixed, _PART_BYTES)
 
-    def _reduce_scatter(
-        self, output: torch.Tensor, source: torch.Tensor, counts: list[int], op: str, opts: Any
+    def _scatter_single(
+        self, name: str, outputs: Tensors, inputs: Tensors, opts: Any, *arguments: Any
     ) -> Any:
-        """counts[r] elements for rank r; one count is that of every rank."""
+        opts = dist.ReduceScatterOptions() if opts is None else opts
+        scatters = []
+        for output, source in zip(outputs, inputs, strict=True):
+            op = self._scatter_operation(opts, [output, source])
+            if op is None:
+                return self._delegate_reduction(name, inputs, outputs, opts, *arguments)
+            if source.numel() != output.numel() * self._size:
+                raise UsageError(
+                    f"the input of reduce_scatter has {source.numel()} elements; {self._size} ranks "
+                    f"get {output.numel()} each"
+                )
+            scatters.append((output, source, [output.numel()], op))
+        return self._reduce_scatter(scatters, opts)
+
+    def _reduce_scatter(
+        self, scatters: Sequence[tuple[torch.Tensor, torch.Tensor, list[int], str]], opts: Any
+    ) -> Any:
+        """Of (output, input, counts, operation): counts[r] elements for rank r, or one for each."""
         average = opts.reduceOp.op == ReduceOp.AVG
 
         def work() -> list[torch.Tensor]:
-            flat, target = _contiguous(source), _contiguous(output)
-            self._node._live().reduce_scatter(
-                flat.data_ptr(), target.data_ptr(), counts, self._reducer(op, flat), self._fixed
-            )
-            if average:
-                _divide(target, self._size)
-            _copy_back(output, target)
-            return [output]
+            for output, source, counts, op in scatters:
+                flat, target = _contiguous(source), _contiguous(output)
+                self._node._live().reduce_scatter(
+                    flat.data_ptr(), target.data_ptr(), counts, self._reducer(op, flat), self._fixed
+                )
+                if average:
+                    _divide(target, self._size)
+                _copy_back(output, target)
+            return [output for output, *_ in scatters]
 
         return self._do("reduce_scatter_single", work, opts)
 
@@ -815,6 +811,22 @@ class Group(ProcessGroup):  # type: ignore[misc]
     def _backends(self) -> list[Any]:
         """The backends of torch that this group uses."""
         return [*self._inner.values(), *([] if self._leaders is None else [self._leaders])]
+
+    def _gather_single(
+        self, name: str, outputs: Tensors, inputs: Tensors, opts: Any, *arguments: Any
+    ) -> Any:
+        opts = AllgatherOptions() if opts is None else opts
+        if not self._one_node or not _plain([*outputs, *inputs]):
+            return self._delegate(name, inputs, *arguments, opts)
+
+        def work() -> list[torch.Tensor]:
+            for output, source in zip(outputs, inputs, strict=True):
+                target = _contiguous(output)
+                self._allgather(_contiguous(source), target)
+                _copy_back(output, target)
+            return list(outputs)
+
+        return self._do(name, work, opts)
 
     def _allgather(self, source: torch.Tensor, output: torch.Tensor) -> None:
         if output.nbytes != source.nbytes * self._size or output.dtype != source.dtype:
@@ -863,7 +875,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
     ) -> Any:
         """Computes AVG of integers, which Gloo lacks."""
         kind = results[0].dtype
-        exact = not (kind.is_floating_point or kind.is_complex)
+        exact = not all(t.is_floating_point() or t.is_complex() for t in results)
         if opts.reduceOp.op != ReduceOp.AVG or not exact or not _plain(results):
             return self._delegate(name, tensors, *arguments, opts)
         opts.reduceOp = ReduceOp.MIN if kind == torch.bool else ReduceOp.SUM

@@ -38,8 +38,9 @@ def test_an_allgather_has_the_early_ranks_data_before_the_last_arrives(tmp_path:
     check("gathered_early", 3, TEST_SHARED=str(shared))
 
 
-def test_reduce_scatters_give_each_rank_its_block() -> None:
-    check("scattered", 3)
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_reduce_scatters_give_each_rank_its_block(nodes: int) -> None:
+    check("scattered", 3, NODES=str(nodes))
 
 
 def test_tensors_that_do_not_fit_on_one_rank_end_no_wait() -> None:

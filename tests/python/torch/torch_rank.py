@@ -122,7 +122,7 @@ def scattered() -> None:
             dist.reduce_scatter(block, blocks, op)
             assert block.tolist() == [total] * (count * rank)
             joined = torch.full((size, count), float(rank + 1))
-            dist.reduce_scatter_tensor(joined[rank], joined, op)
+            dist.reduce_scatter_tensor(joined[rank], joined.view(-1), op)
             assert joined[rank].tolist() == [total] * count
             assert joined[rank - 1].tolist() == [rank + 1] * count
     sources = [torch.full((size * count,), float(rank)) for count in (3, 40_000)]
@@ -132,6 +132,17 @@ def scattered() -> None:
             dist.reduce_scatter_tensor(output, source)
     manager.wait()
     assert all((output == size * (size - 1) / 2).all() for output in outputs)
+    wholes = [torch.empty(size * count) for count in (3, 40_000)]
+    with dist._coalescing_manager(async_ops=True) as manager:
+        for whole, part in zip(wholes, outputs, strict=True):
+            dist.all_gather_into_tensor(whole, part)
+    manager.wait()
+    assert all((whole == size * (size - 1) / 2).all() for whole in wholes)
+    dist.barrier()
+    world: Any = dist.group.WORLD
+    assert not world._delegated.some()
+    if os.environ["NODES"] != "1":
+        return
     try:
         dist.reduce_scatter_tensor(torch.empty(3), torch.ones(3 * size + 1))
     except UsageError as error:
