@@ -447,10 +447,18 @@ class Group(ProcessGroup):  # type: ignore[misc]
     # Ours.
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Any:
-        opts = dist.AllreduceOptions() if opts is None else opts
+        return self._reduce_all(
+            "allreduce", tensors, dist.AllreduceOptions() if opts is None else opts
+        )
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
+        opts = dist.AllreduceCoalescedOptions() if opts is None else opts
+        return self._reduce_all("allreduce_coalesced", tensors, opts)
+
+    def _reduce_all(self, name: str, tensors: Tensors, opts: Any) -> Any:
         op = self._operation(opts.reduceOp, tensors)
         if op is None:
-            return self._delegate("allreduce", tensors, tensors, opts)
+            return self._delegate(name, tensors, tensors, opts)
         average = opts.reduceOp.op == ReduceOp.AVG
 
         def work() -> list[torch.Tensor]:
@@ -462,10 +470,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
                 _copy_back(tensor, flat)
             return list(tensors)
 
-        return self._do("allreduce", work, opts)
-
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
-        return self.allreduce(tensors, opts)
+        return self._do(name, work, opts)
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> Any:
         opts = dist.ReduceOptions() if opts is None else opts

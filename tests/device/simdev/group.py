@@ -53,6 +53,11 @@ class SimGloo(Backend):  # type: ignore[misc]
         return parts
 
     def allreduce(self, tensors: Sequence[torch.Tensor], options: Any = None) -> Work:
+        if len(tensors) != 1:
+            raise ValueError("Expecting one tensor only but got multiple")  # as NCCL has it
+        return self.allreduce_coalesced(tensors, options)
+
+    def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], options: Any = None) -> Work:
         options = options or dist.AllreduceOptions()
         average = options.reduceOp == dist.ReduceOp.AVG  # which Gloo has not
         reducing = dist.AllreduceOptions()
@@ -73,8 +78,6 @@ class SimGloo(Backend):  # type: ignore[misc]
                 tensor.record_stream(stream)
             future.set_result(list(tensors))
         return _create_work_from_future(future)
-
-    allreduce_coalesced = allreduce
 
     def broadcast(self, tensors: Sequence[torch.Tensor], options: Any) -> Work:
         for tensor in tensors:

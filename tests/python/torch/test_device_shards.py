@@ -322,6 +322,21 @@ def case_without_the_wait_for_copies() -> None:
     assert any("early" in line for line in simdev.reports())
 
 
+# ---------------------------------------------------------------------------- groups
+
+
+def case_several_tensors_are_reduced_by_one_call_of_the_devices_backend() -> None:
+    from simdev.group import SimGloo
+
+    group: Any = dist.new_group(backend="nostall")
+    store = dist.PrefixStore("device", dist.distributed_c10d._get_default_store())
+    group._keep("simdev", SimGloo(store, RANK, 2, dist.default_pg_timeout))
+    tensors = [torch.full((count,), RANK + 1.0, device="simdev") for count in (3, 5)]
+    dist.all_reduce_coalesced(tensors, group=group)
+    assert all(tensor.cpu().eq(3).all() for tensor in tensors)
+    dist.destroy_process_group(group)
+
+
 def test_on_two_ranks_of_the_simulated_device() -> None:
     cases.check(__file__, ranks=2)
 
