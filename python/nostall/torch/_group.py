@@ -759,7 +759,9 @@ class Group(ProcessGroup):  # type: ignore[misc]
         leaders = None
         if self._leaders is not None:
             among = dist.AllreduceOptions()
-            among.reduceOp = next(k for k, v in _OPERATIONS.items() if v == op)
+            # Gloo adds booleans as bytes.
+            common = "max" if op == "sum" and flat.dtype == torch.bool else op
+            among.reduceOp = next(k for k, v in _OPERATIONS.items() if v == common)
             among.timeout = self._limit
             leaders = LeaderTensor(flat, lambda part: self._leaders.allreduce([part], among))
         node.two_level_allreduce(leaders, address, flat.numel(), reducer, self._fixed, _PART_BYTES)

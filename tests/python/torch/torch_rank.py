@@ -73,6 +73,11 @@ def same_as_gloo() -> None:
             assert torch.equal(share, parts[rank] * size)
             dist.reduce_scatter(share, parts)
             assert torch.equal(share, parts[rank] * size)
+    for count in (1, 7, 40_001):
+        some = torch.arange(count) % (size + 1) >= size - rank
+        dist.all_reduce(some)
+        wanted = torch.arange(count) % (size + 1) > 0
+        assert torch.equal(some.view(torch.uint8), wanted.to(torch.uint8))
     average = torch.full((5,), float(rank))
     dist.all_reduce(average, dist.ReduceOp.AVG)
     assert torch.equal(average, torch.full((5,), (size - 1) / 2))
