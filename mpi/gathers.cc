@@ -10,7 +10,7 @@ namespace nostall::mpi {
 namespace {
 
 // What an allgather does with its buffers. Ranks may describe the same bytes by different types, so
-// every type is ours: one with gaps is packed first, and unpacked at the end.
+// every type is ours: one that is not contiguous is packed first, and unpacked at the end.
 struct Gathering {
   const void* send = nullptr;  // MPI_IN_PLACE: this rank's part of `receive`
   uint64_t count = 0;          // of `from`
@@ -30,14 +30,13 @@ std::byte* place_of(const Gathering& call, size_t rank) {
 
 // Where the data go: to their places, or one after the other to memory that is unpacked later.
 std::vector<collective::Gathered> parts_of(const Gathering& call, std::vector<std::byte>& packed) {
-  uint64_t element = 0, all = 0;
-  const bool gaps = !is_contiguous(call.to, &element);
+  uint64_t all = 0;
   std::vector<collective::Gathered> parts;
   for (size_t r = 0; r < call.counts.size(); ++r) {
     parts.push_back({place_of(call, r), bytes_of(call.counts[r], call.to)});
     all += parts.back().bytes;
   }
-  if (!gaps) return parts;
+  if (is_contiguous(call.to)) return parts;
   packed.resize(all);
   std::byte* at = packed.data();
   for (collective::Gathered& part : parts) {

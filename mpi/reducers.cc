@@ -110,9 +110,37 @@ std::optional<Op> op_of(MPI_Op op) {
   return std::nullopt;
 }
 
+bool is_predefined(int constructor) {
+  return constructor == MPI_COMBINER_NAMED || constructor == MPI_COMBINER_F90_REAL ||
+         constructor == MPI_COMBINER_F90_COMPLEX || constructor == MPI_COMBINER_F90_INTEGER;
+}
+
+bool keeps_order(int constructor) {
+  return constructor == MPI_COMBINER_CONTIGUOUS || constructor == MPI_COMBINER_DUP;
+}
+
+// How a type was made; from `inner`, which is to be freed unless predefined, if that keeps its order.
+int constructor_of(MPI_Datatype type, MPI_Datatype* inner) {
+  int made = MPI_UNDEFINED, integer = 0;
+  MPI_Aint address = 0;
+#if MPI_VERSION >= 4
+  MPI_Count integers = 0, addresses = 0, counts = 0, types = 0, count = 0;
+  PMPI_Type_get_envelope_c(type, &integers, &addresses, &counts, &types, &made);
+  if (!keeps_order(made)) return made;
+  PMPI_Type_get_contents_c(type, integers, addresses, counts, types, &integer, &address, &count,
+                           inner);
+#else
+  int integers = 0, addresses = 0, types = 0;
+  PMPI_Type_get_envelope(type, &integers, &addresses, &types, &made);
+  if (!keeps_order(made)) return made;
+  PMPI_Type_get_contents(type, integers, addresses, types, &integer, &address, inner);
+#endif
+  return made;
+}
+
 }  // namespace
 
-bool is_contiguous(MPI_Datatype type, uint64_t* element_bytes) {
+bool has_no_gaps(MPI_Datatype type, uint64_t* element_bytes) {
   int size = 0;
   MPI_Aint low = 0, extent = 0, true_low = 0, true_extent = 0;
   if (PMPI_Type_size(type, &size) != MPI_SUCCESS || size <= 0 ||
@@ -122,6 +150,18 @@ bool is_contiguous(MPI_Datatype type, uint64_t* element_bytes) {
   }
   *element_bytes = static_cast<uint64_t>(size);
   return low == 0 && true_low == 0 && extent == size && true_extent == size;
+}
+
+bool is_contiguous(MPI_Datatype type) {
+  uint64_t element = 0;
+  if (!has_no_gaps(type, &element)) return false;
+  for (bool owned = false;; owned = true) {
+    MPI_Datatype inner = MPI_DATATYPE_NULL;
+    const int made = constructor_of(type, &inner);
+    if (owned && !is_predefined(made)) PMPI_Type_free(&type);
+    if (!keeps_order(made)) return is_predefined(made);
+    type = inner;
+  }
 }
 
 const MpiReducer* MpiReducer::find(MPI_Datatype type, MPI_Op op) {
@@ -146,7 +186,7 @@ std::optional<MpiReducer> MpiReducer::make(MPI_Datatype type, MPI_Op op) {
   }
   uint64_t element = 0;
   int commutes = 0;
-  if (!is_contiguous(type, &element) || element > 4096 ||
+  if (!has_no_gaps(type, &element) || element > 4096 ||
       PMPI_Op_commutative(op, &commutes) != MPI_SUCCESS) {
     return std::nullopt;
   }

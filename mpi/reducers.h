@@ -31,7 +31,10 @@ class MpiReducer {
   std::shared_ptr<Operation> operation_;  // at a fixed address: a user's operation points to it
   std::optional<collective::Reducer> reducer_;
 };
-// Whether `count` elements lie in memory without gaps from the buffer's address on.
-bool is_contiguous(MPI_Datatype type, uint64_t* element_bytes);
+// Whether elements of a type fill memory from the buffer's address on, in any order.
+bool has_no_gaps(MPI_Datatype type, uint64_t* element_bytes);
+// Whether they lie there as MPI_Pack would put them. False also for some that do, of which the MPI does
+// not tell: those of MPI_Type_create_struct, say.
+bool is_contiguous(MPI_Datatype type);
 
 }  // namespace nostall::mpi

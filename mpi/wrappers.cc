@@ -107,8 +107,8 @@ void two_level_bcast(CommunicatorState& state, void* data, uint64_t bytes, int r
   if (!here) state.node->broadcast(data, bytes, 0);
 }
 
-// Ranks may describe the same bytes by different types, so every type is ours: one with gaps is
-// packed first.
+// Ranks may describe the same bytes by different types, so every type is ours: one that is not
+// contiguous is packed first.
 template <typename Pass>
 int bcast(void* buffer, uint64_t count, MPI_Datatype type, int root, MPI_Comm comm, Pass pass) {
   const uint64_t bytes = bytes_of(count, type);

@@ -48,14 +48,13 @@ inline uint64_t bytes_of(uint64_t count, MPI_Datatype type) {
   return each > 0 && count > UINT64_MAX / each ? UINT64_MAX : count * each;
 }
 
-// The bytes of a message that may have gaps, as all ranks see them; the type may be freed
-// meanwhile.
+// The bytes of a message that may have gaps or another order in memory, as all ranks see them; the
+// type may be freed meanwhile.
 class Packed {
  public:
   Packed(void* buffer, uint64_t count, MPI_Datatype type, MPI_Comm comm, bool fill)
       : buffer_(buffer), count_(static_cast<int>(count)), bytes_(bytes_of(count, type)) {
-    uint64_t element = 0;
-    if (bytes_ == 0 || is_contiguous(type, &element)) return;
+    if (bytes_ == 0 || is_contiguous(type)) return;
     PMPI_Type_dup(type, &type_);
     packed_.resize(bytes_);
     int position = 0;

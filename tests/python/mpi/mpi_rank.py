@@ -259,6 +259,34 @@ def types() -> None:
     assert rank == 1 or (grid[:, 0] == np.arange(8) * 5.0).all()
 
 
+def transposed() -> None:
+    """Types without gaps: of one rank a matrix column by column, of the others plain numbers."""
+    grid = np.arange(36.0).reshape(6, 6)
+    column = MPI.DOUBLE.Create_vector(6, 1, 6)
+    by_columns = column.Create_hvector(6, 1, 8).Commit()
+    twice = by_columns.Dup().Create_contiguous(1).Commit()
+    in_order = MPI.DOUBLE.Create_contiguous(6).Dup().Create_contiguous(6).Commit()
+    for root in range(size):
+        for kind in (by_columns, twice):
+            here = rank == root
+            for all_calls in (world.Bcast, lambda *spec: world.Ibcast(*spec).Wait()):
+                out = grid.copy() if here else np.zeros((6, 6))
+                all_calls([out, 1, kind if here else in_order], root)
+                np.testing.assert_array_equal(out, grid if here else grid.T)
+                other = (root + 1) % size
+                out = grid.copy() if rank == other else np.zeros((6, 6))
+                all_calls([out, 1, kind if here else in_order], other)
+                np.testing.assert_array_equal(out, grid.T if here else grid)
+            every = np.zeros((size, 6, 6))
+            world.Allgather(
+                [grid + rank, 1, kind if here else in_order],
+                [every, 1, in_order if here else kind],
+            )
+            for r in range(size):
+                sent = (grid + r).T if r == root else grid + r
+                np.testing.assert_array_equal(every[r], sent if here else sent.T)
+
+
 def communicators() -> None:
     halves = world.Split(rank % 2, -rank)
     assert halves.allreduce(rank) == sum(r for r in range(size) if r % 2 == rank % 2)

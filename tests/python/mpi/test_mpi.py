@@ -93,6 +93,15 @@ def test_allgathers_of_all_shapes_by_order_of_arrival(which: str, tmp_path: Path
     assert counts["type"] == 0
 
 
+@pytest.mark.parametrize("which", MPIS)
+def test_types_that_change_the_order_of_elements(which: str) -> None:
+    program = [sys.executable, str(RANK), "transposed"]
+    result = run(which, 3, program, NOSTALL_MPI_NONBLOCKING="1")
+    assert "all right" in result.stdout, result.stderr
+    counts = counted(result.stderr)
+    assert (counts["bcast"], counts["background"], counts["allgather"]) == (12, 12, 6)
+
+
 def test_allgathers_between_nodes_are_the_mpis() -> None:
     result = launch(["allgathers"], 4, nodes=2)
     assert "all right" in result.stdout, result.stderr
