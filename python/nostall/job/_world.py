@@ -263,6 +263,8 @@ def _from_environment(env: Mapping[str, str]) -> World:
     for launcher, (rank, size, local_rank, local_size, job) in _LAUNCHERS.items():
         if launcher == "Slurm" and not under_srun(env):
             continue
+        if launcher == "MPICH" and under_srun(env) and not {local_rank, local_size} <= env.keys():
+            continue  # srun itself, which sets the other two for any program (--mpi=pmi2)
         if rank not in env or size not in env:
             continue
         world_size = _number(env, size)

@@ -55,6 +55,9 @@ SLURM = {
         (OPEN_MPI, (2, 4, 0, 2)),
         (MPICH, (3, 4, 1, 2)),
         (SLURM, (6, 8, 2, 4)),
+        # srun --mpi=pmi2, and MPICH's mpiexec that starts its own processes by srun.
+        ({**SLURM, "PMI_RANK": "6", "PMI_SIZE": "8"}, (6, 8, 2, 4)),
+        ({**SLURM, **MPICH}, (3, 4, 1, 2)),
         ({}, (0, 1, 0, 1)),
         ({"SLURM_PROCID": "0", "SLURM_JOB_ID": "77", "SLURM_NTASKS": "8"}, (0, 1, 0, 1)),
         ({**SLURM, **TORCHRUN}, (5, 8, 1, 4)),
@@ -84,6 +87,8 @@ def test_jobs_of_slurm_that_set_the_same_port_are_told_apart() -> None:
     by_hand = {"RANK": "6", "WORLD_SIZE": "8", "MASTER_PORT": "29500", **SLURM}
     other = find_world(environment={**by_hand, "SLURM_JOB_ID": "78"})
     assert find_world(environment=by_hand).job != other.job
+    by_pmi2 = {**SLURM, "PMI_RANK": "6", "PMI_SIZE": "8"}
+    assert find_world(environment=by_pmi2).job == find_world(environment=SLURM).job
 
 
 @pytest.mark.parametrize(
