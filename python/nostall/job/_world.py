@@ -30,6 +30,7 @@ class World:
     0 of 1 and stands for any (nostall.job._place finds it).
     `processes` is None, or the number of processes of the job where the caller names other ranks than
     theirs, as with tensor parallelism: several may have one, so the local rank is of processes.
+    `job_of_node`: `job` names a process of this node, so it differs on other nodes.
     """
 
     rank: int
@@ -39,6 +40,7 @@ class World:
     job: str
     unknown: str = ""
     processes: int | None = None
+    job_of_node: bool = False
 
     @property
     def most_here(self) -> int:
@@ -119,6 +121,7 @@ def find_world(
         local_world_size=world.local_world_size if local_world_size is None else local_world_size,
         job=world.job if job is None else job,
         unknown="" if placed else world.unknown,
+        job_of_node=world.job_of_node and job is None,
     )
     if not 0 <= world.rank < world.world_size:
         raise UsageError(f"rank {world.rank} is not in a world of {world.world_size}")
@@ -226,14 +229,15 @@ def refuse_late_group(world_size: int, what: str) -> None:
 def find_address(
     world: World, environment: Mapping[str, str] | None = None
 ) -> tuple[str, int] | None:
-    """Where rank 0 can wait for the others, the same on all ranks; None if nothing says its host.
+    """Where rank 0 can wait for the others, the same on all ranks; None if nothing says it.
 
     MASTER_ADDR and MASTER_PORT win. Otherwise the host is this one if all ranks are here, or the
     first of the Slurm step, and the port follows from the job's name.
     """
     env = _given(environment)
+    all_here = world.local_world_size == world.world_size
     host = env.get("MASTER_ADDR")
-    if host is None and world.local_world_size == world.world_size:
+    if host is None and all_here:
         host = "127.0.0.1"
     if host is None and under_srun(env):
         host = _first_host(env.get("SLURM_STEP_NODELIST", ""))
@@ -241,6 +245,8 @@ def find_address(
         return None
     if "MASTER_PORT" in env:
         return host, _number(env, "MASTER_PORT")
+    if world.job_of_node and not all_here:
+        return None
     import hashlib
 
     # Below the ports that the system assigns to sockets without one.
@@ -291,6 +297,7 @@ def _from_environment(env: Mapping[str, str]) -> World:
             # Ranks of a node descend from one process where the launcher names no job.
             job=f"{launcher} " + (" ".join(names) or _launching_process(rank)),
             unknown=f"{rank} and {size} are set without {' and '.join(missing)}" if missing else "",
+            job_of_node=not names,
         )
     return _alone()
 

@@ -18,14 +18,15 @@ def init(**named: Any) -> None:
     `named` are other arguments of ``init_process_group``.
 
     Raises:
-        UsageError: nothing says where rank 0 is (several nodes under mpirun, without MASTER_ADDR).
+        UsageError: nothing says where rank 0 is (several nodes under mpirun, without MASTER_ADDR, or
+            without MASTER_PORT under MPICH's).
     """
     world = find_world()
     address = find_address(world)
     if address is None:
         raise UsageError(
-            f"nothing says on which host rank 0 of {world.world_size} is: set MASTER_ADDR to that "
-            "host, and MASTER_PORT to a free port, on all ranks"
+            f"nothing says where rank 0 of {world.world_size} waits for the others: set MASTER_ADDR "
+            "to its host, and MASTER_PORT to a free port there, on all ranks"
         )
     dist.init_process_group(
         "nostall",
@@ -39,7 +40,7 @@ def init(**named: Any) -> None:
 def fill_environment() -> None:
     """Sets what ``init_process_group("nostall")`` reads, unless RANK or WORLD_SIZE is set.
 
-    Nothing is set if no launcher is found, or if the host of rank 0 is unknown.
+    Nothing is set if no launcher is found, or if the address of rank 0 is unknown.
     """
     if os.environ.get("RANK") or os.environ.get("WORLD_SIZE"):
         return

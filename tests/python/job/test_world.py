@@ -114,6 +114,17 @@ def test_without_a_host_there_is_no_address() -> None:
     assert find_address(find_world(environment=OPEN_MPI), OPEN_MPI) is None
 
 
+def test_nodes_that_know_no_common_name_get_no_port_from_it() -> None:
+    """MPICH names no job: each node has the name of a process of its own."""
+    there = {**MPICH, "MASTER_ADDR": "head"}
+    assert find_address(find_world(environment=there), there) is None
+    with_port = {**there, "MASTER_PORT": "77"}
+    assert find_address(find_world(environment=with_port), with_port) == ("head", 77)
+    assert find_address(find_world(environment=there, job="ours"), there) is not None
+    on_one = {**MPICH, "MPI_LOCALNRANKS": "4"}
+    assert find_address(find_world(environment=on_one), on_one) is not None
+
+
 def test_what_is_missing_or_wrong_is_named() -> None:
     with pytest.raises(UsageError, match="WORLD_SIZE=many"):
         find_world(environment={**TORCHRUN, "WORLD_SIZE": "many"})
