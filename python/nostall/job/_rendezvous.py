@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import ipaddress
 import json
 import logging
 import os
@@ -248,7 +249,7 @@ def _collect(
 ) -> list[bytes]:
     parts = {0: mine}
     try:
-        door = greeting.Door.at(*address, key, purpose)
+        door = greeting.Door.at(_interface_of(address[0]), address[1], key, purpose)
     except OSError as error:
         raise PeerError(f"rank 0 cannot listen at {address[0]}:{address[1]}: {error}") from error
     with door, contextlib.ExitStack() as joined:
@@ -280,6 +281,15 @@ def _collect(
                     f"rank {rank} disconnected while the ranks of the job met: {error}"
                 ) from error
     return ordered
+
+
+def _interface_of(host: str) -> str:
+    """What to listen on: all interfaces where a host's name is its loopback's, as on Debian."""
+    if host == "localhost":
+        return host
+    with contextlib.suppress(ValueError):
+        return str(ipaddress.ip_address(host))
+    return "" if socket.gethostbyname(host).startswith("127.") else host
 
 
 def _send(connection: socket.socket, data: bytes, deadline: float) -> None:

@@ -26,7 +26,7 @@ from nostall.errors import IoError, PeerError, UsageError
 from nostall.job import _cluster as cluster
 from nostall.job import _rendezvous as rendezvous
 from nostall.job._rendezvous import find_rendezvous
-from nostall.job._world import World
+from nostall.job._world import AllGather, World
 
 WORLD = 3
 
@@ -47,6 +47,31 @@ EXPECTED = [[f"I am {r}".encode() for r in range(WORLD)]] * WORLD
 def test_by_socket() -> None:
     address = f"tcp://127.0.0.1:{free_port()}"
     assert gather_all({"NOSTALL_RENDEZVOUS": address, "NOSTALL_SECRET": "s" * 16}) == EXPECTED
+
+
+@pytest.mark.parametrize(("host", "elsewhere"), [("head", True), ("localhost", False)])
+def test_by_socket_where_the_hosts_own_name_is_its_loopback(
+    host: str, elsewhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other hosts find it at another address, which is one of the loopback here."""
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
+    port = free_port()
+
+    def gathering(rank: int, at: str) -> AllGather:
+        env = {"NOSTALL_RENDEZVOUS": f"tcp://{at}:{port}", "NOSTALL_SECRET": "s" * 16}
+        gather = find_rendezvous(rank, 2, "test", environment=env, timeout=60 if elsewhere else 1)
+        assert gather is not None
+        return gather
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(gathering(0, host), b"0")
+        if elsewhere:
+            assert gathering(1, "127.0.0.2")(b"1") == waiting.result() == [b"0", b"1"]
+            return
+        with pytest.raises(PeerError, match="cannot reach rank 0"):
+            gathering(1, "127.0.0.2")(b"1")
+        with pytest.raises(PeerError, match="in vain"):
+            waiting.result()
 
 
 def test_by_socket_ignores_strangers() -> None:
