@@ -326,7 +326,7 @@ def reduce_gradients(gradients: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
     shapes change in every step.
 
     Raises:
-        UsageError: a type that is not floating point.
+        UsageError: a type that is not floating point, or in another byte order.
         PeerError: ranks differ in names, shapes or types, or one is gone.
     """
     arrays = {name: np.asarray(value) for name, value in gradients.items()}
@@ -343,4 +343,9 @@ def reduce_gradients(gradients: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
 def _type_name(name: str, dtype: np.dtype[Any]) -> str:
     if dtype.name not in ("float16", "bfloat16", "float32", "float64"):
         raise UsageError(f"gradient {name} has type {dtype}: it must be floating point")
+    if not dtype.isnative:
+        raise UsageError(
+            f"gradient {name} has type {dtype.str}, whose byte order is not this machine's: convert it "
+            f"by astype({dtype.name!r})"
+        )
     return dtype.name

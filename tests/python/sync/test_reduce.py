@@ -251,6 +251,8 @@ def test_bad_options_are_refused() -> None:
         SyncOptions(nonblocking=True)
     with pytest.raises(UsageError, match="int32"):
         reduce_gradients({"a": np.zeros(3, np.int32)})
+    with pytest.raises(UsageError, match=r"gradient a has type >f4.*astype\('float32'\)"):
+        reduce_gradients({"a": np.zeros(3, ">f4")})
     with pytest.raises(UsageError, match=r"torch\.distributed"):
         find_ranks(world=World(0, 4, 0, 2, "job"))
     with pytest.raises(UsageError, match="process_set"):
