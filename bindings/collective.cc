@@ -96,6 +96,12 @@ constexpr uint32_t kMostParts = 1024;
 const void* address(uintptr_t value) { return reinterpret_cast<const void*>(value); }
 void* writable(uintptr_t value) { return reinterpret_cast<void*>(value); }
 
+// "": none that is compared.
+std::optional<DataType> type_of(const std::string& name) {
+  if (name.empty()) return std::nullopt;
+  return named(find_data_type(name), "element type", name);
+}
+
 CallOptions options_of(const std::string& algorithm, bool fixed) {
   return {named(find_algorithm(algorithm), "algorithm", algorithm),
           fixed ? Order::fixed : Order::any};
@@ -210,13 +216,15 @@ void bind_moves(nb::class_<Communicator>& communicator) {
       .def(
           "broadcast",
           [recorded = kind("broadcast")](Communicator& self, uintptr_t data, uint64_t bytes,
-                                         uint32_t root, const std::string& algorithm) {
+                                         uint32_t root, const std::string& type,
+                                         const std::string& algorithm) {
             trace::Span span(recorded);
             span.values[0] = static_cast<int64_t>(bytes);
-            self.broadcast(writable(data), bytes, root, options_of(algorithm, false));
+            self.broadcast(writable(data), bytes, root, options_of(algorithm, false),
+                           type_of(type));
           },
-          nb::arg("data"), nb::arg("bytes"), nb::arg("root"), nb::arg("algorithm") = "cooperative",
-          no_gil)
+          nb::arg("data"), nb::arg("bytes"), nb::arg("root"), nb::arg("type"),
+          nb::arg("algorithm") = "cooperative", no_gil)
       .def(
           "reduce_scatter",
           [recorded = kind("reduce_scatter")](Communicator& self, uintptr_t in, uintptr_t out,
@@ -241,14 +249,16 @@ void bind_moves(nb::class_<Communicator>& communicator) {
           "counts[r] elements for rank r; one count is that of every rank.")
       .def(
           "allgather",
-          [](Communicator& self, uintptr_t in, uintptr_t out, uint64_t bytes) {
-            self.allgather(address(in), writable(out), bytes);
+          [](Communicator& self, uintptr_t in, uintptr_t out, uint64_t bytes,
+             const std::string& type) {
+            self.allgather(address(in), writable(out), bytes, type_of(type));
           },
-          nb::arg("source"), nb::arg("target"), nb::arg("bytes"), no_gil, "`bytes` of each rank.")
+          nb::arg("source"), nb::arg("target"), nb::arg("bytes"), nb::arg("type"), no_gil,
+          "`bytes` of each rank.")
       .def(
           "allgatherv",
           [](Communicator& self, uintptr_t in, const std::vector<uintptr_t>& targets,
-             const std::vector<uint64_t>& bytes) {
+             const std::vector<uint64_t>& bytes, const std::string& type) {
             if (targets.size() != bytes.size()) {
               throw Error(ErrorKind::usage, "allgatherv needs as many targets as sizes");
             }
@@ -256,9 +266,9 @@ void bind_moves(nb::class_<Communicator>& communicator) {
             for (size_t r = 0; r < bytes.size(); ++r) {
               parts.push_back({writable(targets[r]), bytes[r]});
             }
-            self.allgatherv(address(in), parts);
+            self.allgatherv(address(in), parts, type_of(type));
           },
-          nb::arg("source"), nb::arg("targets"), nb::arg("bytes"), no_gil,
+          nb::arg("source"), nb::arg("targets"), nb::arg("bytes"), nb::arg("type"), no_gil,
           "bytes[r] of each rank r, to targets[r].");
 }
 

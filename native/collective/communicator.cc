@@ -102,12 +102,9 @@ struct Communicator::Impl {
   // finish it: the communicator ends at once, not by their timeout.
   class NOSTALL_THREAD_ATTRIBUTE(scoped_lockable) Turn {
    public:
-    Turn(Impl& impl, Call call, uint32_t root, uint16_t code, uint64_t count, uint64_t bytes)
-        NOSTALL_ACQUIRE(impl.mutex)
-        : Turn(impl, call, signature_of(call, root, code, count), bytes) {}
-    Turn(Impl& impl, Call call, uint64_t signature, uint64_t bytes) NOSTALL_ACQUIRE(impl.mutex)
+    Turn(Impl& impl, const Signature& what, uint64_t bytes) NOSTALL_ACQUIRE(impl.mutex)
         : lock_(impl.checked_mutex()), steps_(impl.steps), exceptions_(std::uncaught_exceptions()) {
-      impl.enter(call, signature, bytes);
+      impl.enter(what, bytes);
       begun_ = steps_.stats().steps;
     }
     ~Turn() NOSTALL_RELEASE() {
@@ -135,10 +132,10 @@ struct Communicator::Impl {
     }
     return mutex;
   }
-  void enter(Call call, uint64_t signature, uint64_t bytes) NOSTALL_REQUIRES(mutex) {
+  void enter(const Signature& what, uint64_t bytes) NOSTALL_REQUIRES(mutex) {
     ++stats.calls;
     stats.bytes += bytes;
-    steps.enter(name_of(call), signature);
+    steps.enter(name_of(what.call), pack(what));
   }
   void check_root(Call call, uint32_t root) const {
     if (root < steps.ranks()) return;
@@ -196,7 +193,7 @@ uint32_t Communicator::rank() const noexcept { return impl_->steps.rank(); }
 uint32_t Communicator::ranks() const noexcept { return impl_->steps.ranks(); }
 
 void Communicator::barrier() {
-  const Impl::Turn turn(*impl_, Call::barrier, 0, 0, 0, 0);
+  const Impl::Turn turn(*impl_, {.call = Call::barrier}, 0);
   posted_barrier(impl_->steps);
 }
 
@@ -206,7 +203,13 @@ void Communicator::allreduce(const void* in, void* out, uint64_t count, const Re
   check_buffer("allreduce", in, bytes, reducer.alignment());
   check_buffer("allreduce", out, bytes, reducer.alignment());
   refuse_overlap("allreduce", in, bytes, out, bytes, out);
-  const Impl::Turn turn(*impl_, Call::allreduce, 0, reducer.code(), count, bytes);
+  const Impl::Turn turn(*impl_,
+                        {.call = Call::allreduce,
+                         .order = options.order,
+                         .algorithm = options.algorithm,
+                         .elements = reducer.elements(),
+                         .count = count},
+                        bytes);
   Steps& steps = impl_->steps;
   const Message message{static_cast<const std::byte*>(in), static_cast<std::byte*>(out), count,
                         &reducer};
@@ -286,7 +289,14 @@ void Communicator::reduce(const void* in, void* out, uint64_t count, const Reduc
     check_buffer("reduce", out, bytes, reducer.alignment());
     refuse_overlap("reduce", in, bytes, out, bytes, out);
   }
-  const Impl::Turn turn(*impl_, Call::reduce, root, reducer.code(), count, bytes);
+  const Impl::Turn turn(*impl_,
+                        {.call = Call::reduce,
+                         .root = root,
+                         .order = options.order,
+                         .algorithm = options.algorithm,
+                         .elements = reducer.elements(),
+                         .count = count},
+                        bytes);
   Steps& steps = impl_->steps;
   const Message message{static_cast<const std::byte*>(in), static_cast<std::byte*>(out), count,
                         &reducer};
@@ -319,11 +329,17 @@ void Communicator::reduce(const void* in, void* out, uint64_t count, const Reduc
   }
 }
 
-void Communicator::broadcast(void* data, uint64_t bytes, uint32_t root,
-                             const CallOptions& options) {
+void Communicator::broadcast(void* data, uint64_t bytes, uint32_t root, const CallOptions& options,
+                             std::optional<DataType> type) {
   impl_->check_root(Call::broadcast, root);
   check_buffer("broadcast", data, bytes, 1);
-  const Impl::Turn turn(*impl_, Call::broadcast, root, 0, bytes, bytes);
+  const Impl::Turn turn(*impl_,
+                        {.call = Call::broadcast,
+                         .root = root,
+                         .algorithm = options.algorithm,
+                         .elements = elements_of(type),
+                         .count = bytes},
+                        bytes);
   Steps& steps = impl_->steps;
   auto* all = static_cast<std::byte*>(data);
   const Message message{all, all, bytes, nullptr};
@@ -345,7 +361,12 @@ void Communicator::reduce_scatter(const void* in, void* out, uint64_t count, con
   std::vector<uint64_t> borders(ranks() + 1);
   for (uint32_t r = 0; r < ranks(); ++r) borders[r + 1] = borders[r] + count;
   Impl::check_scatter(in, out, borders, rank(), reducer);
-  const Impl::Turn turn(*impl_, Call::reduce_scatter, 0, reducer.code(), count, all);
+  const Impl::Turn turn(*impl_,
+                        {.call = Call::reduce_scatter,
+                         .order = order,
+                         .elements = reducer.elements(),
+                         .count = count},
+                        all);
   impl_->reduce_scatter(in, out, borders, reducer, order);
 }
 
@@ -364,7 +385,11 @@ void Communicator::reduce_scatterv(const void* in, void* out, std::span<const ui
     sizes.number(count);
   }
   Impl::check_scatter(in, out, borders, rank(), reducer);
-  const Impl::Turn turn(*impl_, Call::reduce_scatterv, 0, reducer.code(), sizes.value(),
+  const Impl::Turn turn(*impl_,
+                        {.call = Call::reduce_scatterv,
+                         .order = order,
+                         .elements = reducer.elements(),
+                         .count = sizes.value()},
                         borders.back() * reducer.element_bytes());
   impl_->reduce_scatter(in, out, borders, reducer, order);
 }
@@ -395,7 +420,8 @@ void Communicator::Impl::reduce_scatter(const void* in, void* out,
   chain(steps, message, {.by_rank = by_rank, .borders = borders});
 }
 
-void Communicator::allgather(const void* in, void* out, uint64_t bytes) {
+void Communicator::allgather(const void* in, void* out, uint64_t bytes,
+                             std::optional<DataType> type) {
   const uint64_t all = bytes_of(bytes, 1, ranks());
   check_buffer("allgather", in, bytes, 1);
   check_buffer("allgather", out, all, 1);
@@ -404,11 +430,13 @@ void Communicator::allgather(const void* in, void* out, uint64_t bytes) {
   std::vector<Gathered> parts(ranks());
   for (uint32_t r = 0; r < ranks(); ++r)
     parts[r] = {static_cast<std::byte*>(out) + r * bytes, bytes};
-  const Impl::Turn turn(*impl_, Call::allgather, 0, 0, bytes, bytes);
+  const Impl::Turn turn(
+      *impl_, {.call = Call::allgather, .elements = elements_of(type), .count = bytes}, bytes);
   impl_->gather(in, parts);
 }
 
-void Communicator::allgatherv(const void* in, std::span<const Gathered> parts) {
+void Communicator::allgatherv(const void* in, std::span<const Gathered> parts,
+                              std::optional<DataType> type) {
   if (parts.size() != ranks()) {
     throw Error(ErrorKind::usage, "an allgatherv of " + std::to_string(ranks()) + " ranks has " +
                                       std::to_string(parts.size()) + " parts; give one for each");
@@ -423,7 +451,9 @@ void Communicator::allgatherv(const void* in, std::span<const Gathered> parts) {
     }
     sizes.number(part.bytes);
   }
-  const Impl::Turn turn(*impl_, Call::allgatherv, signature_of_sizes(sizes.value()), mine);
+  const Impl::Turn turn(
+      *impl_, {.call = Call::allgatherv, .elements = elements_of(type), .count = sizes.value()},
+      mine);
   impl_->gather(in, parts);
 }
 

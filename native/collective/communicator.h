@@ -4,8 +4,8 @@
 //   const Reducer sum(Op::sum, DataType::float32);
 //   c.allreduce(in, out, 1 << 20, sum);
 //
-// All ranks call the same operations in the same order with the same counts; a rank that calls
-// something else makes all of them throw, with both calls named. `in` may be `out` (in place);
+// All ranks call the same operations in the same order with the same counts, types, orders and
+// algorithms; a rank that calls something else makes all of them throw, with both calls named. `in` may be `out` (in place);
 // buffers that overlap otherwise are refused. Counts are elements, 0 is allowed, and they may
 // exceed 2^31.
 //
@@ -60,8 +60,6 @@ struct CommunicatorConfig {
 // Up to here every rank reads the data of all others, and the order of sums is that of ranks.
 inline constexpr uint64_t kPostedBytes = 4 << 10;
 
-enum class Order : uint8_t { any, fixed };
-
 struct CallOptions {
   // cooperative: what the table says for allreduces whose order is free, if there is one.
   Algorithm algorithm = Algorithm::cooperative;
@@ -100,8 +98,10 @@ class Communicator {
   // they have given their part. cooperative, arrival_leader, arrival_chain, leader, binomial.
   void reduce(const void* in, void* out, uint64_t count, const Reducer& reducer, uint32_t root,
               const CallOptions& options = {});
-  // cooperative, binomial.
-  void broadcast(void* data, uint64_t bytes, uint32_t root, const CallOptions& options = {});
+  // cooperative, binomial. `type` of the elements is compared, as all else; ranks that describe the
+  // same bytes by different types give none.
+  void broadcast(void* data, uint64_t bytes, uint32_t root, const CallOptions& options = {},
+                 std::optional<DataType> type = {});
   // `in` holds `count` elements for each rank, `out` gets the combined ones for this rank. It may
   // be `in`, or this rank's block there. One algorithm.
   void reduce_scatter(const void* in, void* out, uint64_t count, const Reducer& reducer,
@@ -110,10 +110,11 @@ class Communicator {
   void reduce_scatterv(const void* in, void* out, std::span<const uint64_t> counts,
                        const Reducer& reducer, Order order = Order::any);
   // `out` holds `bytes` for each rank; `in` may be this rank's part of it.
-  void allgather(const void* in, void* out, uint64_t bytes);
+  void allgather(const void* in, void* out, uint64_t bytes, std::optional<DataType> type = {});
   // parts[r] is where the data of rank r go; their sizes are the same on all ranks, the places need
   // not be. `in`, of this rank's size, may be its own part.
-  void allgatherv(const void* in, std::span<const Gathered> parts);
+  void allgatherv(const void* in, std::span<const Gathered> parts,
+                  std::optional<DataType> type = {});
 
   // Memory that all ranks reach, page-aligned, until release() or the communicator's end.
   // nullptr if the arena has no room; throws Error(io) if the node has no memory.

@@ -9,6 +9,7 @@
 
 #include "base/error.h"
 #include "collective/kernels.h"
+#include "collective/signature.h"
 
 #if defined(__SSE2__)
 #include <emmintrin.h>
@@ -19,7 +20,6 @@ namespace {
 
 // What is computed and then copied at once, so that the copy finds it in the first-level cache.
 constexpr uint64_t kBlockBytes = 8 << 10;
-constexpr uint16_t kUserCode = 0xffff;
 
 }  // namespace
 
@@ -58,7 +58,7 @@ Reducer::Reducer(Op op, DataType type)
       element_bytes_(size_of(type)),
       alignment_(alignment_of(type)),
       commutative_(true),
-      code_(static_cast<uint16_t>(static_cast<uint16_t>(type) << 8 | static_cast<uint16_t>(op))) {
+      elements_(elements_of(type, op)) {
   if (kernels_.to_one == nullptr) {
     throw Error(ErrorKind::usage, "the operation " + std::string(name_of(op)) +
                                       " is not defined for " + std::string(name_of(type)));
@@ -71,7 +71,7 @@ Reducer::Reducer(UserFunction function, void* context, size_t element_bytes, boo
       element_bytes_(element_bytes),
       alignment_(1),
       commutative_(commutative),
-      code_(kUserCode) {
+      elements_(elements_of(element_bytes)) {
   if (function == nullptr || element_bytes == 0) {
     throw Error(ErrorKind::usage, "a user's operation needs a function and elements of 1 byte up");
   }

@@ -30,8 +30,8 @@ class Reducer {
   size_t element_bytes() const noexcept { return element_bytes_; }
   size_t alignment() const noexcept { return alignment_; }
   bool commutative() const noexcept { return commutative_; }
-  // Type and operation in 16 bits, for comparing what ranks ask for.
-  uint16_t code() const noexcept { return code_; }
+  // Type and operation, as ranks compare them (signature.h).
+  uint16_t elements() const noexcept { return elements_; }
 
   void combine(void* dst, const void* left, const void* right, uint64_t count) const;
   // dst and copy = left op right; dst may be left; `stream` writes copy past the caches.
@@ -50,7 +50,7 @@ class Reducer {
   size_t element_bytes_;
   size_t alignment_;
   bool commutative_;
-  uint16_t code_;
+  uint16_t elements_;
 };
 
 // memcpy, or past the caches for data that is not read soon.

@@ -27,31 +27,40 @@ const char* name_of(Call call) noexcept {
   return "reduce_scatterv";
 }
 
-std::string describe_signature(uint64_t signature) {
-  const auto call = static_cast<Call>(signature >> 60);
+std::string describe_signature(uint64_t packed) {
+  const auto call = static_cast<Call>(packed >> 60);
   std::string text = name_of(call);
   if (call == Call::barrier) return text;
-  if (call == Call::allgatherv) {
-    return text + " in parts whose sizes have the hash " +
-           std::to_string(signature & ~uint64_t{0} >> 4);
+  const bool uneven = call == Call::allgatherv;
+  const uint64_t count = packed & (uneven ? (uint64_t{1} << 46) - 1 : 0xffffffffu);
+  const uint64_t elements = (packed >> (uneven ? 46 : 32)) & 0x3fffu;
+  const uint64_t type = (elements >> 5) - 1, op = elements & 0x1fu;
+  const bool known = type < kDataTypes && op < kOps;
+  const std::string named = known ? std::string(name_of(static_cast<DataType>(type))) : "";
+  if (uneven) {
+    return text + (known ? " of " + named : "") + " in parts whose sizes have the hash " +
+           std::to_string(count);
   }
-  const uint64_t count = signature & ((uint64_t{1} << kCountBits) - 1);
-  const uint64_t type = (signature >> 42) & 0xffu, op = (signature >> 34) & 0xffu;
-  const bool reduces = call != Call::broadcast && call != Call::allgather;
-  const bool known = reduces && type < kDataTypes && op < kOps;
   text += " of ";
   if (call != Call::reduce_scatterv) text += std::to_string(count) + " ";
-  text += known ? std::string(name_of(static_cast<DataType>(type))) + " elements, " +
-                      std::string(name_of(static_cast<Op>(op)))
-          : reduces ? std::string("elements, an operation of the user")
-                    : std::string("bytes");
+  if (call == Call::broadcast || call == Call::allgather) {
+    text += known ? "bytes of " + named : "bytes";
+  } else if (known) {
+    text += named + " elements, " + std::string(name_of(static_cast<Op>(op)));
+  } else {
+    text +=
+        "elements of " + std::to_string(elements & 0x1fffu) + " bytes, an operation of the user";
+  }
   if (call == Call::reduce_scatterv) {
     text += ", in blocks whose sizes have the hash " + std::to_string(count);
   }
   if (call == Call::reduce || call == Call::broadcast) {
     text += (call == Call::reduce ? ", to rank " : ", from rank ") +
-            std::to_string((signature >> 50) & 0x3ffu);
+            std::to_string((packed >> 50) & 0x3ffu);
   }
+  if (((packed >> 49) & 1u) != 0) text += ", in fixed order";
+  const auto algorithm = static_cast<Algorithm>((packed >> 46) & 7u);
+  if (algorithm != Algorithm::cooperative) text += ", by " + std::string(name_of(algorithm));
   return text;
 }
 

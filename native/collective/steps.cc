@@ -179,6 +179,7 @@ void Steps::look_around() {
   const int64_t now = now_ns();
   if (now - looked_ < kLookNs / 2) return;
   looked_ = now;
+  check_arrived(step_);
   for (uint32_t r = 0; r < ranks_; ++r) {
     if (r == rank_) continue;
     const bool dead = shared_.is_dead(r);

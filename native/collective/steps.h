@@ -217,7 +217,8 @@ class Steps {
         longer ? std::min(2 * spin_ns_, spin_limit_ns_) : std::max(spin_ns_ / 2, kShortestSpin);
   }
   void adapt_to_wait() noexcept;
-  // Throws if the deadline has passed, the communicator is broken or a rank is gone.
+  // Throws if the deadline has passed, the communicator is broken, a rank is gone or calls something
+  // else.
   void look_around();
   int64_t deadline(int64_t now) const noexcept;
   [[noreturn]] void throw_broken() const;

@@ -56,6 +56,8 @@ enum class Algorithm : uint8_t {
 };
 inline constexpr int kAlgorithms = 8;
 
+enum class Order : uint8_t { any, fixed };
+
 size_t size_of(DataType type) noexcept;
 size_t alignment_of(DataType type) noexcept;
 std::string_view name_of(DataType type) noexcept;  // "float32"

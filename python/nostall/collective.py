@@ -212,7 +212,11 @@ class Communicator:
     ) -> Array:
         """Overwrites `array` with that of `root`, which may leave before the others arrive."""
         self._live().broadcast(
-            _address(array, writable=True), array.nbytes, self._root(root), algorithm
+            _address(array, writable=True),
+            array.nbytes,
+            self._root(root),
+            _TYPES.get(array.dtype, ""),
+            algorithm,
         )
         return array
 
@@ -263,7 +267,12 @@ class Communicator:
                 f"out has {target.size} elements of {target.dtype}; it needs "
                 f"{array.size * self.size} of {array.dtype}"
             )
-        self._live().allgather(_address(array), _address(target, writable=True), array.nbytes)
+        self._live().allgather(
+            _address(array),
+            _address(target, writable=True),
+            array.nbytes,
+            _TYPES.get(array.dtype, ""),
+        )
         return target
 
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike = np.float64) -> Array:

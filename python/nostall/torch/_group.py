@@ -506,7 +506,9 @@ class Group(ProcessGroup):  # type: ignore[misc]
 
         def work() -> list[torch.Tensor]:
             flat = _contiguous(tensors[0])
-            self._node._live().broadcast(flat.data_ptr(), flat.nbytes, opts.rootRank)
+            self._node._live().broadcast(
+                flat.data_ptr(), flat.nbytes, opts.rootRank, _TYPES.get(flat.dtype, "")
+            )
             _copy_back(tensors[0], flat)
             return list(tensors)
 
@@ -537,7 +539,10 @@ class Group(ProcessGroup):  # type: ignore[misc]
             if any(t.untyped_storage().data_ptr() == own for t in targets):
                 source = source.clone()
             self._node._live().allgatherv(
-                source.data_ptr(), [t.data_ptr() for t in targets], [t.nbytes for t in targets]
+                source.data_ptr(),
+                [t.data_ptr() for t in targets],
+                [t.nbytes for t in targets],
+                _TYPES.get(mine.dtype, ""),
             )
             for output, target in zip(flat_outputs, targets, strict=True):
                 _copy_back(output, target)
@@ -841,7 +846,9 @@ class Group(ProcessGroup):  # type: ignore[misc]
                 f"the output of all_gather has {output.numel()} elements of {output.dtype}; "
                 f"{self._size} ranks give {source.numel()} of {source.dtype} each"
             )
-        self._node._live().allgather(source.data_ptr(), output.data_ptr(), source.nbytes)
+        self._node._live().allgather(
+            source.data_ptr(), output.data_ptr(), source.nbytes, _TYPES.get(source.dtype, "")
+        )
 
     def _delegate(
         self,

@@ -647,6 +647,88 @@ TEST(Communicator, NamesTheCallsThatDoNotMatch) {
   }
 }
 
+TEST(Communicator, NamesOrdersAndAlgorithmsThatDoNotMatch) {
+  using ::testing::AllOf;
+  using ::testing::HasSubstr;
+  for (const Algorithm one : kAll) {
+    for (const Algorithm other : kAll) {
+      for (const uint64_t count : {1u, 50'000u}) {
+        if (one == other) continue;
+        run_threads(2, [&](Communicator& c) {
+          std::vector<int32_t> data(count);
+          const Algorithm mine = c.rank() == 0 ? one : other;
+          const auto named = [](Algorithm algorithm) {
+            return algorithm == Algorithm::cooperative
+                       ? "elements, sum"
+                       : "elements, sum, by " + std::string(name_of(algorithm));
+          };
+          EXPECT_THAT(error_of([&] {
+                        c.allreduce(data.data(), data.data(), count, sum_of_ints(),
+                                    {.algorithm = mine});
+                      }),
+                      AllOf(HasSubstr(named(one)), HasSubstr(named(other))));
+        });
+      }
+    }
+  }
+  for (const uint64_t count : {1u, 50'000u}) {
+    run_threads(2, [&](Communicator& c) {
+      std::vector<int32_t> data(2 * count);
+      const Order mine = c.rank() == 0 ? Order::any : Order::fixed;
+      EXPECT_THAT(error_of([&] {
+                    c.allreduce(data.data(), data.data(), count, sum_of_ints(), {.order = mine});
+                  }),
+                  HasSubstr("int32 elements, sum, in fixed order"));
+    });
+    run_threads(2, [&](Communicator& c) {
+      std::vector<int32_t> data(2 * count);
+      const Order mine = c.rank() == 0 ? Order::any : Order::fixed;
+      EXPECT_THAT(
+          error_of([&] { c.reduce_scatter(data.data(), data.data(), count, sum_of_ints(), mine); }),
+          HasSubstr("int32 elements, sum, in fixed order"));
+    });
+  }
+}
+
+TEST(Communicator, NamesTypesOfAsManyBytesThatDoNotMatch) {
+  using ::testing::AllOf;
+  using ::testing::HasSubstr;
+  for (const uint64_t bytes : {8u, 200'000u}) {
+    const auto of = [](Communicator& c) {
+      return c.rank() == 0 ? DataType::float32 : DataType::int64;
+    };
+    run_threads(2, [&](Communicator& c) {
+      std::vector<std::byte> data(bytes);
+      const std::string what = error_of([&] {
+        c.broadcast(data.data(), bytes, 0, {}, of(c));
+        c.barrier();
+      });
+      EXPECT_THAT(what, AllOf(HasSubstr("bytes of float32, from rank 0"),
+                              HasSubstr("bytes of int64, from rank 0")));
+    });
+    run_threads(2, [&](Communicator& c) {
+      std::vector<std::byte> mine(bytes), all(2 * bytes);
+      EXPECT_THAT(error_of([&] { c.allgather(mine.data(), all.data(), bytes, of(c)); }),
+                  AllOf(HasSubstr("bytes of float32"), HasSubstr("bytes of int64")));
+    });
+    run_threads(2, [&](Communicator& c) {
+      std::vector<std::byte> mine(bytes), all(2 * bytes);
+      const std::vector<Gathered> parts{{all.data(), bytes}, {all.data() + bytes, bytes}};
+      EXPECT_THAT(error_of([&] { c.allgatherv(mine.data(), parts, of(c)); }),
+                  AllOf(HasSubstr("allgatherv of float32 in parts"),
+                        HasSubstr("allgatherv of int64 in parts")));
+    });
+    run_threads(2, [&](Communicator& c) {
+      std::vector<std::byte> data(2 * bytes);
+      const auto nothing = [](const void*, void*, uint64_t, void*) {};
+      const Reducer op(nothing, nullptr, c.rank() == 0 ? 4 : 8, true);
+      EXPECT_THAT(error_of([&] { c.allreduce(data.data(), data.data(), bytes / 4, op); }),
+                  AllOf(HasSubstr("elements of 4 bytes, an operation of the user"),
+                        HasSubstr("elements of 8 bytes, an operation of the user")));
+    });
+  }
+}
+
 // Sizes of one sum, whose hashes have the same last 16 bits.
 TEST(Communicator, ComparesTheSizesOfAnAllgathervWhole) {
   constexpr uint64_t kSum = 400'000;

@@ -388,6 +388,35 @@ with join() as c:
         assert "11 float64 elements, sum" in text
 
 
+def test_types_and_algorithms_that_do_not_match_are_named(shm: Path) -> None:
+    out = check(
+        """
+mine = np.ones(4, "f4" if rank == 0 else "i4")
+either = Operation(lambda left, right: left)
+wide = np.ones(4, "f8" if rank == 0 else "f4")
+for number, call in enumerate((
+    lambda c: (c.broadcast(mine), c.barrier()),
+    lambda c: c.allgather(mine),
+    lambda c: c.allreduce(wide, either),
+    lambda c: c.allreduce(np.ones(4), algorithm="ring" if rank == 0 else "leader"),
+)):
+    with Communicator(f"{job} {number}", rank, size, directory=directory) as c:
+        try:
+            call(c)
+        except errors.UsageError as error:
+            print(error)
+""",
+        2,
+        shm,
+    )
+    for text in out:
+        moved, gathered, reduced, by = text.splitlines()
+        assert "bytes of float32" in moved and "bytes of int32" in moved
+        assert "bytes of float32" in gathered and "bytes of int32" in gathered
+        assert "elements of 8 bytes" in reduced and "elements of 4 bytes" in reduced
+        assert "sum, by ring" in by and "sum, by leader" in by
+
+
 def test_bad_arrays_are_refused_before_anything_is_sent(shm: Path) -> None:
     check(
         """

@@ -127,6 +127,10 @@ def test_calls_that_differ_are_named_on_all_ranks(debug: str) -> None:
     assert ended.stdout.count("named") == 2, ended.stderr
 
 
+def test_types_and_orders_that_differ_are_named_on_all_ranks() -> None:
+    check("mistyped", 2)
+
+
 def test_models_that_differ_are_named_on_all_ranks() -> None:
     check("models_that_differ", 3)
 

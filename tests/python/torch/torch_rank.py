@@ -535,6 +535,37 @@ def mismatched() -> None:
         os._exit(0)
 
 
+def mistyped() -> None:
+    """So are types of as many bytes, and orders, also of calls that move elements."""
+
+    def told(call: Callable[[Any], object], options: Any = None) -> str:
+        group = dist.new_group(pg_options=options)
+        try:
+            call(group)
+            dist.barrier(group)  # the root of a broadcast may have left it
+        except UsageError as error:
+            return str(error)
+        raise AssertionError("calls differ")
+
+    for count in (1, 50_000):
+        mine = torch.ones(2 * count) if rank == 0 else torch.ones(count, dtype=torch.int64)
+        every = mine.repeat(size)
+        moves: list[Callable[[Any], object]] = [
+            lambda group, mine=mine: dist.broadcast(mine, 0, group),
+            lambda group, mine=mine, every=every: dist.all_gather_into_tensor(every, mine, group),
+            lambda group, mine=mine, every=every: dist.all_gather(
+                list(every.chunk(size)), mine, group
+            ),
+        ]
+        for move in moves:
+            text = told(move)
+            assert "of float32" in text and "of int64" in text, text
+        options = nostall.torch.GroupOptions("fixed" if rank == 0 else "any")
+        text = told(lambda group, n=count: dist.all_reduce(torch.ones(n), group=group), options)
+        assert "rank 0 calls" in text and text.count(f"{count} float32") == 2, text
+        assert text.count("in fixed order") == 1, text
+
+
 def models_that_differ() -> None:
     """All ranks are told which parameter differs, and what who has."""
 
