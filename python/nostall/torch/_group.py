@@ -357,9 +357,10 @@ class Group(ProcessGroup):  # type: ignore[misc]
             # Torch gives one name, and hence one store, to groups whose ranks do not know each other.
             store = HashStore()
         else:
-            # So that a group does not read entries of an earlier group of the same name.
-            life = (store.add("nostall life", 1) - 1) // size
-            store = PrefixStore(f"nostall {life}", store)
+            # So that a group does not read entries of an earlier group of the same name, which may
+            # have had more or fewer ranks, as torchrun's do that lose a node.
+            life = (store.add(f"nostall lives of {size}", 1) - 1) // size
+            store = PrefixStore(f"nostall {size} {life}", store)
         self._store = store
         self._name = ""
         self._process = os.getpid()

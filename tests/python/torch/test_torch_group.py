@@ -144,6 +144,10 @@ def test_a_group_is_made_again_on_the_store_of_an_aborted_one() -> None:
     check("made_again", 2)
 
 
+def test_groups_of_other_sizes_are_made_on_one_store() -> None:
+    check("resized", 3)
+
+
 @pytest.mark.parametrize(("ranks", "nodes"), [(2, 1), (2, 2), (4, 2)])
 def test_abort_ends_the_group_on_all_ranks(ranks: int, nodes: int) -> None:
     ended = check("aborted", ranks, NODES=str(nodes))

@@ -678,6 +678,25 @@ def made_again() -> None:
     dist.barrier()
 
 
+def resized() -> None:
+    """A group of fewer ranks, and then one of all again, on the store of one of all."""
+    store = dist.distributed_c10d._get_default_store()
+    for ranks in (size - 1, size):
+        dist.destroy_process_group()
+        if rank < ranks:
+            dist.init_process_group(
+                "nostall", timeout=limit, store=store, rank=rank, world_size=ranks
+            )
+        else:
+            dist.init_process_group("nostall", store=dist.HashStore(), rank=0, world_size=1)
+            store.wait(["fewer were together"], limit)
+        sum_of = torch.ones(3)
+        dist.all_reduce(sum_of)
+        assert sum_of.tolist() == [ranks if rank < ranks else 1] * 3
+        if rank == 0 and ranks < size:
+            store.set("fewer were together", "")
+
+
 def poll(work: dist.Work) -> None:
     while not work.is_completed():
         time.sleep(0.01)
