@@ -125,8 +125,9 @@ def _by_store(store: Any, rank: int, world_size: int, name: str, timeout: float)
             ) from error
         parts = [bytes(store.get(key)) for key in keys]
         # The last reader removes all entries, so that strangers cannot read them later.
-        if store.add(f"nostall/{name}/read", 1) == world_size:
-            for key in (*keys, *(f"{key}/process" for key in keys)):
+        read = f"nostall/{name}/read"
+        if store.add(read, 1) == world_size:
+            for key in (*keys, *(f"{key}/process" for key in keys), read):
                 with contextlib.suppress(Exception):  # not every store can
                     store.delete_key(key)
         return parts

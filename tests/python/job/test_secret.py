@@ -109,11 +109,12 @@ def test_a_store_forgets_what_was_said() -> None:
     store = torch.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [_by_store(store, rank, 2, "job", 60) for rank in range(2)]
     assert isinstance(ranks[0], Rendezvous) and f"127.0.0.1:{store.port}" in ranks[0].exposed
-    store.set("nostall/job/1", b"one")
-    assert ranks[0](b"zero") == [b"zero", b"one"]
-    assert store.check(["nostall/job/0", "nostall/job/1"])
-    assert ranks[1](b"one") == [b"zero", b"one"]
-    assert not store.check(["nostall/job/0"]) and not store.check(["nostall/job/1"])
+    for _ in range(2):  # as ranks that torchrun starts again meet in the store of its agent
+        store.set("nostall/job/1", b"one")
+        assert ranks[0](b"zero") == [b"zero", b"one"]
+        assert store.check(["nostall/job/0", "nostall/job/1"])
+        assert ranks[1](b"one") == [b"zero", b"one"]
+        assert not store.check(["nostall/job/0"]) and not store.check(["nostall/job/1"])
 
 
 def test_other_stores_of_torch_are_not_taken_for_private(tmp_path: Path) -> None:
