@@ -63,7 +63,7 @@ class Nostall:
         address = buffer.__array_interface__["data"][0]
         if self._operation == "allgather":
             mine = buffer.nbytes // self._ranks
-            return (address + mine * self.rank, address, mine)
+            return (address + mine * self.rank, address, mine, "float32")
         if self._operation == "reduce_scatter":
             self._share = self.buffer(buffer.size // self._ranks)
             out = self._share.__array_interface__["data"][0]

@@ -100,13 +100,15 @@ def test_what_the_system_refuses_is_a_sentence(
     assert main(["doctor"]) == 3
 
 
-def test_a_directory_that_cannot_be_made_is_a_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("command", "status"), [("true", 0), ("false", 1)])
+def test_a_directory_that_cannot_be_made_ends_no_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, status: int
 ) -> None:
     (tmp_path / "file").touch()
     home = tmp_path / "file" / "run"
-    assert main(["profile", "--mpi", "-o", str(home), "--", "true"]) == 3
-    assert capsys.readouterr().err == f"nostall: {home}/mpi: Not a directory\n"
+    assert main(["profile", "--mpi", "-o", str(home), "--", command]) == status
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == f"nostall: {home}/mpi cannot be made: Not a directory"
 
 
 def test_the_table_of_exit_statuses_has_those_of_all_errors() -> None:
