@@ -8,10 +8,13 @@
 //   MutexLock lock(mutex_);
 //   while (queue_.empty()) filled_.wait(lock);
 //
-// Cost: that of std::mutex and pthread_cond_t. Nobody waits at a condition that is destroyed.
+// Cost: that of std::mutex and pthread_cond_t. Nobody waits at a condition that is destroyed, but in a
+// forked child, where the threads that did are not.
 #pragma once
 
 #include <pthread.h>
+#include <sys/types.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
@@ -97,7 +100,9 @@ class Condition {
     ::pthread_cond_init(&condition_, &attributes);
     ::pthread_condattr_destroy(&attributes);
   }
-  ~Condition() { ::pthread_cond_destroy(&condition_); }
+  ~Condition() {
+    if (owner_ == ::getpid()) ::pthread_cond_destroy(&condition_);  // waits for those that wait
+  }
   Condition(const Condition&) = delete;
   Condition& operator=(const Condition&) = delete;
 
@@ -125,6 +130,7 @@ class Condition {
 
  private:
   pthread_cond_t condition_;
+  const pid_t owner_ = ::getpid();
 };
 
 // A condition variable whose wait a stop token ends as well. The predicate is called with the mutex

@@ -11,6 +11,7 @@
 #include <string_view>
 
 #include "base/half.h"
+#include "base/utf8.h"
 
 namespace nostall::fields {
 namespace {
@@ -191,24 +192,8 @@ size_t valid_utf8(std::span<const std::byte> bytes) noexcept {
         continue;
       }
     }
-    const auto at = [&](size_t k) { return std::to_integer<uint32_t>(bytes[i + k]); };
-    const uint32_t first = at(0);
-    if (first < 0x80) {
-      ++i;
-      continue;
-    }
-    const size_t length = first >= 0xf0 ? 4 : first >= 0xe0 ? 3 : 2;
-    if (first < 0xc2 || first > 0xf4 || size - i < length) return i;
-    uint32_t code = first & (0x7fu >> length);
-    for (size_t k = 1; k < length; ++k) {
-      if ((at(k) & 0xc0u) != 0x80) return i;
-      code = code << 6 | (at(k) & 0x3fu);
-    }
-    // Longer than it must be, half of a pair of UTF-16, or behind the last character.
-    if ((length == 3 && (code < 0x800 || (code >= 0xd800 && code < 0xe000))) ||
-        (length == 4 && (code < 0x10000 || code > 0x10ffff))) {
-      return i;
-    }
+    const size_t length = utf8_character(text_of(bytes.subspan(i)));
+    if (length == 0) return i;
     i += length;
   }
   return size;

@@ -68,6 +68,8 @@ std::shared_ptr<Buffer> BufferPool::take(size_t bytes) {
 }
 
 void BufferPool::put_back(std::unique_ptr<Buffer> buffer) noexcept {
+  // A forked child may drop a batch of its parent's, whose threads may have held the lock.
+  if (owner_ != ::getpid()) return;
   const MutexLock lock(mutex_);
   const size_t capacity = buffer->capacity();
   if (free_bytes_ + capacity <= keep_bytes_) {

@@ -6,6 +6,9 @@
 // keeps. Thread-safety: all functions may be called from any thread.
 #pragma once
 
+#include <sys/types.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -53,6 +56,7 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
  private:
   void put_back(std::unique_ptr<Buffer> buffer) noexcept;
 
+  const pid_t owner_ = ::getpid();
   const uint64_t keep_bytes_;
   const TakeMemory take_;
   mutable Mutex mutex_;

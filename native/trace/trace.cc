@@ -3,7 +3,7 @@
 // A ring has one writer, its thread, and one reader, the background thread; two counters that only
 // grow say how many events were written and read. A thread registers its ring at its first event.
 // Rings of threads that have ended are kept until they are empty. A forked child has the rings but
-// not the background thread, and stops recording.
+// not the background thread: it begins with a registry of its own and records nothing.
 #include "trace/trace.h"
 
 #include <pthread.h>
@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <new>
 #include <stop_token>
 #include <thread>
 #include <vector>
@@ -76,19 +77,12 @@ class Recorder {
 };
 
 struct Registry {
-  Mutex mutex;
+  Mutex mutex;  // forks hold it
   std::vector<std::shared_ptr<Ring>> rings NOSTALL_GUARDED_BY(mutex);
   std::vector<KindName> kinds NOSTALL_GUARDED_BY(mutex);
   Mutex lifecycle;  // of start and stop
   std::unique_ptr<Recorder> recorder NOSTALL_GUARDED_BY(lifecycle);
-  bool fork_handled NOSTALL_GUARDED_BY(lifecycle) = false;
 };
-
-// Never destroyed: threads may outlive the statics.
-Registry& registry() {
-  static Registry& one = *std::make_unique<Registry>().release();
-  return one;
-}
 
 struct Handle {
   std::shared_ptr<Ring> ring;
@@ -96,9 +90,39 @@ struct Handle {
     if (ring) ring->ended.store(true, std::memory_order_release);
   }
 };
+thread_local Handle handle;
+
+void before_fork() noexcept;
+void after_fork() noexcept;
+void in_child() noexcept;
+
+// Never destroyed: threads may outlive the statics.
+Registry*& current() {
+  static Registry* one = [] {
+    pthread_atfork(before_fork, after_fork, in_child);
+    return std::make_unique<Registry>().release();
+  }();
+  return one;
+}
+Registry& registry() { return *current(); }
+
+void before_fork() noexcept NOSTALL_UNCHECKED { registry().mutex.lock(); }
+void after_fork() noexcept NOSTALL_UNCHECKED { registry().mutex.unlock(); }
+
+// The file, its thread and the rings are the parent's, and threads that are not in the child may have
+// begun or ended a recording just then. The child leaves all of that alone but the kinds, whose
+// numbers its code has.
+void in_child() noexcept NOSTALL_UNCHECKED {
+  detail::recording.store(false, std::memory_order_relaxed);
+  Registry* const of_parent = current();
+  Registry* const own = new (std::nothrow) Registry;
+  if (!own) return of_parent->mutex.unlock();
+  own->kinds = std::move(of_parent->kinds);
+  current() = own;
+  handle.ring.reset();
+}
 
 Ring* ring_of_this_thread() noexcept {
-  thread_local Handle handle;
   if (!handle.ring) {
     try {
       auto made = std::make_shared<Ring>();
@@ -247,15 +271,6 @@ void start(const Config& config) {
   Registry& all = registry();
   const MutexLock life(all.lifecycle);
   if (all.recorder) throw Error(ErrorKind::usage, "this process records a trace already");
-  if (!all.fork_handled) {
-    // The child has the file and no thread that writes it: it leaves both alone.
-    // No other thread of the parent is in the child: nothing is locked there.
-    pthread_atfork(nullptr, nullptr, []() NOSTALL_UNCHECKED {
-      detail::recording.store(false, std::memory_order_relaxed);
-      static_cast<void>(registry().recorder.release());
-    });
-    all.fork_handled = true;
-  }
   {
     const MutexLock lock(all.mutex);
     for (const auto& ring : all.rings) {  // what an earlier recording left

@@ -12,7 +12,7 @@
 // Memory: kRingEvents * 80 bytes per thread.
 //
 // Thread-safety: all functions from any thread; start and stop one at a time. A forked child does
-// not record: the file is its parent's.
+// not record, for the file is its parent's; it may start a recording of its own.
 #pragma once
 
 #include <array>

@@ -4,10 +4,14 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
+#include <cerrno>
 #include <charconv>
+#include <utility>
 
 #include "base/error.h"
+#include "base/utf8.h"
 
 namespace nostall::trace {
 namespace {
@@ -44,17 +48,21 @@ std::string host_name() {
 
 std::string quoted(std::string_view text) {
   std::string out = "\"";
-  for (const char b : text) {
-    if (b == '"' || b == '\\') out += '\\';
-    const auto code = static_cast<unsigned char>(b);
-    if (code < 0x20) {
+  while (!text.empty()) {
+    const size_t size = utf8_character(text);
+    const auto code = static_cast<unsigned char>(text[0]);
+    if (size == 0) {
+      out += "\\ufffd";
+    } else if (code < 0x20) {
       constexpr std::string_view kHex = "0123456789abcdef";
       out += "\\u00";
       out += kHex[code >> 4];
       out += kHex[code & 15];
     } else {
-      out += b;
+      if (code == '"' || code == '\\') out += '\\';
+      out += text.substr(0, size);
     }
+    text.remove_prefix(std::max<size_t>(size, 1));
   }
   return out + '"';
 }
@@ -159,6 +167,9 @@ uint64_t Writer::finish(uint64_t events, uint64_t dropped) {
   text_ += ", \"args\": {\"events\": " + std::to_string(events) +
            ", \"dropped\": " + std::to_string(dropped) + "}}\n]}\n";
   compress(Z_FINISH);
+  // Some file systems tell only here that there was no room.
+  if (::close(std::exchange(file_, -1)) != 0)
+    throw io_error("cannot write the trace", path_, errno);
   return bytes_;
 }
 

@@ -24,7 +24,8 @@
 
 namespace nostall::trace {
 
-// The text as a string of JSON, with its quotes.
+// The text as a string of JSON, with its quotes; U+FFFD for each byte that is not UTF-8, as of a name
+// that the system has cut.
 std::string quoted(std::string_view text);
 
 // A kind's texts as they stand in the file.

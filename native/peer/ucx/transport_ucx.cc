@@ -20,6 +20,7 @@ namespace {
 
 constexpr unsigned kActiveMessage = 0x4e;
 constexpr std::chrono::seconds kCloseLimit{3};
+constexpr int kProgressAtOnce = 1024;  // calls, of one event or a few each
 // UCX 1.13 ends the whole process if a peer ends while a connection to it is being made.
 constexpr unsigned kOldestMajor = 1, kOldestMinor = 18;
 
@@ -140,7 +141,8 @@ class UcxTransport final : public Transport {
   bool progress(Receiver& receiver) override {
     receiver_ = &receiver;
     bool any = false;
-    while (ucp_worker_progress(worker_) != 0) any = true;
+    // Where messages come faster than they are handled, the rest of the thread's work has its turn too.
+    for (int i = 0; i < kProgressAtOnce && ucp_worker_progress(worker_) != 0; ++i) any = true;
     while (!offered_.empty()) {
       any = true;
       const Offer offer = offered_.front();

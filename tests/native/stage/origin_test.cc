@@ -2,6 +2,8 @@
 #include "stage/origin.h"
 
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <cstring>
 #include <thread>
@@ -136,6 +138,26 @@ TEST(BufferPool, GivesWhatWasUsedLast) {
   first.reset();
   second.reset();
   EXPECT_EQ(pool->take(1000)->data(), last);
+}
+
+// As of a batch that a worker inherits: another thread may be at the pool just then.
+TEST(BufferPool, AForkedChildDropsWhatItHas) {
+  const auto pool = std::make_shared<BufferPool>(2000);
+  std::jthread user([&](const std::stop_token& stop) {
+    while (!stop.stop_requested()) pool->take(10);
+  });
+  for (int i = 0; i < 50; ++i) {
+    auto buffer = pool->take(1000);
+    const pid_t child = ::fork();
+    if (child == 0) {
+      ::alarm(30);
+      buffer.reset();
+      ::_exit(0);
+    }
+    int status = -1;
+    ASSERT_EQ(::waitpid(child, &status, 0), child);
+    ASSERT_EQ(status, 0) << i;
+  }
 }
 
 TEST(BufferPool, DoesNotPinALargeBufferForAFewBytes) {

@@ -1,7 +1,10 @@
 // Recorded events: names, times, full rings, forked children, full disks.
 #include "trace/trace.h"
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <pthread.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 #include <zlib.h>
@@ -28,9 +31,10 @@ class Trace : public testing::Test {
     stop();
     std::filesystem::remove(path_);
   }
-  std::string content() const {
+  std::string content() const { return content(path_); }
+  static std::string content(const std::filesystem::path& path) {
     std::string out;
-    const gzFile file = gzopen(path_.c_str(), "rb");
+    const gzFile file = gzopen(path.c_str(), "rb");
     std::array<char, 4096> piece{};
     for (int n = 0; (n = gzread(file, piece.data(), piece.size())) > 0;) {
       out.append(piece.data(), static_cast<size_t>(n));
@@ -120,6 +124,47 @@ TEST_F(Trace, AForkedChildRecordsNothingAndLeavesTheFileAlone) {
   EXPECT_EQ(status, 0);
   record(kind, 5, 6);
   EXPECT_EQ(stop().events, 2u);
+}
+
+// The other thread opens a FIFO that nobody reads: it stays in start() over the fork.
+TEST_F(Trace, AChildForkedAmidAStartRecordsItsOwn) {
+  const std::string fifo = path_.string() + ".fifo", own = path_.string() + ".child";
+  ASSERT_EQ(::mkfifo(fifo.c_str(), 0600), 0);
+  const Kind kind = define("test", "own");
+  std::jthread starting([&] { start({fifo, 0, 1}); });
+  while (!on()) std::this_thread::yield();
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::alarm(30);
+    const Kind same = define("test", "own"), other = define("test", "another");
+    start({own, 0, 1});
+    record(same, 1, 2);
+    record(other, 3, 4);
+    ::_exit(same.index == kind.index && stop().events == 2 ? 0 : 1);
+  }
+  int status = -1;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  EXPECT_NE(content(own).find("\"tid\": " + std::to_string(child)), std::string::npos);
+  const int reader = ::open(fifo.c_str(), O_RDONLY | O_NONBLOCK);
+  starting.join();
+  stop();
+  ::close(reader);
+  std::filesystem::remove(fifo);
+  std::filesystem::remove(own);
+}
+
+// The system cuts names of threads after 15 bytes.
+TEST_F(Trace, ANameThatIsCutInACharacterIsStillText) {
+  const Kind kind = define("test", "\xc3\xa4 \xe2\x82 \xff\"");
+  start({path_, 0, 1});
+  std::jthread([&] {
+    pthread_setname_np(pthread_self(), "Vorverarbeitun\xc3");
+    record(kind, 1, 2);
+  }).join();
+  stop();
+  EXPECT_NE(content().find("\"Vorverarbeitun\\ufffd\""), std::string::npos);
+  EXPECT_NE(content().find("\"\xc3\xa4 \\ufffd\\ufffd \\ufffd\\\"\""), std::string::npos);
 }
 
 TEST_F(Trace, MistakesAreToldInOneSentence) {

@@ -1,0 +1,43 @@
+// Conditions over a fork.
+#include "base/mutex.h"
+
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <optional>
+#include <thread>
+
+namespace nostall {
+namespace {
+
+// The thread that waits is not in the child, and will not leave the condition there.
+TEST(Condition, AForkedChildDestroysOneThatIsWaitedFor) {
+  Mutex mutex;
+  std::optional<Condition> condition(std::in_place);
+  bool waiting = false, go_on = false;
+  std::jthread waiter([&] {
+    MutexLock lock(mutex);
+    waiting = true;
+    while (!go_on) condition->wait(lock);
+  });
+  for (bool seen = false; !seen;) {
+    const MutexLock lock(mutex);  // free again once the other thread waits
+    seen = waiting;
+  }
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::alarm(30);
+    condition.reset();
+    ::_exit(0);
+  }
+  int status = -1;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  const MutexLock lock(mutex);
+  go_on = true;
+  condition->notify_all();
+}
+
+}  // namespace
+}  // namespace nostall
