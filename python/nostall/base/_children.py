@@ -10,21 +10,33 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
-from multiprocessing import connection, forkserver, parent_process, resource_tracker, util
+from multiprocessing import (
+    connection,
+    forkserver,
+    parent_process,
+    reduction,
+    resource_tracker,
+    util,
+)
 from typing import Any
+
+from nostall.errors import UsageError
 
 SECONDS_TO_END = 10.0
 # The exit code of a child that would start children while it imports the program, and what it means.
 UNGUARDED = 87
 WHY_UNGUARDED = (
-    "it imports the program, which would start such processes there too: put what the program does "
-    'under if __name__ == "__main__"'
+    "it imports the program, which would start such processes there too: start them in a function "
+    'that is called under if __name__ == "__main__"'
 )
 _NAME = "nostall "  # at the start of the name of a child
+_SERVER = "MainProcess"  # the name of what imports the program and is no child yet: a fork server
 _IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _registered: set[tuple[int, Callable[[], None]]] = set()
 
@@ -34,19 +46,53 @@ def name(what: str) -> str:
     return _NAME + what
 
 
-def end_if_importing() -> None:
+def end_if_importing(start_method: str) -> None:
     """Called before children are started: ends a child that only imports the program as yet.
 
     Python would raise an error of a page in each of them. The parent says it once, by the exit code.
+    A fork server imports the program for its children.
     """
     process = multiprocessing.current_process()
-    if process.name.startswith(_NAME) and getattr(process, "_inheriting", False):
+    ours = process.name.startswith((_NAME, _SERVER))
+    if start_method != "fork" and ours and getattr(process, "_inheriting", False):
         os._exit(UNGUARDED)
 
 
+class Handed:
+    """What a child is given: pickled as the child starts, unpickled when it takes it.
+
+    While Python itself unpickles what a process is given, the process can start no others, and does
+    not know yet whether it is a daemon; a source among it needs both.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __reduce__(self) -> Any:
+        return _Pickled, (bytes(reduction.ForkingPickler.dumps(self._value)),)
+
+    def take(self) -> Any:
+        """Once, after `begin`. What cannot be unpickled ends the child, as Python does."""
+        return self._value
+
+
+class _Pickled(Handed):
+    def take(self) -> Any:
+        data, self._value = self._value, None
+        try:
+            return pickle.loads(data)
+        except Exception:
+            traceback.print_exc()
+            os._exit(1)
+
+
 @contextlib.contextmanager
-def signals_held(start_method: str) -> Iterator[None]:
-    """While a child starts: until it calls `begin`, signals that it is to ignore are pending."""
+def started(start_method: str) -> Iterator[None]:
+    """While a child starts: until it calls `begin`, signals that it is to ignore are pending.
+
+    Raises:
+        UsageError: the fork server has ended as it imported the program.
+    """
     # What is started beside it would keep these signals from all that it starts later.
     if start_method != "fork":
         resource_tracker.ensure_running()
@@ -55,8 +101,27 @@ def signals_held(start_method: str) -> Iterator[None]:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
     try:
         yield
+    except (EOFError, ConnectionError):
+        if start_method == "forkserver" and _server_code() == UNGUARDED:
+            raise UsageError(f"the fork server ended: {WHY_UNGUARDED}") from None
+        raise
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _server_code() -> int | None:
+    """The exit code of the fork server, if it is a child of this process and has one."""
+    server = getattr(forkserver, "_forkserver", None)
+    with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+        if (pid := getattr(server, "_forkserver_pid", None)) is None:
+            return None
+        end = os.pidfd_open(pid)
+        stack.callback(os.close, end)
+        if connection.wait([end], SECONDS_TO_END):
+            # It stays for multiprocessing to collect.
+            ended = os.waitid(os.P_PIDFD, end, os.WEXITED | os.WNOWAIT)
+            return None if ended is None else ended.si_status
+    return None
 
 
 def begin() -> None:

@@ -168,10 +168,11 @@ class _Side:
 _side = _Side()
 
 
-def _begin(work: _Work, memory: Any) -> None:
+def _begin(handed: children.Handed, memory: Any) -> None:
     children.begin()  # idle, it waits for a pipe whose other end it has too
     children.compute_alone()
-    _side.work, _side.descriptor = work, int(memory)  # which was a _Memory where it came from
+    # Which was a _Memory where it came from.
+    _side.work, _side.descriptor = handed.take(), int(memory)
 
 
 def _copied(
@@ -263,7 +264,7 @@ class _Process(SpawnProcess):
     killed = False  # by this process
 
     def start(self) -> None:
-        with children.signals_held("spawn"):
+        with children.started("spawn"):
             super().start()
 
     def terminate(self) -> None:
@@ -358,7 +359,7 @@ class Processes:
     """
 
     def __init__(self, count: int, work: _Work) -> None:
-        children.end_if_importing()
+        children.end_if_importing("spawn")
         self._memory = _Memory()
         self._room = 0  # bytes that the arrays of a sample's result need
         self._spawn = _Spawn()
@@ -366,7 +367,7 @@ class Processes:
             count,
             self._spawn,
             initializer=_begin,
-            initargs=(work, self._memory),
+            initargs=(children.Handed(work), self._memory),
         )
         self._spawn.pool = weakref.ref(self._pool)
         # The thread of the pool: kept, it would complain when the interpreter takes its modules apart.

@@ -78,12 +78,13 @@ def _said(error: Exception) -> str:
     )
 
 
-def _make(dataset: Any, pickles: Iterable[str], asked: Connection, memory: Any) -> None:
+def _make(handed: children.Handed, pickles: Iterable[str], asked: Connection, memory: Any) -> None:
     """What a maker does."""
     # Other makers may hold this process's pipe open, so that its end alone would not be enough.
     children.begin()
     file = memory if isinstance(memory, int) else memory.detach()
     children.compute_alone()
+    dataset = handed.take()
     while True:
         try:
             sample = asked.recv()
@@ -119,11 +120,11 @@ class _Maker:
             memory = self._file if fork else reduction.DupFd(self._file)
             self._process = context.Process(
                 target=_make,
-                args=(dataset, pickles, theirs, memory),
+                args=(children.Handed(dataset), pickles, theirs, memory),
                 name=children.name("maker"),
                 daemon=True,
             )
-            with children.signals_held(context.get_start_method()):
+            with children.started(context.get_start_method()):
                 self._process.start()
             self._process.terminate = self._process.kill
         except BaseException:
@@ -213,8 +214,8 @@ class Makers:
         start_method: str | None,
         fewer: str,
     ) -> None:
-        children.end_if_importing()
         self._context = multiprocessing.get_context(start_method)
+        children.end_if_importing(self._context.get_start_method())
         self._dataset, self._pickles, self._fewer = dataset, tuple(pickles), fewer
         self._owner = os.getpid()
         self._free: queue.SimpleQueue[_Maker | None] = queue.SimpleQueue()
