@@ -19,6 +19,14 @@ def _digest(*parts: object) -> str:
     return hash.hexdigest()[:32]
 
 
+def _whole(tokenizer: Any) -> Any:
+    """A copy that neither cuts nor fills: what a model takes at a time is no length of a document."""
+    copy = type(tokenizer).from_str(tokenizer.to_str())
+    copy.no_truncation()
+    copy.no_padding()
+    return copy
+
+
 class Ids:
     """Values that are ids already."""
 
@@ -57,15 +65,15 @@ class HuggingFace(Ids):
     def __init__(self, tokenizer: Any) -> None:
         import tokenizers
 
-        # What a model takes at a time is no length of a document.
-        self._tokenizer = tokenizers.Tokenizer.from_str(tokenizer.to_str())
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        content = _digest(self._tokenizer.to_str())
+        self._tokenizer = _whole(tokenizer)
+        # Neither the text of a tokenizer nor its pickle has it.
+        self._splits = bool(tokenizer.encode_special_tokens)
+        content = _digest(self._tokenizer.to_str(), *["splits special tokens"] * self._splits)
         self.identity = ("tokenizers", tokenizers.__version__, content)
         self.vocabulary = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, values: Sequence[Any]) -> Sequence[Sequence[int]]:
+        self._tokenizer.encode_special_tokens = self._splits
         found = self._tokenizer.encode_batch(list(values), add_special_tokens=False)
         return [encoding.ids for encoding in found]
 
@@ -84,14 +92,17 @@ class Transformers(Ids):
         words = tokenizer.get_vocab()
         backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         content = (
-            backend.to_str() if hasattr(backend, "to_str") else [type(tokenizer).__name__, words]
+            _whole(backend).to_str()
+            if hasattr(backend, "to_str")
+            else [type(tokenizer).__name__, words]
         )
         template = getattr(tokenizer, "chat_template", None)
         special = tokenizer.special_tokens_map
+        splits = bool(getattr(tokenizer, "split_special_tokens", False))
         self.identity = (
             "transformers",
             transformers.__version__,
-            _digest(content, special, template),
+            _digest(content, special, template, *["splits special tokens"] * splits),
         )
         self.vocabulary = max(words.values()) + 1
         self._marks = isinstance(template, str) and "generation %}" in template.replace("-", "")

@@ -6,6 +6,7 @@ import gzip
 import json
 import logging
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -268,6 +269,31 @@ def test_a_template_that_does_not_tell_what_is_learned(tmp_path: Path) -> None:
     json_lines(tmp_path / "b.jsonl", ["no messages"], "messages")
     with pytest.raises(CorruptionError, match=r"b\.jsonl, byte 0 makes no chat"):
         nostall.tokenize(tmp_path / "b.jsonl", made, tmp_path, column="messages", chat=True)
+
+
+@pytest.mark.parametrize("package", ["tokenizers", "transformers"])
+def test_special_tokens_in_texts_are_split_if_the_tokenizer_does(package: str) -> None:
+    def found(splits: bool) -> tuple[Any, list[int]]:
+        made: Any = tokenizers.Tokenizer.from_str(TOKENIZER.to_str())
+        made.encode_special_tokens = splits
+        if package == "transformers":
+            fast: Any = pytest.importorskip("transformers").PreTrainedTokenizerFast
+            made = fast(tokenizer_object=TOKENIZER, split_special_tokens=splits)
+        adapter = pickle.loads(pickle.dumps(_tokenizers.tokenizer_of(made)))
+        return adapter.identity, list(adapter.encode(["the <end> dog"])[0])
+
+    whole, parts = found(False), found(True)
+    assert 0 in whole[1]
+    assert 0 not in parts[1]
+    assert whole[0] != parts[0]
+
+
+def test_what_a_tokenizer_does_per_call_is_no_part_of_it() -> None:
+    transformers = pytest.importorskip("transformers")
+    made: Any = transformers.PreTrainedTokenizerFast(tokenizer_object=TOKENIZER, pad_token="<end>")
+    before = _tokenizers.tokenizer_of(made).identity
+    made(["the", "the lazy dog"], padding=True, truncation=True, max_length=3)
+    assert _tokenizers.tokenizer_of(made).identity == before
 
 
 def test_columns_of_ids_are_written_once(tmp_path: Path) -> None:
