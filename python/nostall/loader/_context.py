@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
@@ -78,20 +78,26 @@ class Context:
 
 
 class _Later:
-    """Sets torch's generator when torch is imported, which callables may do when they are called."""
+    """Sets torch's generator when torch is imported, which callables may do when they are called.
+
+    It stays until then: others may only look whether torch is there.
+    """
 
     number = 0
 
-    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
+    def find_spec(self, name: str, *more: Any) -> ModuleSpec | None:
         if name != "torch":
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        others = (finder for finder in list(sys.meta_path) if finder is not self)
+        found = (finder.find_spec(name, *more) for finder in others)
+        spec = next((spec for spec in found if spec is not None), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def seeded(module: Any) -> None:
                 execute(module)
+                with contextlib.suppress(ValueError):  # it was imported twice
+                    sys.meta_path.remove(self)
                 module.manual_seed(self.number)
 
             spec.loader.exec_module = seeded  # type: ignore[method-assign]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -175,3 +178,24 @@ def test_what_stands_in_draws_its_own(tmp_path: Path, image_folder: Path, worker
     (twice,) = {n for n in numbers if numbers.count(n) == 2}
     same = [row for row in rows if row[1] == twice]
     assert same[0] == same[1]
+
+
+LOOKED = """
+import importlib.util, sys
+from nostall.loader._context import Context
+
+Context(3, 0, 1).seed_all()
+before = len(sys.meta_path)
+for _ in range(2):  # as libraries find out what is there
+    assert importlib.util.find_spec("torch") is not None
+import torch
+assert torch.seeds == [Context(3, 0, 1)._number()], torch.seeds
+assert len(sys.meta_path) == before - 1
+"""
+
+
+def test_torch_is_seeded_when_it_is_imported_not_when_it_is_looked_for(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("seeds = []\nmanual_seed = seeds.append\n")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    command = [sys.executable, "-c", LOOKED]
+    subprocess.run(command, check=True, timeout=100, env={**os.environ, "PYTHONPATH": path})
