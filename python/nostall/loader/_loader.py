@@ -198,12 +198,14 @@ class Epoch:
 
     def __init__(self, loader: DataLoader, index: int) -> None:
         self._loader = loader
+        self._loads = loader._loads
         self.index = index
 
     def __len__(self) -> int:
         return self._loader.plan.batches_in(self.index)
 
     def __iter__(self) -> Iterator[Any]:
+        self._loader._refuse_before_load(self._loads)
         return self._loader._iterate_epoch(self.index)
 
     def __getitem__(self, batch: int) -> NoReturn:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data.distributed import DistributedSampler
 
 import nostall
+import nostall.plugins.torch_loader
 from nostall.base._sizes import parse_size
 from nostall.errors import UsageError
 
@@ -448,7 +449,8 @@ def test_a_state_that_is_loaded_ends_the_iterations_before(
         whole = [labels.tolist() for epoch in loader.epochs() for _, labels in epoch]
     with nostall.DataLoader(folder, 8, **options) as loader:
         first = loader.state_dict()
-        taken, unused = iter(loader), iter(loader)
+        taken, unused, epoch = iter(loader), iter(loader), next(loader.epochs())
+        as_torchs = next(nostall.plugins.torch_loader.TorchLoader(loader).epochs())
         for _ in range(3):
             next(taken)
         state = loader.state_dict()
@@ -458,6 +460,10 @@ def test_a_state_that_is_loaded_ends_the_iterations_before(
             with refused:
                 next(before)
             assert loader.state_dict() == state
+        for old in (epoch, as_torchs):
+            with refused:
+                next(iter(old))
+        assert loader.state_dict() == state
         batches = len(loader) if "epochs" in length else 16
         assert [labels.tolist() for _, labels in loader] == whole[3:batches]
         # Also in the last batch of an epoch, where all steps are one iteration.
