@@ -70,6 +70,8 @@ _OPERATIONS = {
     ReduceOp.BOR: "bor",
     ReduceOp.BXOR: "bxor",
 }
+# Gloo adds booleans as bytes; a mean of zeros and ones is rounded towards zero.
+_OF_BOOLEANS = {ReduceOp.SUM: ReduceOp.MAX, ReduceOp.AVG: ReduceOp.MIN}
 # What older releases of torch call them.
 _OLDER_NAMES = {
     "all_gather_single": "_allgather_base",
@@ -736,16 +738,14 @@ class Group(ProcessGroup):  # type: ignore[misc]
 
     def _operation(self, op: Any, tensors: Tensors) -> str | None:
         """nostall's name of the operation, or None if torch's backends have to do it."""
-        name = _OPERATIONS.get(op.op)
         kind = tensors[0].dtype
+        name = _OPERATIONS.get(_OF_BOOLEANS.get(op.op, op.op) if kind == torch.bool else op.op)
         if name is None or not _plain(tensors) or any(t.dtype != kind for t in tensors):
             return None
         if kind.is_complex and name not in ("sum", "prod"):
             return None
         if kind.is_floating_point and name in _BITWISE:
             return None
-        if op.op == ReduceOp.AVG and kind == torch.bool:
-            name = "min"  # the mean of zeros and ones, rounded towards zero
         return name if kind in _TYPES else None
 
     def _scatter_operation(self, opts: Any, tensors: Tensors) -> str | None:
@@ -765,9 +765,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
         leaders = None
         if self._leaders is not None:
             among = dist.AllreduceOptions()
-            # Gloo adds booleans as bytes.
-            common = "max" if op == "sum" and flat.dtype == torch.bool else op
-            among.reduceOp = next(k for k, v in _OPERATIONS.items() if v == common)
+            among.reduceOp = next(k for k, v in _OPERATIONS.items() if v == op)
             among.timeout = self._limit
             leaders = LeaderTensor(flat, lambda part: self._leaders.allreduce([part], among))
         node.two_level_allreduce(leaders, address, flat.numel(), reducer, self._fixed, _PART_BYTES)
@@ -888,12 +886,15 @@ class Group(ProcessGroup):  # type: ignore[misc]
     def _delegate_reduction(
         self, name: str, tensors: Tensors, results: Tensors, opts: Any, *arguments: Any
     ) -> Any:
-        """Computes AVG of integers, which Gloo lacks."""
-        kind = results[0].dtype
+        """Computes what Gloo lacks: AVG of integers, and sums of booleans."""
+        op = opts.reduceOp.op
         exact = not all(t.is_floating_point() or t.is_complex() for t in results)
-        if opts.reduceOp.op != ReduceOp.AVG or not exact or not _plain(results):
+        if op not in _OF_BOOLEANS or not exact or not _plain(results):
             return self._delegate(name, tensors, *arguments, opts)
-        opts.reduceOp = ReduceOp.MIN if kind == torch.bool else ReduceOp.SUM
+        booleans = all(t.dtype == torch.bool for t in results)
+        opts.reduceOp = _OF_BOOLEANS[op] if booleans else ReduceOp.SUM
+        if op == ReduceOp.SUM:
+            return self._delegate(name, tensors, *arguments, opts)
         # Not all of Gloo's reductions have a future, so asynchronous ones are waited for here too.
         self._delegate(name, tensors, *arguments, opts).wait()
         if name != "reduce" or opts.rootRank == self._rank:

@@ -187,6 +187,11 @@ def test_averages_of_integers(nodes: int) -> None:
     check("averages", 2, NODES=str(nodes))
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_sums_of_booleans(nodes: int) -> None:
+    check("sums_of_booleans", 2, NODES=str(nodes))
+
+
 def test_compiled_programs_use_it() -> None:
     check("compiled", 2)
 

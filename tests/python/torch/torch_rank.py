@@ -953,6 +953,24 @@ def averages() -> None:
     assert every.item()
 
 
+def sums_of_booleans() -> None:
+    """SUM of booleans is whether any is set, also if as many as a byte counts are."""
+    any_set, none_set = torch.ones(size * 2, dtype=torch.bool), torch.zeros(1, dtype=torch.bool)
+    for mine in (any_set, torch.tensor([rank == 0] * size * 2)):
+        for work in (dist.all_reduce, lambda t: dist.reduce(t, 1)):
+            tensor = mine.clone()
+            work(tensor)
+            if rank == 1 or work is dist.all_reduce:
+                assert tensor.view(torch.uint8).tolist() == [1] * size * 2
+        share = torch.empty(2, dtype=torch.bool)
+        dist.reduce_scatter_tensor(share, mine)
+        assert share.view(torch.uint8).tolist() == [1, 1]
+        dist.reduce_scatter(share.zero_(), list(mine.chunk(size)))
+        assert share.view(torch.uint8).tolist() == [1, 1]
+    dist.all_reduce(none_set)
+    assert none_set.view(torch.uint8).tolist() == [0]
+
+
 def compiled() -> None:
     """What is compiled calls the group, and gives what it gives uncompiled."""
 
