@@ -127,27 +127,24 @@ class RecordStore(Source):
         """Takes the stored table if it still holds, else scans and stores. `sums` gives the
         checksums that the scan found, if any."""
         places, stamped = records_paths(self.storage.paths, f"{kind} {database}", index), stamp()
-        for place in places:
-            self.index_file = place
-            table, why = self._stored(kind, stamped)
-            if table is not None:
-                break
 
         def source(table: _native.RecordTable) -> _native.RecordSource:
             return self._native_of(table, reading, page_size, database)
 
-        if table is not None:
-            self.native = source(table)
-            if why := self._open_sums(self.index_file, places[-1]):
-                _log.warning("%s: %s; examining the data set again", self.index_file, why)
-                self.index_file = places[-1]
-        self.index_reused = table is not None and not why
-        if self.index_reused:
-            return
+        for place in places:
+            self.index_file = place
+            table, why = self._stored(kind, stamped)
+            if table is not None:
+                self.native = source(table)
+                why = self._open_sums(place, places[-1])
+                self.index_reused = not why
+            if self.index_reused:
+                return
+            if os.path.exists(place):
+                level = logging.INFO if table is None else logging.WARNING
+                _log.log(level, "%s: %s; examining the data set again", place, why)
         if _only_look.get():
             raise _Outdated(self.index_file, why)
-        if why and os.path.exists(self.index_file):
-            _log.info("%s: %s; examining the data set again", self.index_file, why)
         table = scan()
         if self.index_file:
             self._store(table)

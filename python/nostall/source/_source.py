@@ -254,13 +254,16 @@ class Source:
             )
 
     def _open_sums(self, index: str, stored: str) -> str:
-        """Loads the checksums beside the index; returns why not, if they are of other content.
+        """Loads the checksums that are kept beside `stored`; returns why not, if they are of other
+        content.
 
-        Where there are none, and that index was only read, they are kept beside `stored`.
+        Where there are none, those of others beside the index are a beginning.
         """
-        if index and not os.path.exists(f"{index}.sums"):
-            index = stored
-        return self.native.open_sums(f"{index}.sums") if index else ""
+        kept = f"{stored}.sums" if stored else ""
+        why = ""
+        if index != stored and not os.path.exists(kept):
+            why = str(self.native.open_sums(f"{index}.sums"))
+        return why or str(self.native.open_sums(kept))
 
 
 def way_from(dataset: object) -> str:

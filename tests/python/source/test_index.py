@@ -19,7 +19,7 @@ from test_tar import webdataset
 import nostall
 from nostall import _native
 from nostall.cli import main
-from nostall.errors import IoError
+from nostall.errors import CorruptionError, IoError
 
 
 def make(kind: str, root: Path) -> Path:
@@ -350,3 +350,56 @@ def test_an_index_of_others_is_read_beside_data_that_is_read_only(
     damaged.write_bytes(damaged.read_bytes()[:-1])
     assert Path(opened().index_file).parent == cache
     assert opened().index_reused
+
+
+def test_checksums_of_others_are_completed_elsewhere(
+    make_folder: Callable[[int], Path], tmp_path: Path, read_only: Callable[[], Path]
+) -> None:
+    root = make_folder(6).rename(tmp_path / "data")
+    theirs = nostall.ImageFolder(root)
+    theirs.read(1)
+    theirs.keep_sums()
+    beside = root / ".nostall-index.sums"
+    kept = beside.read_bytes()
+    cache = read_only()
+    for _ in range(2):
+        mine = nostall.ImageFolder(root)
+        known = [sample for sample in range(6) if mine.native.sums[sample]]
+        assert known == [1]
+    for sample in range(6):
+        mine.read(sample)
+    mine.keep_sums()
+    assert beside.read_bytes() == kept
+    (own,) = cache.glob("*.sums")
+    again = nostall.ImageFolder(root)
+    assert all(again.native.sums)
+    bad = Path(again.describe(3))
+    flipped = bytearray(bad.read_bytes())
+    flipped[-1] ^= 1
+    bad.write_bytes(flipped)
+    with pytest.raises(CorruptionError, match=f"remove {re.escape(str(own))} and start again"):
+        again.read(3)
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_checksums_of_others_that_do_not_fit_are_found_so_once(
+    tmp_path: Path, read_only: Callable[[], Path], learns: bool
+) -> None:
+    root = make("tar", tmp_path / "data")
+    theirs = nostall.TarShards(root)
+    for sample in range(len(theirs)):
+        theirs.read(sample)
+    theirs.keep_sums()
+    for shard in root.glob("*.tar"):
+        times = shard.stat()
+        shard.write_bytes(shard.read_bytes().translate(bytes([*range(128), *range(255, 127, -1)])))
+        os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns))
+    cache = read_only()
+    mine = nostall.TarShards(root)
+    assert not mine.index_reused and Path(mine.index_file).parent == cache
+    if learns:
+        mine.read(0)
+        mine.keep_sums()
+    again = nostall.TarShards(root)
+    assert again.index_reused
+    assert again.read(0) == mine.read(0)
