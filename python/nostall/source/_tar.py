@@ -169,19 +169,23 @@ class TarShards(PartsStore):
         chosen: list[int] = []
         keys: list[tuple[int, str]] = []
         texts: dict[tuple[int, str], tuple[int, bytes]] = {}
-        done: set[tuple[int, str]] = set()
+        images: dict[tuple[int, str], str] = {}  # the endings, by key
         for i, name in enumerate(names):
             key, ending = split_name(name)
             if ending in self._image:
-                if (int(file[i]), key) in done:
+                one = int(file[i]), key
+                # Texts are found by the key; without them it may come again, as a sample of its own.
+                if one in images and (keep or keys[-1] == one):
+                    way = "each key may be there once"
+                    if images[one] != ending:
+                        way = f"name the one to read, as image=[{ending!r}]"
                     raise UsageError(
-                        f"{self.storage.paths[int(file[i])]}: sample {key!r} has two images, the "
-                        f"second at offset {int(offset[i])}; name the one to read (image=), or let "
-                        "no key come again"
+                        f"{self.storage.paths[one[0]]}: sample {key!r} has two images, the "
+                        f"second at offset {int(offset[i])}: {way}"
                     )
                 chosen.append(i)
-                keys.append((int(file[i]), key))
-                done.add(keys[-1])
+                keys.append(one)
+                images[one] = ending
             elif keep and ending == self._label:
                 if (int(file[i]), key) in texts:
                     raise UsageError(

@@ -9,6 +9,7 @@ import os
 import subprocess
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -334,6 +335,20 @@ def test_a_key_that_comes_again_is_refused(tmp_path: Path) -> None:
                 tar.addfile(info, io.BytesIO(content))
         with pytest.raises(UsageError, match=told):
             nostall.TarShards(tmp_path / "a.tar", index=False)
+
+
+@pytest.mark.parametrize("label", [None, len])
+def test_a_key_may_come_again_where_no_text_is_found_by_it(tmp_path: Path, label: Any) -> None:
+    path = shard(tmp_path / "a.tar", [("a.jpg", b"1"), ("b.jpg", b"2"), ("a.jpg", b"3")])
+    source = nostall.TarShards(path, label=label)
+    assert [source.read(i) for i in range(3)] == [b"1", b"2", b"3"]
+    twice = shard(tmp_path / "b.tar", [("a.jpg", b"1"), ("a.jpg", b"3")])
+    with pytest.raises(UsageError, match=r"two images.*: each key may be there once"):
+        nostall.TarShards(twice, label=label)
+    two = shard(tmp_path / "c.tar", [("a.jpg", b"1"), ("a.png", b"3")])
+    with pytest.raises(UsageError, match=r"two images.*image=\['png'\]"):
+        nostall.TarShards(two, label=label)
+    assert nostall.TarShards(two, label=label, image=["png"]).read(0) == b"3"
 
 
 def test_labels_that_are_no_integers_are_refused(tmp_path: Path) -> None:
