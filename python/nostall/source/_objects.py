@@ -23,6 +23,8 @@ from nostall.source import _hub as hub
 from nostall.source._flight import Flight, Overloaded, never
 
 _SCHEMES = ("s3://", "s3a://", "gs://", "az://", "abfs://", "http://", "https://", hub.SCHEME)
+# Classes of obstore's stores that ask a server.
+_SERVERS = ("S3Store", "GCSStore", "AzureStore", "HTTPStore")
 # Attempts for a range whose body ends early, which the client's own retries do not cover.
 _ATTEMPTS = 3
 
@@ -158,13 +160,11 @@ class Ranges:
             known = self._flight.ask(head, self._urls, stopped=lambda: bool(failures))
         if failures:  # the others that were asked for would fail alike
             raise failures[0]
-        for url, meta in zip(self._urls, known, strict=True):
+        for meta in known:
             if isinstance(meta, BaseException):
                 raise meta
             self.sizes.append(int(meta["size"]))
-            # Servers want the quotes; a store of the user's own, as in memory, compares what it gave.
-            server = store is None or url.startswith(("az:", "azure:", "abfs:", "abfss:"))
-            self._tags.append(_quoted(meta) if server else meta.get("e_tag"))
+            self._tags.append(_quoted(meta) if _is_server(store) else meta.get("e_tag"))
             self.versions.append(_version(meta))
 
     def _store(self, url: str) -> Any:
@@ -208,6 +208,12 @@ class Ranges:
                 f"{url} at offset {offset}: the server gave {len(body)} bytes instead of {size}"
             )
         return error
+
+
+def _is_server(store: Any) -> bool:
+    """Whether a server wants the quotes; another store, as in memory, compares what it gave."""
+    known = {kind.__name__ for kind in type(store).__mro__ if kind.__module__ == "obstore.store"}
+    return store is None or not known.isdisjoint(_SERVERS)
 
 
 def _quoted(meta: Any) -> str | None:

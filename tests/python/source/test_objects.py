@@ -366,8 +366,13 @@ def test_a_list_may_leave_out_the_quotes_of_etags(scheme: str) -> None:
 
 
 def test_a_store_of_the_users_own_is_asked_for_the_etag_that_it_gave() -> None:
-    given = Ranges(["s3://here/a"], object(), [{"size": 3, "e_tag": "0x1F"}])
-    assert given._tags == ["0x1F"]
+    from obstore.store import GCSStore, MemoryStore, S3Store
+
+    known = [{"size": 3, "e_tag": "0x1F"}]
+    for store in (object(), MemoryStore()):
+        assert Ranges(["az://here/a"], store, known)._tags == ["0x1F"]
+    for store in (GCSStore("here", skip_signature=True), S3Store("here", skip_signature=True)):
+        assert Ranges(["s3://here/a"], store, known)._tags == ['"0x1F"']
 
 
 def test_a_database_that_is_replaced(bucket: Any, tmp_path: Path) -> None:
