@@ -99,7 +99,13 @@ Memory& Memory::operator=(Memory&& other) noexcept {
 
 Snapshot::Snapshot(unsigned threads) : threads_(std::max(1u, threads)) {}
 
+void Snapshot::refuse_readers() const {
+  if (readers_ == 0) return;
+  throw Error(ErrorKind::usage, "this snapshot is being written: wait until its file is complete");
+}
+
 void Snapshot::reserve(uint64_t bytes) {
+  refuse_readers();
   if (bytes <= memory_.size()) return;
   helpers_.join();
   memory_ = Memory();  // given back first: both may not fit
@@ -111,6 +117,7 @@ void Snapshot::reserve(uint64_t bytes) {
 
 void Snapshot::begin(std::span<const std::byte> header, std::vector<Piece> pieces,
                      Copying copying) {
+  refuse_readers();
   helpers_.join();
   std::vector<uint64_t> starts;
   starts.reserve(pieces.size() + 1);

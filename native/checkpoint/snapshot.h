@@ -15,7 +15,7 @@
 // The memory is allocated and touched before the first save, as page faults would cost several
 // times the copy. Thread-safety: Memory is a value with one owner. Snapshot: begin, copy, finish
 // and reserve belong to one thread; take, await_block, block and size may be called by others
-// between begin and the next begin.
+// between begin and the next begin. A Reading that another thread has keeps the memory where it is.
 #pragma once
 
 #include <atomic>
@@ -79,10 +79,21 @@ class Snapshot {
   Snapshot(const Snapshot&) = delete;
   Snapshot& operator=(const Snapshot&) = delete;
 
-  // Makes room for a snapshot of `bytes`, so that begin need not.
+  // Holds the snapshot as it is: reserve and begin throw Error(usage) meanwhile.
+  class Reading {
+   public:
+    explicit Reading(Snapshot& snapshot) : snapshot_(snapshot) { ++snapshot_.readers_; }
+    ~Reading() { --snapshot_.readers_; }
+    Reading(const Reading&) = delete;
+    Reading& operator=(const Reading&) = delete;
+
+   private:
+    Snapshot& snapshot_;
+  };
+
+  // Makes room for a snapshot of `bytes`, so that begin need not. What the snapshot had may be lost.
   void reserve(uint64_t bytes);
   // Starts a new snapshot: `header`, then the pieces back to back. Returns at once.
-  // No thread may be reading the snapshot before.
   void begin(std::span<const std::byte> header, std::vector<Piece> pieces, Copying copying);
   // Copies the blocks that these pieces lie in, by number, unless that is done.
   void copy(std::span<const uint32_t> pieces);
@@ -117,8 +128,10 @@ class Snapshot {
   template <typename Copy>
   void gather(uint64_t index, std::byte* to, const Copy& copy) const;
   unsigned start_helpers(unsigned count);
+  void refuse_readers() const;
 
   unsigned threads_;
+  std::atomic<unsigned> readers_{0};
   Memory memory_;
   uint64_t size_ = 0;
   std::vector<std::byte> header_;

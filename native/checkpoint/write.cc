@@ -21,6 +21,7 @@ Write::Write(std::shared_ptr<Snapshot> snapshot, std::string path, WriteOptions 
 
 Written Write::run() {
   const int64_t began = now_ns();
+  const Snapshot::Reading reading(*snapshot_);
   output_.emplace(path_, snapshot_->size(), options_.direct, files_);
   work_lowered(lowered_, options_.priority, std::max(1u, options_.threads),
                [this] { return write_next(); });

@@ -110,6 +110,17 @@ class BackgroundWriter:
                 return None
             return self._snapshots.pop()
 
+    def reserve(self, count: int, size: int) -> None:
+        """Makes room for `size` bytes in so many snapshots, each once it is free."""
+        taken: list[_native.Snapshot] = []
+        try:
+            while len(taken) < count and (snapshot := self.take_snapshot()) is not None:
+                taken.append(snapshot)
+                snapshot.reserve(size)
+        finally:
+            for snapshot in taken:
+                self.add_snapshot(snapshot)
+
     # ------------------------------------------------------------------ asking
 
     def is_this_thread(self) -> bool:

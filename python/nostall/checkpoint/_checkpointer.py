@@ -226,17 +226,21 @@ class Checkpointer:
     def prepare(self, state: Any) -> None:
         """Allocates snapshots of `state`, so that the first save is as fast as later ones.
 
+        A save that is under way is written first.
+
         Args:
             state: as `save` takes it.
 
         Raises:
             UsageError: the state holds what a checkpoint cannot, named by its place.
+            IoError: so much memory is not to be had.
         """
+        self._check_process()
         if self.rank == 0 or not self.replicated:
             tree, leaves = encode(called(state))
             size = len(files.header(tree, leaves)) + sum(leaf.nbytes for leaf in leaves)
-            for snapshot in self._snapshots:
-                snapshot.reserve(size + (1 << 20))
+            self.before_update()
+            self._background.reserve(len(self._snapshots), size + (1 << 20))
 
     def due(self, step: int) -> bool:
         """Whether `save` saves at this step."""

@@ -302,6 +302,25 @@ TEST_F(CheckpointTest, HurryDoesNotWaitForStorage) {
   EXPECT_EQ(content(path("f")), expected_);
 }
 
+TEST_F(CheckpointTest, ASnapshotThatIsBeingWrittenStaysAsItIs) {
+  auto snapshot = snapshot_of(2 * kBlock);
+  snapshot->finish();
+  const uint64_t capacity = snapshot->capacity();
+  std::promise<void> answer;
+  HangingFiles files;
+  files.answers = answer.get_future().share();
+  Write write(snapshot, path("f"), {}, nullptr, files);
+  std::thread writer([&] { write.run(); });
+  files.asked.acquire();
+  EXPECT_THROW(snapshot->reserve(2 * capacity), Error);
+  EXPECT_THROW(snapshot->begin({}, {}, Copying::at_once), Error);
+  answer.set_value();
+  writer.join();
+  EXPECT_EQ(content(path("f")), expected_);
+  snapshot->reserve(2 * capacity);
+  EXPECT_EQ(snapshot->capacity(), 2 * capacity);
+}
+
 // Takes what there is room for before it says that it is full.
 class FullFiles : public FileSystem {
  public:

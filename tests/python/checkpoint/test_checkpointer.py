@@ -29,6 +29,7 @@ import nostall.checkpoint._store
 from nostall import Keep, _native
 from nostall.base import _garbage
 from nostall.checkpoint import _begin, _search
+from nostall.checkpoint._background import BackgroundWriter
 from nostall.checkpoint._format import Manifest, Part
 from nostall.checkpoint._place import UnreachableError
 from nostall.checkpoint._retention import decide
@@ -66,6 +67,36 @@ def test_a_tilde_is_the_home_of_the_user(tmp_path: Path, monkeypatch: pytest.Mon
     assert steps_in(tmp_path / "fast") == steps_in(tmp_path / "durable") == [1]
     with pytest.raises(UsageError, match="same directory"):
         nostall.Checkpointer("~/fast", tmp_path / "fast")
+
+
+def test_room_for_a_later_save_is_made_once_the_one_under_way_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, hurried = BackgroundWriter._write_part, threading.Event()
+
+    def late(*arguments: Any) -> Any:
+        assert hurried.wait(60)  # somebody waits for it
+        return write(*arguments)
+
+    hurry = BackgroundWriter._hurry_writer
+
+    def note(background: BackgroundWriter, number: int) -> None:
+        hurried.set()
+        hurry(background, number)
+
+    monkeypatch.setattr(BackgroundWriter, "_write_part", late)
+    monkeypatch.setattr(BackgroundWriter, "_hurry_writer", note)
+    with nostall.Checkpointer(durable=tmp_path) as ckpt:
+        ckpt.prepare(state_of(0))
+        ckpt.save(state_of(1), 1)
+        ckpt.prepare(state_of(0, 9_000_000))
+        ckpt.wait(60)
+        found = ckpt.restore()
+        assert found is not None and (found.state["weights"] == 1).all()
+        (snapshot,) = ckpt._snapshots
+        assert snapshot.capacity >= 36_000_000
+        monkeypatch.setattr(BackgroundWriter, "take_snapshot", lambda _: None)
+        ckpt.prepare(state_of(0))  # of storage that hangs the next save tells
 
 
 def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path) -> None:
