@@ -802,10 +802,9 @@ class Store:
                     if mine is None and (now >= listen or last):
                         # Rank 0 does not wait for this one: it may have retired the checkpoint since. A
                         # newer one of another job says only that this job has lost the store.
-                        if any(
-                            newer.order > manifest.order and _run(newer) == _run(manifest)
-                            for newer in self.manifests()
-                        ):
+                        run, number = _save_of(manifest)
+                        saves = map(_save_of, self.manifests())
+                        if any(one[0] == run and one[1] > number for one in saves):
                             return ""
                         every = min(_LONGEST_LOOK_SECONDS, manifest.world_size / _NEWER_PER_SECOND)
                         listen = now + max(LOOK_SECONDS, every)
@@ -1013,9 +1012,10 @@ def _aside(id: str) -> str:
     return f"manifest-{id}.json"
 
 
-def _run(manifest: Manifest) -> str:
-    """The job that has saved it."""
-    return manifest.id.partition("-")[0]
+def _save_of(manifest: Manifest) -> tuple[str, int]:
+    """The job that has saved it, and the number of the save in that job; -1 of others' ids."""
+    run, _, number = manifest.id.partition("-")
+    return run, int(number) if number.isdecimal() else -1
 
 
 def part_stays(reason: str, rank: int) -> PeerError:

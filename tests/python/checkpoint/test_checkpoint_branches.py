@@ -20,8 +20,9 @@ from nostall.checkpoint._background import BackgroundWriter
 from nostall.checkpoint._format import Branch, Manifest, Part
 from nostall.checkpoint._lineage import STRIDE, Lineage, add, branches, is_past
 from nostall.checkpoint._retention import decide
+from nostall.checkpoint._saved import Job
 from nostall.checkpoint._search import Search
-from nostall.checkpoint._store import Store
+from nostall.checkpoint._store import Store, part_name
 from nostall.cli import main
 from nostall.errors import CorruptionError
 
@@ -218,6 +219,42 @@ def test_ranks_go_back_together(tmp_path: Path) -> None:
             return [(f.step, f.state["value"]) for f in (found, back, again) if f]
 
     assert World(2).run(work) == [[(2, 10), (4, 0), (4, 0)], [(2, 11), (4, 1), (4, 1)]]
+
+
+def test_ranks_number_their_saves_alike_after_they_went_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit = BackgroundWriter.submit
+    numbers: list[list[int]] = [[], []]
+
+    def note(background: BackgroundWriter, job: Job, awaited: Any) -> None:
+        numbers[background.rank].append(job.manifest.sequence)
+        submit(background, job, awaited)
+
+    monkeypatch.setattr(BackgroundWriter, "submit", note)
+
+    def work(rank: int, gather: Any) -> None:
+        with ranked(tmp_path, 2, level="durable", replicated=True)(rank, gather) as ckpt:
+            for step in (1, 2, 3):
+                ckpt.save(state_of(step), step)
+                gather(b"")
+                ckpt.restore(1)
+
+    assert World(2).run(work) == [None, None]
+    assert numbers[0] == numbers[1] and len(numbers[0]) == 3
+
+
+def test_a_rank_without_a_part_compares_numbers_of_saves_alone(tmp_path: Path) -> None:
+    store, run = Store(tmp_path, "durable"), "aaaaaaaa"
+    parts = (Part(0, part_name(0, f"{run}-000001"), 0, ()),)
+    earlier = Manifest(1, f"{run}-000001", 2, parts, replicated=True, sequence=9)
+    store.prepare(1)
+    store.publish(earlier)
+    late = Manifest(2, f"{run}-000002", 2, (), replicated=True, sequence=3)
+    words = store.commit(late, 1, None, timeout=0, stopped=lambda: True)
+    assert "rank 0 did not complete step 2" in words
+    before = Manifest(0, f"{run}-000000", 2, (), replicated=True, sequence=10)
+    assert store.commit(before, 1, None, timeout=0, stopped=lambda: True) == ""
 
 
 def test_all_of_the_current_branch_damaged_is_an_error_that_names_the_others(
