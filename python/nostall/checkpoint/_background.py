@@ -570,19 +570,24 @@ class BackgroundWriter:
                 drain.saved._miss("durable")
             self._retain()
             return
-        alone, there, whole = drain.alone or manifest.world_size == 1, None, False
+        alone, whole, failed = drain.alone or manifest.world_size == 1, False, ""
         try:
             if self.rank == 0:
                 durable.check_owned()  # nothing is copied in vain
             there = durable.find(manifest.step, manifest.id)
             whole = there is not None and durable.has_all(there)
+            if there is not None and not whole:
+                failed = f"{durable.root} lacks parts of step {manifest.step}"
             if whole and self.rank != 0 and not durable.is_directory:
-                there, whole = None, False  # rank 0 alone knows whether another job has it since
+                whole = False  # rank 0 alone knows whether another job has it since
             if whole:
                 durable.check_owned()  # or another job may have removed it since
-        except IoError:
+        except IoError as error:
             if alone:
                 raise  # else other ranks wait for this one's word
+            whole = False
+            if durable.is_directory:  # on an object store no name is written twice
+                failed = words_of(error)
         except LostStoreError as error:
             if not alone:
                 durable.abort(manifest, str(error))
@@ -590,7 +595,7 @@ class BackgroundWriter:
         if alone and not whole:
             self._drain_alone(drain)
         elif not whole:
-            self._drain_together(drain, damaged=there is not None)
+            self._drain_together(drain, failed)
         if drain.saved is not None:
             drain.saved._reach("durable")
         self._retain()
@@ -606,19 +611,19 @@ class BackgroundWriter:
             drain.attempt,
         )
 
-    def _drain_together(self, drain: Drain, *, damaged: bool) -> None:
+    def _drain_together(self, drain: Drain, failed: str) -> None:
         """Copies this rank's part; rank 0 completes the checkpoint.
 
-        `damaged`: the checkpoint is there and lacks parts. Its files are left as they are: rank 0, told
-        by this rank's word, copies all parts alone and beside them.
+        `failed` says why it must not be copied so: the checkpoint is there and lacks parts, or that is
+        not known. Its files are left as they are: rank 0, told by this rank's word, copies all parts
+        alone and beside them.
         """
         durable, manifest = self.durable, drain.manifest
         assert durable is not None
-        own = () if damaged else tuple(p for p in manifest.parts if p.rank == self.rank)
+        own = () if failed else tuple(p for p in manifest.parts if p.rank == self.rank)
         parts = [
             dataclasses.replace(part, name=durable.part_name(part, manifest.id)) for part in own
         ]
-        failed = f"{durable.root} lacks parts of step {manifest.step}" if damaged else ""
         try:
             if parts:
                 durable.make_step(manifest.step)

@@ -382,8 +382,16 @@ class Checkpointer:
 
     def _is_complete(self, saved: Saved) -> bool:
         """Whether a save that has not succeeded on this rank is complete all the same."""
-        stores = [s for s in (self.fast, self.durable) if s is not None]
-        return any(s.find(saved.step, saved.id) is not None for s in stores)
+        failed: IoError | None = None
+        for store in (self.fast, self.durable):
+            try:
+                if store is not None and store.find(saved.step, saved.id) is not None:
+                    return True
+            except IoError as error:
+                failed = error
+        if failed is not None:
+            raise failed
+        return False
 
     def _snapshot(self, state: Any, job: Job, window: bool, now: bool) -> _native.Snapshot | None:
         """Begins the snapshot of the job; the caller finishes the one that is returned."""

@@ -147,4 +147,4 @@ class Cleaner:
                     fast.root,
                     manifest.step,
                 )
-            fast.remove(manifest.step, manifest.id)
+            self._remove(fast, [manifest])

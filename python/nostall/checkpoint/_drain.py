@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 
@@ -27,10 +28,11 @@ def copy_all(
     except StoppedError:
         raise
     except Exception:
-        now = durable.find(manifest.step, manifest.id)
-        if durable.lacks(manifest) if now is None else now == before:
-            for part in copies:
-                durable.discard(manifest.step, part.name)
+        with contextlib.suppress(IoError):  # then they may be named
+            now = durable.find(manifest.step, manifest.id)
+            if durable.lacks(manifest) if now is None else now == before:
+                for part in copies:
+                    durable.discard(manifest.step, part.name)
         raise
     for name in sorted(taken):
         durable.discard(manifest.step, name)

@@ -11,7 +11,7 @@ from nostall.checkpoint._format import Manifest
 from nostall.checkpoint._landing import Landing
 from nostall.checkpoint._lineage import Ranges, checked
 from nostall.checkpoint._nodes import Held, Nodes, holdings, together
-from nostall.checkpoint._place import UnreachableError, refuse_scarce, scarce_is_away
+from nostall.checkpoint._place import UnreachableError, scarce_is_away
 from nostall.checkpoint._restore import Choice, Restored, View, in_order, on_branch, read_part, view
 from nostall.checkpoint._store import Store
 from nostall.errors import CorruptionError, Error, PeerError, UsageError
@@ -215,11 +215,12 @@ class Search:
         if problem:
             return None, problem
         leads = held is not None and self._nodes is not None and self._nodes.leader
-        if held is not None and leads and store.find(step, id) is None:
+        if held is not None and leads:
             # A node that is new has its ranks' parts now.
             try:
-                store.prepare(step)
-                store.publish(held.manifest)
+                if store.find(step, id) is None:
+                    store.prepare(step)
+                    store.publish(held.manifest)
             except (Error, OSError) as error:  # the state is restored all the same
                 _log.warning("%s has no manifest of step %d: %s", store.root, step, error)
         return restored, problem
@@ -294,10 +295,6 @@ def _of_ranks(problems: Sequence[Sequence[str]]) -> list[str]:
 
 def _manifest(store: Store, step: int, id: str) -> Manifest:
     manifest = store.find(step, id)
-    if manifest is not None:
-        return manifest
-    for entry in store.saves(step):
-        if entry.manifest is not None and entry.manifest.id == id:
-            return entry.manifest
-        refuse_scarce(entry.unread, entry.damage)
-    raise CorruptionError(f"step {step} in {store.root} is gone")
+    if manifest is None:
+        raise CorruptionError(f"step {step} in {store.root} is gone")
+    return manifest

@@ -36,6 +36,7 @@ from nostall.checkpoint._place import (
     Pacing,
     Place,
     UnreachableError,
+    refuse_scarce,
 )
 from nostall.errors import CorruptionError, Error, IoError, PeerError, UsageError
 
@@ -86,6 +87,14 @@ class Entry:
     damage: str = ""
     name: str = _MANIFEST
     unread: int = 0
+
+    def refuse_unread(self) -> None:
+        """Raises IoError where nothing is known of what is there."""
+        if self.unread:
+            refuse_scarce(self.unread, self.damage)
+            failed = IoError(self.damage)
+            failed.errno = self.unread
+            raise failed
 
 
 def entry_of(step: int, path: Place, name: str, data: bytes) -> Entry:
@@ -324,11 +333,17 @@ class Store:
                 return []
 
     def find(self, step: int, id: str) -> Manifest | None:
-        """The manifest of one save, if it is complete."""
-        for name in (_MANIFEST, _aside(id)):
-            entry = self.read(step, name)
-            if entry is not None and entry.manifest is not None and entry.manifest.id == id:
+        """The manifest of one save, if it is complete.
+
+        Raises:
+            IoError: that is not known, as a manifest that may be its cannot be read.
+        """
+        found = [e for name in (_MANIFEST, _aside(id)) if (e := self.read(step, name)) is not None]
+        for entry in found:
+            if entry.manifest is not None and entry.manifest.id == id:
                 return entry.manifest
+        for entry in found:
+            entry.refuse_unread()
         return None
 
     def entries(self) -> list[Entry]:
@@ -617,10 +632,13 @@ class Store:
         A second attempt uses other names, because other ranks may still be giving up the first. So does
         a copy that takes the place of one with lost parts (`before`): until it is complete, nothing
         that the old manifest names is written to, and an interrupted copy is not taken for a whole one.
+        Nor is anything written to beside a manifest that is damaged: it may name any file.
         """
-        if before is None and not (attempt > 0 and manifest.world_size > 1):
+        names = self._names(manifest.step)
+        known = before is None and all(e.manifest for e in self._saves(manifest.step, names))
+        if known and not (attempt > 0 and manifest.world_size > 1):
             return {part.name: part.name for part in manifest.parts}
-        taken = {part.name for part in before.parts} if before is not None else set()
+        taken = {*names, *(part.name for part in before.parts)} if before is not None else {*names}
         number = max(attempt, 1)
         while not taken.isdisjoint(part_name(p.rank, manifest.id, number) for p in manifest.parts):
             number += 1
@@ -665,7 +683,8 @@ class Store:
         """Makes the checkpoint complete; its parts are on their device already.
 
         An earlier save of the step goes, unless it is of a branch that was given up: that one stays
-        under a name of its own, so that the training can go back to it.
+        under a name of its own, so that the training can go back to it. Where the manifest that is
+        there is damaged, or cannot be read, it stays, and the new one gets such a name.
         """
         directory = self.directory(manifest.step)
         with self._changing, io_errors("complete the checkpoint in", directory):
@@ -675,10 +694,10 @@ class Store:
             sync_directory(directory)
             self.check_owned()  # which may have taken long
             there = before.manifest if before is not None else None
-            if there is None or there.id == manifest.id:
+            if before is None or (there is not None and there.id == manifest.id):
                 _write_durably(directory / _MANIFEST, manifest.to_bytes())
                 return
-            if manifest.order < there.order:  # a drain that comes late
+            if there is None or manifest.order < there.order:  # or a drain that comes late
                 _write_durably(directory / _aside(manifest.id), manifest.to_bytes())
                 return
             stays = not is_past(there.sequence, manifest.sequence, manifest.abandoned)
@@ -709,7 +728,10 @@ class Store:
         directory = self.directory(step)
         with self._changing, io_errors("remove the checkpoint in", directory):
             names = self._names(step)
-            entries = [e for e in self._saves(step, names) if e.manifest and e.manifest.id == id]
+            found = self._saves(step, names)
+            for entry in found:
+                entry.refuse_unread()  # it may name the parts
+            entries = [e for e in found if e.manifest and e.manifest.id == id]
             parts = {p.name for e in entries if e.manifest for p in e.manifest.parts}
             _unlink(directory / entry.name for entry in entries)
             if entries:
@@ -955,7 +977,10 @@ class Store:
 
     def _completed(self, manifest: Manifest, rank: int, left: bool) -> bool:
         """Whether rank 0 has made the checkpoint complete; `left`: of this rank's word, too."""
-        if self.find(manifest.step, manifest.id) is None:
+        try:
+            if self.find(manifest.step, manifest.id) is None:
+                return False
+        except IoError:  # the next look may tell
             return False
         if not left:
             return True

@@ -128,7 +128,7 @@ def _list(stores: Sequence[Store], step: int | None, *, check: bool) -> int:
             except IoError as error:
                 state, failed = f"UNREADABLE: {error}", error.exit_code
             manifest = entry.manifest
-            if failed and manifest is not None and store.find(entry.step, manifest.id) is None:
+            if failed and manifest is not None and store.lacks(manifest):
                 state, failed = "removed meanwhile", 0  # by the job's retention
             status = max(status, failed)
             print(_row(store, entry, state, top))

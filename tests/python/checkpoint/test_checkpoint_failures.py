@@ -425,6 +425,132 @@ def test_a_forked_child_is_refused(tmp_path: Path) -> None:
     assert steps_in(tmp_path) == [1, 3]
 
 
+# ------------------------------------------------------------------ what cannot be read
+
+
+class Unread:
+    """Files that the system refuses to read."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.paths: set[Path] = set()
+        inner = Path.read_bytes
+
+        def read(path: Path) -> bytes:
+            if path in self.paths:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return inner(path)
+
+        monkeypatch.setattr(Path, "read_bytes", read)
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {p.name: (p.name, p.open("rb").read())[1] for p in directory.iterdir()}
+
+
+@pytest.mark.parametrize("how", ["damaged", "unread"])
+def test_a_checkpoint_that_was_passed_over_stays_when_its_step_is_saved_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    unread, store = Unread(monkeypatch), Store(tmp_path, "durable")
+    directory, manifest = store.directory(2), store.directory(2) / "manifest.json"
+    with nostall.Checkpointer(durable=tmp_path, level="durable") as ckpt:
+        for step in (1, 2):
+            ckpt.save(state_of(step), step)
+    if how == "damaged":
+        manifest.write_bytes(manifest.read_bytes().replace(b'"step"', b'"stop"'))
+    else:
+        unread.paths.add(manifest)
+    before = content(directory)
+    for value in (20, 21):
+        with nostall.Checkpointer(durable=tmp_path, level="durable", keep=1) as ckpt:
+            found = ckpt.restore()
+            assert found is not None and found.state["step"] == (1 if value == 20 else 20)
+            ckpt.save(state_of(value), 2)
+            ckpt.wait(60)
+            found = ckpt.restore()
+            assert found is not None and found.state["step"] == value
+    assert before.items() <= content(directory).items()
+    if how == "damaged":
+        assert len(list(directory.iterdir())) == len(before) + 2  # the newest save alone
+        return
+    unread.paths.clear()
+    with nostall.Checkpointer(durable=tmp_path, level="durable", keep=1) as ckpt:
+        found = ckpt.restore()
+        assert found is not None and found.state["step"] == 21
+        ckpt.save(state_of(3), 3)  # and it is one of its step's saves, by the rules
+        ckpt.wait(60)
+    assert steps_in(tmp_path) == [3] and not directory.exists()
+
+
+def test_a_copy_of_which_nothing_is_known_is_not_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast, durable = two_tiers(tmp_path)
+    unread, directory = Unread(monkeypatch), durable.directory(3)
+    before = {p: p.stat() for p in directory.iterdir()}
+    unread.paths.add(directory / "manifest.json")
+    with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable", keep_fast=3) as ckpt:
+        with pytest.raises(IoError, match=r"step 3 stays in .*manifest\.json cannot be read"):
+            ckpt.wait(60)
+        unread.paths.clear()
+        ckpt.wait(60)
+    assert {p: p.stat() for p in directory.iterdir()} == before
+    # The copy of a damaged one gets other names: what is damaged may be mended by hand.
+    (directory / "manifest.json").write_bytes(b"{}")
+    with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable", keep_fast=3) as ckpt:
+        ckpt.wait(60)
+    for path, stat in before.items():
+        assert path.name == "manifest.json" or path.stat().st_mtime_ns == stat.st_mtime_ns
+    (copied,) = (m for m in durable.manifests() if m.step == 3)
+    assert durable.has_all(copied) and copied.id == fast.manifests()[-1].id
+
+
+@pytest.mark.parametrize("unknown", ["find", "check_owned"])
+def test_a_rank_does_not_take_a_copy_of_which_nothing_is_known_for_a_whole_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unknown: str
+) -> None:
+    fast, durable = Store(tmp_path / "fast", "fast"), Store(tmp_path / "durable", "durable")
+    parts = tuple(Part(rank, part_name(rank, "aaaaaaaa-000001"), 0, ()) for rank in range(2))
+    manifest, told = Manifest(1, "aaaaaaaa-000001", 2, parts), []
+    for store in (fast, durable):
+        store.make()
+        for part in parts:
+            (store.prepare(1) / part.name).touch()
+        store.publish(manifest)
+    background = BackgroundWriter(fast, durable, 1, Settings(Keep(5)))
+    monkeypatch.setattr(durable, unknown, Raising(IoError("Stale file handle")))
+    monkeypatch.setattr(background, "_drain_together", lambda drain, failed: told.append(failed))
+    background._drain(Drain(manifest))
+    assert told == ["Stale file handle"]
+
+
+def test_nothing_is_removed_of_a_step_that_has_what_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast, durable = two_tiers(tmp_path)
+    unread = Unread(monkeypatch)
+    (manifest, *_) = fast.manifests()
+    unread.paths.add(fast.directory(1) / "manifest.json")
+    before = content(durable.directory(1))
+    with pytest.raises(IoError, match=r"manifest\.json cannot be read"):
+        fast.remove(1, manifest.id)
+    assert fast.has_all(manifest) and content(fast.directory(1)) == before
+    # Room is made of the others.
+    unread.paths.clear()
+    cleaner = Cleaner(fast, durable, Settings(Keep(5)))
+    cleaner.begin()
+    remove = Store.remove
+
+    def refuse(store: Store, step: int, id: str) -> None:
+        if step == 1:
+            raise IoError("the manifest cannot be read")
+        remove(store, step, id)
+
+    monkeypatch.setattr(Store, "remove", refuse)
+    cleaner.make_room(fast, 1 << 62, dataclasses.replace(manifest, step=4, id="coming-000000"))
+    assert fast.steps() == [1]
+
+
 # ---------------------------------------------------------------------- drains
 
 
@@ -1144,7 +1270,7 @@ def test_a_rank_that_the_end_meets_in_its_wait_for_rank_0_leaves_the_drain(
 
     monkeypatch.setattr(Store, "_leave_word", left)
     with pytest.raises(StoppedError, match="part stays" if taken else "before this job's end$"):
-        engine._drain_together(Drain(manifest), damaged=False)
+        engine._drain_together(Drain(manifest), "")
     assert durable.has(1, manifest.parts[1]) == taken
 
 

@@ -690,8 +690,8 @@ def test_a_durable_copy_that_lacks_parts_is_acknowledged_by_no_rank_before_it_is
             ready.wait(60)
         drain(self, work)
 
-    def late(self: BackgroundWriter, work: Drain, *, damaged: bool) -> None:
-        drain_together(self, work, damaged=damaged and self.rank in finders)
+    def late(self: BackgroundWriter, work: Drain, failed: str) -> None:
+        drain_together(self, work, failed if self.rank in finders else "")
 
     def work(rank: int, gather: Any) -> Any:
         with make(rank, gather) as ckpt:
