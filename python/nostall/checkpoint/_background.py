@@ -396,6 +396,8 @@ class BackgroundWriter:
             if nodes is not None:
                 outcome = nodes.commit(manifest, mine, lambda: self._stopping)
                 reason, certain, job.complete = outcome[:3]
+                if outcome.problem:
+                    self._say(job.saved, outcome.problem)
             else:
                 reason = store.commit(
                     manifest,
@@ -460,7 +462,9 @@ class BackgroundWriter:
                 self._writing = None
 
     def _parts_here(self, manifest: Manifest) -> int:
-        """How many parts of a checkpoint come to this fast directory."""
+        """How many parts of a checkpoint come to this fast directory, if this rank writes one."""
+        if manifest.replicated:
+            return 1
         if self.nodes is None:
             return manifest.world_size
         ranks = len(self.nodes.groups[self.nodes.node])

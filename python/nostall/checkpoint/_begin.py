@@ -295,19 +295,33 @@ def _groups(seen: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def _settle(nodes: Nodes, held: Sequence[Held]) -> None:
-    """Gives this node the manifests that it missed, and removes files that no manifest names."""
-    store = nodes.store
+    """Removes files that no node's manifest names, then gives this node the manifests that it missed:
+    a disk may be full of what is removed. What fails here is tried again by the next start."""
+    store, here = nodes.store, nodes.node
     whole = newest(h.manifest for h in held if not h.lost)
+
+    def trying(change: Callable[[Manifest], None], manifest: Manifest) -> None:
+        try:
+            change(manifest)
+        except OSError as error:
+            _log.warning("the checkpoint of step %d in %s: %s", manifest.step, store.root, error)
+
+    def remove(manifest: Manifest) -> None:
+        if store.find(manifest.step, manifest.id) is not None:
+            store.remove(manifest.step, manifest.id)
+
+    def complete(manifest: Manifest) -> None:
+        if store.find(manifest.step, manifest.id) != manifest:
+            store.prepare(manifest.step)
+            store.publish(manifest)
+
     for h in held:
-        step = h.manifest.step
-        here = store.find(step, h.manifest.id)
-        if h.lost:
-            if whole is not None and h.manifest.sequence < whole.sequence and here is not None:
-                store.remove(step, h.manifest.id)  # parts of it went with another node
-        elif any(nodes.node in at for at in h.holders.values()) and here != h.manifest:
-            store.prepare(step)
-            store.publish(h.manifest)
-    store.clean()
+        if h.lost and whole is not None and h.manifest.sequence < whole.sequence:
+            trying(remove, h.manifest)  # parts of it went with another node
+    missed = [h for h in held if not h.lost and any(here in at for at in h.holders.values())]
+    store.clean({name for h in missed for name, at in h.holders.items() if here in at})
+    for h in missed:
+        trying(complete, h.manifest)
 
 
 def undrained(

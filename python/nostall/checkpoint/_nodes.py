@@ -35,19 +35,21 @@ _REMEMBERED = 1000  # saves
 _THREADS = 2
 # Seconds that a rank waits longer for the answer, in which rank 0 completes the checkpoint.
 _PUBLISHING_SECONDS = 20.0
+_LATER = "; the next start gives it the manifest"
 
 
 class Outcome(NamedTuple):
     """The outcome of a save: "" or why it is not a checkpoint, and whether that is certain.
 
     If it is not, the checkpoint may be complete, and its parts must stay. `manifest` is set if it
-    is complete, and `missed` are the nodes that may lack it.
+    is complete, `missed` are the nodes that may lack it, and `problem` says why.
     """
 
     reason: str
     certain: bool = True
     manifest: Manifest | None = None
     missed: tuple[int, ...] = ()
+    problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -372,11 +374,10 @@ class Nodes:
             if self.store.find(manifest.step, manifest.id) is not None:
                 return Outcome("")  # complete: the answer alone was lost
             return Outcome(f"rank 0 cannot be asked: {error}", not told)
-        if self.leader:
-            problem, _ = self._publish_here(whole)  # once more
-            if problem:
-                _log.warning("this node has no manifest of step %d: %s", whole.step, problem)
-        return Outcome("", manifest=whole)
+        problem = self._publish_here(whole)[0] if self.leader else ""  # once more
+        if problem:
+            problem = f"node {self.node} has no manifest of step {whole.step}: {problem}{_LATER}"
+        return Outcome("", manifest=whole, problem=problem)
 
     def _take_note(self, id: str, rank: int, note: Any) -> None:
         with self._changed:
@@ -426,13 +427,11 @@ class Nodes:
                 certain = certain and surely
         if len(missed) == len(self.groups):
             return Outcome("; ".join(problems), certain)
+        problem = ""
         if problems:
-            _log.warning(
-                "the checkpoint of step %d is complete, but not all nodes know: %s",
-                manifest.step,
-                "; ".join(problems),
-            )
-        return Outcome("", manifest=manifest, missed=tuple(missed))
+            nodes = "; ".join(problems)
+            problem = f"step {manifest.step} is complete, but not all nodes know: {nodes}{_LATER}"
+        return Outcome("", manifest=manifest, missed=tuple(missed), problem=problem)
 
     def _publish_here(self, manifest: Manifest) -> tuple[str, bool]:
         """Why this node has no manifest, or "", and whether it certainly has none."""

@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -500,7 +500,7 @@ class ObjectStore(Store):
             self._wanted = 0
         self.check_owned()  # says which job it is
 
-    def clean(self) -> list[str]:
+    def clean(self, named: Collection[str] = ()) -> list[str]:
         """Removes what owners before have left and no manifest names."""
         rubbish: list[str] = []
         empty: list[str] = []
@@ -514,7 +514,7 @@ class ObjectStore(Store):
             if any(entry.manifest is None for entry in entries):
                 continue  # damaged: for the user to look at
             manifests = [entry.manifest for entry in entries if entry.manifest is not None]
-            named = {part.name for m in manifests for part in m.parts}
+            stay = {*named, *(part.name for m in manifests for part in m.parts)}
             for entry in entries:
                 # All its parts went when an owner that began later did not know it.
                 if entry.manifest is not None and not any(
@@ -525,7 +525,7 @@ class ObjectStore(Store):
             known = {entry.name for entry in entries}
             for name in names:
                 match = _OURS.fullmatch(name)
-                if match is None or name in named or name in known:
+                if match is None or name in stay or name in known:
                     continue
                 if match["token"] is None:
                     rubbish.append(self.key(_step(step), name))

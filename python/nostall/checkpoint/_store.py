@@ -18,7 +18,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -570,10 +570,11 @@ class Store:
         for token in tokens:
             (self._path / f".run-{token}").unlink(missing_ok=True)
 
-    def clean(self) -> list[str]:
+    def clean(self, named: Collection[str] = ()) -> list[str]:
         """Removes files of ours that no manifest names; their paths.
 
-        What else lies in a step's directory is the user's and stays.
+        What else lies in a step's directory is the user's and stays. So do parts that are `named` by
+        manifests elsewhere.
         """
         removed = []
         for step in self.steps():
@@ -587,7 +588,7 @@ class Store:
             entries = self._saves(step, names)
             if any(entry.manifest is None for entry in entries):
                 continue  # damaged: for the user to look at
-            keep = {entry.name for entry in entries}
+            keep = {*named, *(entry.name for entry in entries)}
             for entry in entries:
                 assert entry.manifest is not None
                 keep |= {part.name for part in entry.manifest.parts}

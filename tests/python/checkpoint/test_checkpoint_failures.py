@@ -898,6 +898,27 @@ def test_no_more_is_removed_than_makes_room(
     assert ("step 1 is removed before the one that replaces it" in caplog.text) != durable
 
 
+@pytest.mark.parametrize(("replicated", "parts"), [(True, 1), (False, 2)])
+def test_room_is_made_for_the_parts_that_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replicated: bool, parts: int
+) -> None:
+    asked: list[int] = []
+
+    def note(self: Cleaner, fast: Store, size: int, coming: Manifest) -> None:
+        asked.append(size)
+
+    monkeypatch.setattr(Cleaner, "make_room", note)
+
+    def work(rank: int, gather: Any) -> int:
+        with ranked(tmp_path, 2, replicated=replicated)(rank, gather) as ckpt:
+            saved = ckpt.save({"w": np.zeros(5000)}, 1, level="fast")
+            assert saved is not None
+            return saved.bytes
+
+    size, _ = World(2).run(work)
+    assert asked == [parts * size]
+
+
 class Full:
     """Writes of snapshots that leave a file and find no room, where `refuses` says so of its path."""
 

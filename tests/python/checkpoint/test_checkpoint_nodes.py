@@ -577,13 +577,16 @@ def test_a_node_that_misses_the_manifest_drains_all_the_same(
         patched.setattr(Store, "publish", fail)
         results = World(2).run(work)
     assert failed
-    assert results == [([], 1, "fast", 0), ([], 1, "fast", 1)]
+    told = [" ".join(result[0]) for result in results]
+    assert "step 1 is complete, but not all nodes know: node 1: the disk is full" in told[0]
+    assert ("node 1 has no manifest of step 1: the disk is full" in told[1]) != heals
+    assert [result[1:] for result in results] == [(1, "fast", 0), (1, "fast", 1)]
     durable = Store(tmp_path / "durable", "durable")
     assert [e.step for e in durable.entries()] == [1]
 
 
 def test_the_first_rank_of_a_node_writes_the_manifest_that_it_misses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NOSTALL_HOST", "127.0.0.1")
     stores = [Store(tmp_path / f"node{node}", "fast") for node in range(2)]
@@ -614,11 +617,53 @@ def test_the_first_rank_of_a_node_writes_the_manifest_that_it_misses(
     for thread in threads:
         thread.join(60)
     (whole,) = stores[0].manifests()
-    assert told == {0: Outcome("", True, whole, (1,)), 1: Outcome("", True, whole), 2: told[1]}
+    problems = {rank: told[rank].problem for rank in told}
+    assert {r: one._replace(problem="") for r, one in told.items()} == {
+        0: Outcome("", True, whole, (1,)), 1: Outcome("", True, whole), 2: Outcome("", True, whole)
+    }  # fmt: skip
     assert len(tried) == 2 and tried[1] == "1"  # the first time rank 0 has asked for it
-    assert caplog.text.count("this node has no manifest of step 5: the disk is full") == 1
+    assert "step 5 is complete, but not all nodes know: node 1: the disk is full" in problems[0]
+    assert "node 1 has no manifest of step 5: the disk is full" in problems[1] and not problems[2]
     for one in ranks:
         one.close()
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_a_full_disk_keeps_no_job_from_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, room: bool
+) -> None:
+    """A node has missed a manifest, and its disk is full; removing rubbish gives room, or none."""
+    monkeypatch.setenv("NOSTALL_HOST", "127.0.0.1")
+    make = checkpointer_of(tmp_path, world_size=2)
+
+    def save(rank: int, gather: Any) -> None:
+        with make(rank, gather) as ckpt:
+            ckpt.save({"rank": rank}, 1, level="fast")
+
+    assert World(2).run(save) == [None, None]
+    directory = Store(tmp_path / "node1", "fast").directory(1)
+    manifest, (part,) = directory / "manifest.json", directory.glob("*.safetensors")
+    manifest.unlink()
+    rubbish = directory / part_name(1, "aaaaaaaa-000001")
+    rubbish.touch()
+    write = nostall.checkpoint._store._write_durably
+
+    def full(path: Path, data: bytes) -> None:
+        if path.is_relative_to(tmp_path / "node1") and (rubbish.exists() or not room):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(path, data)
+
+    def restore(rank: int, gather: Any) -> Any:
+        with make(rank, gather) as ckpt:
+            found = ckpt.restore()
+            return found and (found.step, found.state["rank"])
+
+    with monkeypatch.context() as patched:
+        patched.setattr(nostall.checkpoint._store, "_write_durably", full)
+        assert World(2).run(restore) == [(1, 0), (1, 1)]
+    assert part.exists() and not rubbish.exists() and manifest.exists() == room
+    assert ("the checkpoint of step 1 in" in caplog.text) != room
+    assert World(2).run(restore) == [(1, 0), (1, 1)] and manifest.exists()
 
 
 @pytest.mark.parametrize("partner", [True, False])
