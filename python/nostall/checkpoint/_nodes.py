@@ -338,6 +338,11 @@ class Nodes:
         self, manifest: Manifest, mine: Part | str | None, stopped: Callable[[], bool]
     ) -> Outcome:
         """As `Store.commit`: all ranks' parts become one checkpoint, or none does."""
+        if isinstance(mine, Part):  # its name is to survive a power cut too, once it is reported
+            try:
+                sync_directory(self.store.directory(manifest.step))
+            except OSError as error:
+                mine = f"{self.store.directory(manifest.step)} cannot be synced: {error.strerror}"
         note = {"failed": mine} if isinstance(mine, str) else mine and mine.to_dict()
         if self.rank != 0:
             return self._ask_for_outcome(manifest, note)

@@ -406,6 +406,34 @@ def own_part(nodes: Nodes, step: int) -> Part:
     return dataclasses.replace(part_at(nodes.store, step, b"y"), rank=nodes.rank)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_name_of_a_part_is_durable_before_it_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    first, second = two_nodes(tmp_path)
+    synced: list[Path] = []
+    reports: dict[int, Any] = {}
+
+    def sync(path: Path) -> None:
+        if fails:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        synced.append(path)
+
+    def note(nodes: Nodes, id: str, rank: int, report: Any) -> None:
+        reports[rank] = report
+        assert fails or synced == [first.store.directory(5), second.store.directory(5)][: rank + 1]
+
+    monkeypatch.setattr(nostall.checkpoint._nodes, "sync_directory", sync)
+    monkeypatch.setattr(Nodes, "_take_note", note)
+    for nodes in (first, second):
+        part = own_part(nodes, 5)
+        monkeypatch.setattr(nodes, "_timeout", 0.1)
+        nodes.commit(Manifest(5, "aaaaaaaa-000001", 2, ()), part, lambda: True)
+        assert ("cannot be synced" in str(reports[nodes.rank])) == fails
+    for nodes in (first, second):
+        nodes.close()
+
+
 def test_ranks_that_do_not_finish_are_named_and_a_stop_ends_the_wait(tmp_path: Path) -> None:
     first, second = some_nodes(tmp_path, 2, timeout=0.1)
     late = first.commit(Manifest(5, "aaaaaaaa-000001", 2, ()), own_part(first, 5), lambda: False)
