@@ -32,7 +32,6 @@ from nostall.checkpoint._options import (
     CheckpointOptions,
     with_arguments,
 )
-from nostall.checkpoint._place import UnreachableError
 from nostall.checkpoint._restore import MisfitError, Restored, check_fit
 from nostall.checkpoint._retention import Keep
 from nostall.checkpoint._saved import Drain, Failures, Job, Level, Saved, Settings
@@ -205,7 +204,7 @@ class Checkpointer:
         on_nodes = held if self._nodes is not None else None
         try:
             left = undrained(self.fast, self.durable, keep, on_nodes)
-        except UnreachableError as error:  # the other ranks have begun, and do not ask
+        except (Error, OSError) as error:  # the other ranks have begun, and do not ask
             _log.warning(
                 "what an earlier job left in %s is copied to %s at the next start: %s",
                 self.fast.root,

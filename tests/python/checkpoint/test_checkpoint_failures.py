@@ -19,6 +19,7 @@ from test_checkpointer import World, ranked, steps_in
 
 import nostall
 import nostall.checkpoint._background
+import nostall.checkpoint._checkpointer
 import nostall.checkpoint._saved
 import nostall.checkpoint._store
 from nostall import _native
@@ -1021,6 +1022,20 @@ def test_what_a_rank_says_survives_that_another_removes_the_empty_directory(
         assert store._leave_word(manifest, rank, b"{}") == ""
         assert [*store._words(manifest, [rank])] == [(rank, b"{}")]
     assert len(removed) == 3
+
+
+def test_what_rank_0_cannot_look_at_keeps_no_rank_from_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    error = OSError(errno.EIO, os.strerror(errno.EIO))
+    monkeypatch.setattr(nostall.checkpoint._checkpointer, "undrained", Raising(error))
+
+    def work(rank: int, gather: Any) -> int:
+        with ranked(tmp_path, 2)(rank, gather) as ckpt:
+            return ckpt.rank
+
+    assert World(2).run(work) == [0, 1]
+    assert "at the next start: [Errno 5]" in caplog.text
 
 
 @pytest.mark.parametrize("failing", [0, 1])
