@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import functools
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from nostall import _native
 from nostall.base._words import words_of
@@ -40,8 +41,11 @@ _INTERVAL = 60.0
 
 # A rank waits so long for room on a full fast directory, and looks for it at such intervals.
 _ROOM_SECONDS, _LOOK_SECONDS = 10.0, 0.2
+# How often other ranks may find a step's directory empty, and remove it, before a part is in it.
+_REMOVALS = 100
 
 _log = logging.getLogger("nostall")
+T = TypeVar("T")
 
 
 class BackgroundWriter:
@@ -424,7 +428,11 @@ class BackgroundWriter:
         while True:
             path = store.prepare(job.manifest.step) / name
             try:
-                return self._write_file(store, job, snapshot, path)
+                return _beside_removals(
+                    store,
+                    job.manifest.step,
+                    functools.partial(self._write_file, store, job, snapshot, path),
+                )
             except OSError as error:
                 if store is not self.fast or self._cleans or not _is_full(error):
                     raise
@@ -660,8 +668,13 @@ class BackgroundWriter:
             raise IoError(reason)
 
     def _copy(self, drain: Drain, part: Part, name: str) -> None:
-        """Copies a part into the file `name`: from this node, or else from the first node that has an
-        undamaged copy."""
+        """Copies a part into the file `name`."""
+        assert self.durable is not None
+        copy = functools.partial(self._copy_from_nodes, drain, part, name)
+        _beside_removals(self.durable, drain.manifest.step, copy)
+
+    def _copy_from_nodes(self, drain: Drain, part: Part, name: str) -> None:
+        """The same, from this node, or else from the first node that has an undamaged copy."""
         nodes = self.nodes
         if nodes is None or drain.held is None:
             self._copy_here(drain, part, name)
@@ -822,6 +835,21 @@ class BackgroundWriter:
         _log.warning("%s", problem)
         if saved is not None:
             saved.problems.append(problem)
+
+
+def _beside_removals(store: Store, step: int, write: Callable[[], T]) -> T:
+    """What `write` gives, which makes a file in a step's directory.
+
+    Another rank may remove that directory as long as nothing is in it: it is made again.
+    """
+    for _ in range(_REMOVALS):
+        try:
+            return write()
+        except OSError:
+            if not store.step_is_gone(step):
+                raise
+        store.make_step(step)
+    return write()
 
 
 def _is_full(error: OSError) -> bool:

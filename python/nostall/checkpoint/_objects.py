@@ -632,6 +632,9 @@ class ObjectStore(Store):
     def make_step(self, step: int) -> None:
         pass
 
+    def step_is_gone(self, step: int) -> bool:
+        return False
+
     def part_name(self, part: Part, id: str) -> str:
         return _part_name(part, id, _TOGETHER)
 

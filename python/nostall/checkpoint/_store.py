@@ -621,6 +621,10 @@ class Store:
         """Makes what a step's copies need."""
         self.prepare(step)
 
+    def step_is_gone(self, step: int) -> bool:
+        """Whether a step's directory is not there: another rank removes one that it finds empty."""
+        return not self.directory(step).is_dir()
+
     def part_name(self, part: Part, id: str) -> str:
         """Of the copy of a part that its own rank makes here, once for each save."""
         return part.name

@@ -1024,6 +1024,41 @@ def test_what_a_rank_says_survives_that_another_removes_the_empty_directory(
     assert len(removed) == 3
 
 
+@pytest.mark.parametrize("kind", ["fast", "durable"])
+@pytest.mark.parametrize("times", [3, 1000])
+def test_a_part_is_written_although_others_remove_its_empty_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, times: int
+) -> None:
+    """As retention of rank 0 does, which took an earlier save of the step from it."""
+    left, write, copy = [times], BackgroundWriter._write_file, BackgroundWriter._copy_here
+
+    def removing(inner: Any) -> Any:
+        def late(background: BackgroundWriter, *arguments: Any) -> Any:
+            if left[0]:
+                left[0] -= 1
+                with contextlib.suppress(FileNotFoundError):
+                    os.rmdir(tmp_path / kind / "step-000000000001")
+            return inner(background, *arguments)
+
+        return late
+
+    if kind == "fast":
+        monkeypatch.setattr(BackgroundWriter, "_write_file", removing(write))
+    else:
+        monkeypatch.setattr(BackgroundWriter, "_copy_here", removing(copy))
+    with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable") as ckpt:
+        saved = ckpt.save(state_of(1), 1)
+        assert saved is not None
+        ckpt._background.wait(drained=False, timeout=60)
+        with contextlib.suppress(IoError):
+            saved.wait("durable", 60)
+        if times == 3:
+            assert saved.level == "durable" and saved.problems == [] and left == [0]
+        else:  # it is no other rank that removes it so often
+            assert "No such file" in saved.problems[0] and left[0] > 0
+            left[0] = 0
+
+
 def test_what_rank_0_cannot_look_at_keeps_no_rank_from_beginning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
