@@ -72,6 +72,8 @@ class View:
     top: tuple[int, Ranges] | None
     # Directories that are not the job's any more: why.
     away: list[str] = field(default_factory=list)
+    # Of what is damaged or cannot be read: the kind of its store, and its step.
+    passed: list[tuple[str, int]] = field(default_factory=list)
 
 
 def view(stores: Sequence[Store], step: int | None) -> View:
@@ -83,6 +85,7 @@ def view(stores: Sequence[Store], step: int | None) -> View:
     choices: list[Choice] = []
     problems: list[str] = []
     away: list[str] = []
+    passed: list[tuple[str, int]] = []
     records: list[Record | None] = []
     for store in stores:
         if store.is_directory:
@@ -105,12 +108,13 @@ def view(stores: Sequence[Store], step: int | None) -> View:
             if damage or entry.manifest is None:
                 if damage:
                     problems.append(damage)
+                    passed.append((store.kind, entry.step))
             else:
                 manifest = entry.manifest
                 choices.append(Choice(entry.step, store.kind, manifest.id, manifest.order))
     top = newest(records)
     last = (top.sequence, top.abandoned) if top is not None else None
-    found = View([], [*away, *problems], last, away)
+    found = View([], [*away, *problems], last, away, passed)
     found.choices = in_order(choices, found.top)
     return found
 

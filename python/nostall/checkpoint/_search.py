@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from nostall.base._words import words_of
 from nostall.checkpoint._format import Manifest
@@ -19,6 +21,9 @@ from nostall.job._world import AllGather
 
 _log = logging.getLogger("nostall")
 Progress = Callable[[int, int], None] | None
+# Seconds before each look for checkpoints that some rank does not see: together more than file systems
+# keep the names of a directory, 60 s by NFS's default.
+_PAUSES = 0.0, 0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0
 
 
 class Search:
@@ -92,6 +97,59 @@ class Search:
         return None
 
     def _choices(self, step: int | None) -> tuple[list[Choice], list[str]]:
+        if self._world_size == 1:
+            found, _ = self._look(step)
+            self._top, self._gone = found.top, found.away
+            return found.choices, found.problems
+        for again, pause in enumerate(_PAUSES):
+            time.sleep(pause)
+            found, mine = self._look(step)
+            views = [json.loads(v) for v in self._allgather(json.dumps(mine).encode())]
+            if aways := [f"rank {r}: {v['away']}" for r, v in enumerate(views) if v["away"]]:
+                raise UnreachableError("; ".join(aways))
+            tops = [(int(t[0]), checked(t[1])) for v in views for t in v["tops"] if t is not None]
+            self._top = max(tops, default=None)
+            common = set.intersection(*({tuple(c[:3]) for c in v["choices"]} for v in views))
+            choices = [c for c in found.choices if c[:3] in common]
+            held: list[Held] = []
+            if self._nodes is not None:
+                held = together([views[group[0]]["held"] for group in self._nodes.groups])
+            whole = [h for h in held if not h.lost and step in (None, h.manifest.step)]
+            choices += [
+                Choice(h.manifest.step, "fast", h.manifest.id, h.manifest.order) for h in whole
+            ]
+            choices = in_order(choices, self._top)
+            unseen = self._unseen(choices, views, step)
+            if not unseen:
+                break
+            if not again:
+                _log.warning("%s: looking again", unseen)
+        else:
+            raise UnreachableError(
+                f"{unseen}, and an older one is not restored: is it the same directory on all nodes?"
+            )
+        self._held = {h.manifest.id: h for h in whole}
+        problems = _of_ranks([v["problems"] for v in views])
+        self._gone = [
+            f"rank {rank}: {'; '.join(v['gone'])}" for rank, v in enumerate(views) if v["gone"]
+        ]
+        self._newest = max(v["newest"] for v in views)
+        last = max((c.sequence for c in choices), default=None)
+        there = {choice.id for choice in choices}
+        for h in held:
+            if step is None and h.lost and h.manifest.id not in there:
+                self._damaged.add(h.manifest.id)  # it takes no place among those that are kept
+            # Older ones go by the rule of retention, node by node.
+            newer = last is None or h.manifest.sequence > last
+            if h.lost and newer and step in (None, h.manifest.step):
+                problems.append(
+                    f"step {h.manifest.step}: no node has the parts of ranks {h.lost} in its fast "
+                    "directory any more; partner=True keeps a second copy"
+                )
+        return choices, problems
+
+    def _look(self, step: int | None) -> tuple[View, dict[str, Any]]:
+        """What this rank finds, and its note of that to the others."""
         own = self._nodes.store if self._nodes is not None else None
         found, here, away = View([], [], None), View([], [], None), ""
         leads = own is not None and self._nodes is not None and self._nodes.leader
@@ -110,52 +168,42 @@ class Search:
             if self._world_size == 1:
                 raise
             away = words_of(error)  # the other ranks wait for this one's note
-        self._top = found.top
-        if self._world_size == 1:
-            self._gone = found.away
-            return found.choices, found.problems
-        mine = {
+        return found, {
             "away": away,
             "gone": [*found.away, *here.away],
             "newest": self._newest,
             "choices": found.choices,
+            "passed": found.passed,
             "tops": [found.top, here.top],
             "held": held_here,
             "problems": [*found.problems, *here.away, *here.problems],
         }
-        views = [json.loads(v) for v in self._allgather(json.dumps(mine).encode())]
-        if aways := [f"rank {rank}: {v['away']}" for rank, v in enumerate(views) if v["away"]]:
-            raise UnreachableError("; ".join(aways))
-        tops = [(int(t[0]), checked(t[1])) for v in views for t in v["tops"] if t is not None]
-        self._top = max(tops, default=None)
-        common = set.intersection(*({tuple(c[:3]) for c in v["choices"]} for v in views))
-        choices = [c for c in found.choices if c[:3] in common]
-        problems = _of_ranks([v["problems"] for v in views])
-        self._gone = [
-            f"rank {rank}: {'; '.join(v['gone'])}" for rank, v in enumerate(views) if v["gone"]
-        ]
-        self._newest = max(v["newest"] for v in views)
-        if self._nodes is None:
-            return in_order(choices, self._top), problems
-        held = together([views[group[0]]["held"] for group in self._nodes.groups])
-        whole = [h for h in held if not h.lost and step in (None, h.manifest.step)]
-        for h in whole:
-            self._held[h.manifest.id] = h
-            choices.append(Choice(h.manifest.step, "fast", h.manifest.id, h.manifest.order))
-        choices = in_order(choices, self._top)
-        last = max((c.sequence for c in choices), default=None)
-        there = {choice.id for choice in choices}
-        for h in held:
-            if step is None and h.lost and h.manifest.id not in there:
-                self._damaged.add(h.manifest.id)  # it takes no place among those that are kept
-            # Older ones go by the rule of retention, node by node.
-            newer = last is None or h.manifest.sequence > last
-            if h.lost and newer and step in (None, h.manifest.step):
-                problems.append(
-                    f"step {h.manifest.step}: no node has the parts of ranks {h.lost} in its fast "
-                    "directory any more; partner=True keeps a second copy"
-                )
-        return choices, problems
+
+    def _unseen(
+        self, choices: Sequence[Choice], views: Sequence[dict[str, Any]], step: int | None
+    ) -> str:
+        """Which ranks do not see a checkpoint that is better than all that they have in common; or "".
+
+        A network file system shows a file late to a machine that has looked for it before. A rank that
+        says what is wrong with the checkpoint, or with the directory, has seen what is there.
+        """
+        seen = {Choice(c[0], c[1], c[2], tuple(c[3])) for v in views for c in v["choices"]}
+        for choice in in_order(seen.union(choices), self._top):
+            if choices and choice.id == choices[0].id:
+                break
+            if step is None and not on_branch(choice, self._top):
+                break
+            without = [
+                rank
+                for rank, v in enumerate(views)
+                if not v["gone"]
+                and [choice.kind, choice.step] not in v["passed"]
+                and choice.id not in [c[2] for c in v["choices"] if c[1] == choice.kind]
+            ]
+            if without:
+                root = next(s.root for s in self._stores if s.kind == choice.kind)
+                return f"ranks {without} do not see the checkpoint of step {choice.step} in {root}"
+        return ""
 
     def _refuse_gone(self, step: int | None, choices: Sequence[Choice]) -> None:
         """Goes back to no older checkpoint where a directory is gone that may have the newest."""

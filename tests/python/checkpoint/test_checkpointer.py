@@ -18,6 +18,7 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -1212,6 +1213,50 @@ def test_a_directory_that_one_rank_cannot_read_ends_the_restore_of_all(
 
     monkeypatch.setattr(Store, method, refuse)
     assert World(2).run(work) == [(1, 0), (1, 1)]
+
+
+@pytest.mark.parametrize(("step", "looks"), [(2, 3), (2, 99), (1, 99)])
+def test_a_checkpoint_that_a_rank_sees_late_is_looked_for_again(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    step: int,
+    looks: int,
+) -> None:
+    """As over NFS, where a client keeps names, also those that were not there."""
+    make, rank1, inner = ranked(tmp_path, 2), threading.local(), Store.read
+    pauses: list[float] = []
+
+    def read(store: Store, at: int, name: str) -> Any:
+        return None if at == step and getattr(rank1, "blind", 0) else inner(store, at, name)
+
+    def pause(seconds: float) -> None:
+        if getattr(rank1, "blind", 0):
+            rank1.blind -= 1
+            pauses.append(seconds)
+
+    monkeypatch.setattr(Store, "read", read)
+    monkeypatch.setattr(_search, "time", SimpleNamespace(sleep=pause))
+
+    def work(rank: int, gather: Any) -> Any:
+        with make(rank, gather) as ckpt:
+            for at in (1, 2):
+                ckpt.save(state_of(rank), at, level="durable")
+            ckpt.wait(60)
+            gather(b"")
+            rank1.blind = looks if rank == 1 else 0
+            found: Any = None
+            try:
+                found = ckpt.restore()
+            except UnreachableError as error:
+                assert str(error).startswith("ranks [1] do not see the checkpoint of step 2 in ")
+            rank1.blind = 0
+            return found and found.step
+
+    assert World(2).run(work) == [None if (step, looks) == (2, 99) else 2] * 2
+    # What is older than what all see is not waited for.
+    assert ("looking again" in caplog.text) == (step == 2)
+    assert len(pauses) == (1 if step == 1 else min(looks, len(_search._PAUSES)))
 
 
 def test_a_manifest_that_one_rank_cannot_read_is_told_on_all(
