@@ -87,7 +87,6 @@ _SKIP = (
 )
 _OF_TORCH = {
     "sampler": _SKIP,
-    "batch_sampler": _SKIP,
     "collate_fn": "pass collate= to it",
     "worker_init_fn": "it has threads, and no workers",
     "num_workers": "it has threads=, and no workers",
@@ -210,6 +209,29 @@ class Epoch:
 
     def __getitem__(self, batch: int) -> NoReturn:
         _refuse_subscript()
+
+
+class _Epochs:
+    """The batch sampler, and its sampler, to which Lightning tells the epoch that it begins.
+
+    Lightning loads no state into a loader at the end of an epoch, nor into one that it makes anew.
+    """
+
+    def __init__(self, loader: DataLoader) -> None:
+        self._loader = loader
+        self.batch_size = loader.batch_size
+
+    @property
+    def sampler(self) -> _Epochs:
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Goes forward alone, and not after a state was loaded: with max_steps= Lightning counts an
+        epoch twice then."""
+        loader = self._loader
+        fresh = loader._loads == 0 and loader._options.steps is None
+        if fresh and epoch > loader._next_epoch():
+            loader.set_epoch(epoch)
 
 
 class DataLoader:
@@ -501,7 +523,7 @@ class DataLoader:
 
         With `steps`: all batches that are left of them, after the last one that was handed out.
         """
-        batches = self._iterate(*self._next())
+        batches = self._iterate(self._next)
         return batches if self._options.steps is None else self._steps_left(batches, self._loads)
 
     def _next(self) -> tuple[int, int]:
@@ -517,9 +539,15 @@ class DataLoader:
             self._refuse_before_load(loads)
             yield from self._iterate_epoch(self._next_epoch())
 
+    @property
+    def batch_sampler(self) -> _Epochs:
+        """For frameworks, which set the epoch of a loader's sampler; it has no samples."""
+        return _Epochs(self)
+
     def set_epoch(self, epoch: int) -> None:
         """Makes `epoch` the next one to iterate, from its first batch.
 
+        An iteration that has not taken a batch yet begins there too.
         After `load_state_dict`, setting the epoch that was interrupted keeps its position: that of
         a state taken after the last batch has no batches left.
         """
@@ -564,26 +592,17 @@ class DataLoader:
         return epoch if batch == 0 or self._resumed else epoch + 1
 
     def _iterate_epoch(self, epoch: int) -> Iterator[Any]:
-        return self._iterate(*self._begin_of(epoch))
+        return self._iterate(functools.partial(self._begin_of, epoch))
 
     def _begin_of(self, epoch: int) -> tuple[int, int]:
         goes_on = self._resumed and epoch == self._position[0]
         return epoch, self._position[1] if goes_on else 0
 
-    def _iterate(self, epoch: int, start: int) -> Iterator[Any]:
+    def _iterate(self, place: Callable[[], tuple[int, int]]) -> Iterator[Any]:
         self._refuse_closed()
-        steps = self._options.steps
-        if epoch >= self._last_epoch:
-            raise UsageError(
-                f"this job of {counted(self._last_epoch, 'epoch')} has ended; pass a larger epochs= "
-                "to DataLoader, or none, or go back with set_epoch"
-                if steps is None
-                else f"this job of {counted(steps, 'step')} has ended: pass a larger steps= to "
-                "DataLoader"
-            )
         # A loaded position stays one until a batch is taken: this iterator may never be used.
-        self._position = (epoch, start)
-        _running.add(batches := self._batches_of(epoch, start, self._loads))
+        self._position = place()
+        _running.add(batches := self._batches_of(place, self._loads))
         return batches
 
     def _refuse_closed(self) -> None:
@@ -595,9 +614,22 @@ class DataLoader:
         if loads != self._loads:
             raise UsageError("a state was loaded into this loader: begin a new iteration")
 
-    def _batches_of(self, epoch: int, start: int, loads: int) -> Generator[Any, None, None]:
+    def _batches_of(
+        self, place: Callable[[], tuple[int, int]], loads: int
+    ) -> Generator[Any, None, None]:
         self._refuse_closed()  # it may have been made before
         self._refuse_before_load(loads)
+        # Lightning makes the iterator, then sets the epoch, or finds that all epochs are over.
+        epoch, start = self._position = place()
+        if epoch >= self._last_epoch:
+            steps = self._options.steps
+            raise UsageError(
+                f"this job of {counted(self._last_epoch, 'epoch')} has ended; pass a larger epochs= "
+                "to DataLoader, or none, or go back with set_epoch"
+                if steps is None
+                else f"this job of {counted(steps, 'step')} has ended: pass a larger steps= to "
+                "DataLoader"
+            )
         if self._ahead is not None:
             self._ahead.close()
             self._device_bytes = self._ahead.limit

@@ -289,6 +289,80 @@ for summed in (1, 2):
 """
 
 
+LIGHTNING = """
+import sys, warnings
+from pathlib import Path
+import numpy as np
+import pytorch_lightning
+import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
+import nostall
+warnings.simplefilter("ignore")
+
+EPOCHS = 4
+data = nostall.Arrays({"x": np.ones((12, 1), np.float32), "y": np.arange(12)})
+
+class Model(pytorch_lightning.LightningModule):
+    def __init__(self, validated):
+        super().__init__()
+        self.net, self.seen, self.validated = torch.nn.Linear(1, 1), [], validated
+    def train_dataloader(self):
+        return nostall.DataLoader(data, 2, epochs=EPOCHS, tiers=[], batch="tuple")
+    def val_dataloader(self):
+        checks = nostall.DataLoader(data, 4, shuffle=False, tiers=[], batch="tuple")
+        return checks if self.validated else []
+    def training_step(self, batch, _):
+        self.seen.append((self.current_epoch, batch[1].tolist()))
+        return self.net(batch[0]).sum()
+    def validation_step(self, batch, _):
+        pass
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+def fit(folder, checkpoint=None, validated=False, every=None, **options):
+    keep = ModelCheckpoint(
+        folder, "{epoch}-{step}", save_top_k=-1, every_n_train_steps=every, save_weights_only=False
+    )
+    trainer = pytorch_lightning.Trainer(
+        accelerator="cpu", callbacks=[keep], logger=False, default_root_dir=folder,
+        enable_progress_bar=False, enable_model_summary=False, **options,
+    )
+    model = Model(validated)
+    trainer.fit(model, ckpt_path=checkpoint)
+    return model.seen
+
+whole = fit(sys.argv[1] + "/whole", max_epochs=EPOCHS)
+assert [epoch for epoch, _ in whole] == [e for e in range(EPOCHS) for _ in range(6)]
+assert len({str(whole[6 * e : 6 * e + 6]).replace(f"({e},", "") for e in range(EPOCHS)}) == EPOCHS
+ways = {
+    "plain": dict(max_epochs=EPOCHS),
+    "validated": dict(max_epochs=EPOCHS, validated=True),
+    "middle": dict(max_epochs=EPOCHS, every=4),
+    "steps": dict(max_steps=6 * EPOCHS),
+    "steps, validated": dict(max_steps=6 * EPOCHS, validated=True),
+    "reloaded": dict(max_epochs=EPOCHS, reload_dataloaders_every_n_epochs=1),
+    "limited": dict(max_epochs=EPOCHS, limit_train_batches=4),
+}
+for way, options in ways.items():
+    folder = Path(sys.argv[1], way)
+    mine = fit(folder, **options)
+    if "limited" not in way:
+        assert mine == whole, (way, mine, whole)
+    kept = {int(path.stem.partition("step=")[2]): path for path in folder.glob("*.ckpt")}
+    assert len(kept) >= 3, kept
+    for step, path in kept.items():
+        rest = fit(folder / "again", str(path), **options)
+        assert rest == mine[step:], (way, path.name, rest, mine[step:])
+"""
+
+
+@pytest.mark.long
+def test_lightning_goes_on_from_the_end_of_an_epoch(tmp_path: Path) -> None:
+    needs("pytorch_lightning")
+    run = prefork.run(["-c", LIGHTNING, str(tmp_path)], torch=True, timeout=800)
+    assert run.returncode == 0, run.stderr
+
+
 def test_programs_read_of_a_loader_what_they_read_of_torchs(data: Path) -> None:
     needs("accelerate", "transformers")
     run = prefork.run(["-c", READ, str(data)], torch=True, timeout=800)

@@ -6,6 +6,7 @@ import itertools
 import subprocess
 import sys
 import threading
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -171,13 +172,43 @@ def test_trainers_find_what_they_expect_of_an_iterable(image_folder: Path) -> No
         loader.set_epoch(epoch)
         lengths.append(sum(1 for _ in iter(loader)))
     assert lengths == [len(loader)] * 3
-    # Accelerate's skip_first_batches would read the samples through a loader of torch's.
+    # Accelerate's skip_first_batches would read the samples through a loader of torch's, and Lightning
+    # would replace the order for overfit_batches.
     assert not hasattr(loader, "sampler")
-    with pytest.raises(AttributeError, match=r"no batch_sampler, .* load_state_dict"):
-        loader.batch_sampler  # noqa: B018
+    with pytest.raises(AttributeError, match=r"no sampler, .* load_state_dict"):
+        loader.sampler  # noqa: B018
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         loader.nonsense  # noqa: B018
     loader.close()
+
+
+def test_a_trainer_sets_the_epoch_of_a_new_loader_through_its_sampler() -> None:
+    source = nostall.Arrays({"id": np.arange(8)})
+
+    def ids(batches: Iterable[Any]) -> list[list[int]]:
+        return [batch["id"].tolist() for batch in batches]
+
+    with nostall.DataLoader(source, 2, epochs=3, tiers=[]) as loader:
+        whole = [ids(epoch) for epoch in loader.epochs()]
+        loader.batch_sampler.sampler.set_epoch(1)
+        with pytest.raises(UsageError, match="this job of 3 epochs has ended"):
+            next(iter(loader))  # it goes back for nobody
+    with nostall.DataLoader(source, 2, epochs=3, tiers=[]) as loader:
+        batches = iter(loader)  # made before, as Lightning makes it
+        loader.batch_sampler.sampler.set_epoch(1)
+        assert ids(batches) == whole[1]
+        with pytest.raises(UsageError, match="has no epoch 3"):
+            loader.batch_sampler.sampler.set_epoch(3)
+        loader.set_epoch(0)
+        next(batches := iter(loader))
+        state = loader.state_dict()
+    with nostall.DataLoader(source, 2, epochs=3, tiers=[]) as loader:
+        loader.load_state_dict(state)
+        loader.batch_sampler.sampler.set_epoch(1)
+        assert ids(loader) == whole[0][1:]
+    with nostall.DataLoader(source, 2, steps=8, tiers=[]) as loader:
+        loader.batch_sampler.sampler.set_epoch(1)
+        assert ids(loader) == whole[0] + whole[1]
 
 
 def test_a_loader_that_was_made_before_the_ranks_met_is_refused() -> None:
