@@ -91,12 +91,13 @@ class GradientSync:
         self.control: Any = self.engine
         self._numbers = {id(p): i for i, p in enumerate(self._parameters)}
         self._passes_left = [passes] * len(named)
+        # Those with a gradient of this step, in its order: also of passes that only accumulate.
+        self._accumulated: dict[int, None] = {}
         self._submitted: dict[int, torch.Tensor] = {}
         self._views = options.views and options.mode == "planned" and options.compression is None
         # Ranks that negotiate have no common moment to gather rows.
         self._gathers_rows = options.mode == "planned"
         self._ready_order: list[int] = []
-        self._synchronized = False
         self._paused = False
         self._orders: dict[bytes, list[int]] = {}
         self._pattern, self._seen = b"", 0
@@ -150,19 +151,19 @@ class GradientSync:
 
     def ready(self, i: int, parameter: torch.Tensor) -> None:
         """Called when parameter i has its gradient."""
+        if i in self._submitted:
+            raise UsageError(
+                f"the gradient of {self._names[i]} was computed again before optimizer.step(): "
+                f"pass backward_passes_per_step={self.passes + 1} or more, use no_sync() for all "
+                "passes but the last, or, with a GradScaler, call optimizer.synchronize() "
+                "after each backward pass whose gradients may be left out"
+            )
+        self._accumulated[i] = None
         if self._paused:
             return
         self._passes_left[i] -= 1
         if self._passes_left[i] > 0:
             return
-        if i in self._submitted:
-            raise UsageError(
-                f"the gradient of {self._names[i]} was computed again before optimizer.step(): "
-                f"pass backward_passes_per_step={self.passes + 1} or more, use no_sync() for the "
-                "passes that only accumulate, or, with a GradScaler, call optimizer.synchronize() "
-                "after each backward pass whose gradients may be left out"
-            )
-        self._synchronized = False
         self._ready_order.append(i)
         gradient = parameter.grad
         assert gradient is not None
@@ -205,16 +206,17 @@ class GradientSync:
 
     def finish(self) -> None:
         """Submits zeros for parameters without a gradient here, so that every group is complete."""
-        for i, parameter in enumerate(self._parameters):
+        for i in (*self._accumulated, *range(len(self._parameters))):
             if i in self._submitted:
                 continue
-            gradient = parameter.grad
+            gradient = self._parameters[i].grad
             if gradient is not None and gradient.is_sparse:  # gathered when the step ends
                 if self.options.check_finite:
                     self._check_finite(i, gradient.detach().coalesce().values())
                 self._submit_nothing(i)
-            # Accumulated in fewer passes than announced: it counts all the same.
-            elif gradient is not None and self._passes_left[i] < self.passes:
+            # Accumulated in fewer passes than announced, or in no_sync(): it counts all the same.
+            elif gradient is not None and i in self._accumulated:
+                self._ready_order.append(i)
                 self._give(i, gradient)
             else:
                 self._submit_nothing(i)
@@ -279,11 +281,11 @@ class GradientSync:
 
     def _settle(self) -> None:
         order = self._ready_order
+        self._accumulated = {}
         self._submitted = {}
         self._not_finite = []
         self._ready_order = []
         self._passes_left = [self.passes] * len(self._parameters)
-        self._synchronized = True
         if self.options.mode == "planned":
             self._follow(order)
 
@@ -382,9 +384,8 @@ class GradientSync:
         """
         if self._submitted:
             raise UsageError("gradients wait for optimizer.step(): call it before join()")
-        for left, parameter in zip(self._passes_left, self._parameters, strict=True):
-            if left < self.passes:
-                parameter.grad = None  # of a step that does not come
+        for i in self._accumulated:
+            self._parameters[i].grad = None  # of a step that does not come
         turns = self._gathered(self._give_zeros())
         last: int = turns.index(min(turns))
         if len(set(turns)) > 1:
@@ -409,6 +410,7 @@ class GradientSync:
 
     def _forget(self) -> None:
         """Ends a step that counts for nothing, and what was accumulated for the next one."""
+        self._accumulated = {}
         self._submitted = {}
         self._ready_order = []
         self._passes_left = [self.passes] * len(self._parameters)

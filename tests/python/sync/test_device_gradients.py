@@ -216,22 +216,35 @@ def case_what_an_optimizer_offers() -> None:
     optimizer.step()
     assert [names[g[0]] for g in groups if g[0] < len(names)] == seen
 
-    def accumulated(by_context: bool, **options: Any) -> list[torch.Tensor]:
+    def accumulated(
+        by_context: bool,
+        first: str = "both",
+        last: str = "both",
+        alone: bool = False,
+        **options: Any,
+    ) -> list[torch.Tensor]:
         model = net()
         optimizer = made(model, backward_passes_per_step=1 if by_context else 2, **options)
         for step in range(3):
             optimizer.zero_grad(set_to_none=step % 2 == 0)
             with optimizer.no_sync() if by_context else contextlib.nullcontext():
-                loss_of(model, 10 * step).backward()
-            loss_of(model, 10 * step + 1).backward()
+                loss_of(model, 10 * step, way=first).backward()
+            with optimizer.no_sync() if alone else contextlib.nullcontext():
+                loss_of(model, 10 * step + 1, way=last).backward()
             optimizer.synchronize()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             with optimizer.skip_synchronize():
                 optimizer.step()
+        assert equal(values(model), values_of_rank_0(model))
         return values(model)
 
     assert equal(accumulated(False), accumulated(True))
     assert equal(accumulated(False), accumulated(True, **STAGED))
+    # What the pass that is reduced does not use, and a step without such a pass.
+    for options in ({}, STAGED):
+        apart = accumulated(False, "left", "right", **options)
+        assert equal(apart, accumulated(True, "left", "right", **options))
+        assert equal(apart, accumulated(True, "left", "right", alone=True, **options))
 
     exact = trained()[0]
     for staged in ({}, STAGED):

@@ -388,6 +388,68 @@ def test_what_an_optimizer_offers() -> None:
     assert first["start"] == second["start"]
 
 
+PAUSED = """
+import contextlib
+from nostall.errors import UsageError
+def train(ways, paused, ranks, **options):
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if options:
+        optimizer = nt.DistributedOptimizer(
+            optimizer, model.named_parameters(), nt.SyncOptions(**options))
+    for step in range(6):
+        optimizer.zero_grad()
+        for number, way in enumerate(ways):
+            alone = options and paused[number]
+            with optimizer.no_sync() if alone else contextlib.nullcontext():
+                for r in ranks:
+                    x, y = data(10 * step + number, r)
+                    (loss_of(model(x, way), y) / len(ranks)).backward()
+        optimizer.step()
+    return weights(model)
+result = {}
+for name, options in (
+    ("views", {"views": True}), ("memory of its own", {"views": False}),
+    ("negotiated", {"mode": "negotiated", "cycle": 0.001}),
+):
+    for case, ways, paused in (
+        ("of two heads one in the last pass", ["left", "right"], [True, False]),
+        ("no pass is reduced", ["left", "both"], [True, True]),
+        ("on one rank", ["both"], [rank == 1]),
+    ):
+        result[f"{name}: {case}"] = [
+            train(ways, paused, [rank], **options), train(ways, paused, [0, 1])]
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = nt.DistributedOptimizer(optimizer, model.named_parameters())
+x, y = data(0, rank)
+loss_of(model(x), y).backward()
+try:
+    with optimizer.no_sync():
+        loss_of(model(x), y).backward()
+except UsageError as error:
+    result["after"] = str(error)
+optimizer.step()
+with optimizer.no_sync():
+    loss_of(model(x), y).backward()
+optimizer.join()
+result["gone"] = [p.grad is None for p in model.parameters()]
+"""
+
+
+@pytest.mark.multi
+def test_passes_that_only_accumulate_count_as_in_one_process() -> None:
+    first, second = run_ranks(2, MODEL + PAUSED)
+    for result in (first, second):
+        assert "use no_sync() for all passes but the last" in result.pop("after")
+        assert all(result.pop("gone"))
+    assert len(first) == 9
+    for case, (got, expected) in first.items():
+        assert got == second[case][0], case
+        assert got == pytest.approx(expected, rel=1e-4), case
+
+
 JOINED = """
 def job(batches, **options):
     torch.manual_seed(0)
