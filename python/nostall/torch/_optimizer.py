@@ -535,10 +535,20 @@ class _Distributed:
 
     def synchronize(self) -> None:
         """Waits until all gradients are reduced; for clipping, or a GradScaler, before `step`."""
+        self._nostall_give().wait()
+
+    def _nostall_give(self) -> GradientSync:
+        """Gives what this rank has, so that every group is complete."""
         sync = self.gradient_sync
+        for parameter in _parameters_of(self):
+            if id(parameter) not in sync._numbers and parameter.grad is not None:
+                raise UsageError(
+                    f"a gradient of shape {list(parameter.shape)} is not reduced, for its parameter "
+                    "was frozen, or in no group, when the DistributedOptimizer was made: make it again"
+                )
         sync.make_dense()
         sync.finish()
-        sync.wait()
+        return sync
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Inside, gradients accumulate on this rank alone."""
@@ -595,9 +605,7 @@ class _Distributed:
 
     def _step_by_group(self) -> None:
         """Updates the parameters of each group as soon as it is reduced."""
-        sync = self.gradient_sync
-        sync.make_dense()
-        sync.finish()
+        sync = self._nostall_give()
         sparse = set(sync._sparse())
         for numbers in sync.plan:
             own = [i for i in numbers if i < len(sync._parameters)]
@@ -642,7 +650,8 @@ def DistributedOptimizer(
     """Makes `optimizer` reduce gradients over all ranks; the same object is returned.
 
     Args:
-        optimizer: any torch optimizer; it keeps its class, state and schedulers.
+        optimizer: any torch optimizer; it keeps its class, state and schedulers. Also one that was
+            returned before, once other parameters are to be trained.
         named_parameters: as ``model.named_parameters()``; names for messages. All parameters of the
             optimizer if None.
         options: how gradients are reduced; the same on all ranks.
@@ -694,6 +703,9 @@ def DistributedOptimizer(
     if broadcast:
         sync.start([p.data for p in parameters], _state_tensors(optimizer))
     kind = type(optimizer)
+    if isinstance(optimizer, _Distributed):
+        optimizer.gradient_sync.close()
+        kind = kind.__bases__[1]
     distributed = type(kind.__name__, (_Distributed, kind), {"__module__": kind.__module__})
     optimizer.__class__ = distributed
     if scheduled:

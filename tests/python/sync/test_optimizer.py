@@ -450,6 +450,58 @@ def test_passes_that_only_accumulate_count_as_in_one_process() -> None:
         assert got == pytest.approx(expected, rel=1e-4), case
 
 
+UNFROZEN = """
+from nostall.errors import UsageError
+def train(distributed, ranks, **more):
+    torch.manual_seed(0)
+    model = Net()
+    model.a.requires_grad_(False)
+    made = (lambda o: nt.DistributedOptimizer(o, model.named_parameters(), **more)) \
+        if distributed else lambda o: o
+    first = [p for name, p in model.named_parameters() if not name.startswith("b.")]
+    optimizer = made(torch.optim.SGD(first, lr=0.1, momentum=0.9))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    refused = []
+    def step(number):
+        optimizer.zero_grad()
+        for r in ranks:
+            x, y = data(number, r)
+            (loss_of(model(x), y) / len(ranks)).backward()
+        optimizer.step()
+        scheduler.step()
+    model.b.requires_grad_(False)
+    step(0)
+    for number, change in enumerate((
+        lambda: model.a.requires_grad_(True),
+        lambda: optimizer.add_param_group({"params": model.b.requires_grad_(True).parameters()}),
+    ), 1):
+        change()
+        if distributed:
+            try:
+                step(number)
+            except UsageError as error:
+                refused.append(str(error))
+            assert made(optimizer) is optimizer
+        for turn in range(3):
+            step(10 * number + turn)
+    assert isinstance(optimizer, torch.optim.SGD)
+    return weights(model), refused
+result = [train(True, [rank]), train(False, [0, 1]), train(True, [rank], overlap_update=True)]
+"""
+
+
+@pytest.mark.multi
+def test_parameters_that_are_trained_later() -> None:
+    for (got, refused), (expected, _), (by_group, again) in run_ranks(2, MODEL + UNFROZEN):
+        assert got == pytest.approx(expected, rel=1e-4)
+        assert by_group == pytest.approx(expected, rel=1e-4)
+        assert refused == again
+        assert [text.partition(" is not reduced")[0] for text in refused] == [
+            "a gradient of shape [32, 16]",
+            "a gradient of shape [4, 8]",
+        ]
+
+
 JOINED = """
 def job(batches, **options):
     torch.manual_seed(0)
