@@ -15,12 +15,12 @@ from nostall.plugins.hugging_face import FromLoader
 LENGTH, BATCH, STEPS = 32, 4, 8
 
 
+# Labels of a unit are shifted already: the model is not to shift them again.
+NAMES = ("input_ids", ("labels", "shift_labels"), "position_ids")
+
+
 class TokenTrainer(FromLoader, Trainer):
     """A trainer whose batches are a loader's."""
-
-    def compute_loss(self, model, inputs, **options):
-        # Labels of a unit are shifted already: the model is not to shift them again.
-        return super().compute_loss(model, {**inputs, "shift_labels": inputs["labels"]}, **options)
 
 
 def make_trainer(root, folder, losses):
@@ -42,9 +42,7 @@ def make_trainer(root, folder, losses):
         use_cpu=True,
         disable_tqdm=True,
     )
-    trainer = TokenTrainer(
-        loader=loader, names=("input_ids", "labels", "position_ids"), model=model, args=arguments
-    )
+    trainer = TokenTrainer(loader=loader, names=NAMES, model=model, args=arguments)
     trainer.add_callback(Losses(losses))
     return trainer
 
@@ -61,8 +59,13 @@ class Losses(TrainerCallback):
 def main(root):
     whole, resumed = [], []
     with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(root, folder, [])
+        batch = next(iter(trainer.get_train_dataloader()))
+        logits = trainer.model(batch["input_ids"], position_ids=batch["position_ids"]).logits
+        first = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
         make_trainer(root, folder, whole).train()
         make_trainer(root, folder, resumed).train(resume_from_checkpoint=f"{folder}/checkpoint-4")
+    assert abs(whole[0] - first.item()) < 1e-3, (whole, first)
     assert resumed == whole[4:], (resumed, whole)
     print(f"trainer: loss {whole[-1]:.3f}, the same batches")
 

@@ -10,11 +10,11 @@ this module needs accelerate.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import nostall
-from nostall.plugins.torch_loader import TorchLoader
+from nostall.plugins.torch_loader import Names, TorchLoader
 
 try:
     from accelerate.data_loader import DataLoaderStateMixin
@@ -38,7 +38,7 @@ class Loader(DataLoaderStateMixin, TorchLoader):
     _is_accelerate_prepared = True
     use_stateful_dataloader = True
 
-    def __init__(self, loader: nostall.DataLoader, names: Sequence[str] | None = None) -> None:
+    def __init__(self, loader: nostall.DataLoader, names: Names | None = None) -> None:
         super().__init__(loader, names)
         self.gradient_state = GradientState()
 

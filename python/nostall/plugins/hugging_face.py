@@ -10,13 +10,12 @@ Importing this module needs transformers and accelerate.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import nostall
 from nostall.errors import UsageError
 from nostall.plugins.accelerate import Loader
-from nostall.plugins.torch_loader import TorchLoader
+from nostall.plugins.torch_loader import Names, TorchLoader
 
 try:
     from transformers.trainer_callback import ExportableState, TrainerCallback
@@ -60,20 +59,27 @@ class _OfTrainer(Loader):
             super().set_epoch(epoch)
 
 
+def _keys(names: Names | None) -> list[str]:
+    """All of them, of whichever member."""
+    return [key for name in names or () for key in ([name] if isinstance(name, str) else name)]
+
+
 class FromLoader:
     """A base class beside `transformers.Trainer`, named before it.
 
     Args:
         loader: of the training.
         eval_loader: of evaluations; without it they are the trainer's own.
-        names: the keys of the model's arguments, for loaders whose batches are pairs.
+        names: the keys of the model's arguments, for loaders whose batches are pairs or tuples. Labels
+            that are shifted already, as those of units of tokens, are ``("labels", "shift_labels")``.
         log_loader: what the loader did meanwhile (`nostall.metrics.Interval`) is logged with the loss,
             and so goes to all that `report_to` names.
         options: those of the trainer.
 
     Raises:
-        UsageError: a loader is another one's, or the batches are pairs, which `compute_loss` of
-            transformers cannot take, and no names are given.
+        UsageError: a loader is another one's; the batches are pairs, which `compute_loss` of
+            transformers cannot take, and no names are given; labels that are shifted already would be
+            smoothed.
     """
 
     def __init__(
@@ -81,7 +87,7 @@ class FromLoader:
         *,
         loader: nostall.DataLoader,
         eval_loader: nostall.DataLoader | None = None,
-        names: Sequence[str] | None = None,
+        names: Names | None = None,
         log_loader: bool = False,
         **options: Any,
     ) -> None:
@@ -100,6 +106,12 @@ class FromLoader:
             options.setdefault("eval_dataset", eval_loader.dataset)  # the trainer asks for one
         super().__init__(**options)
         trainer: Any = self
+        if trainer.args.label_smoothing_factor and "shift_labels" in _keys(names):
+            raise UsageError(
+                f"label_smoothing_factor={trainer.args.label_smoothing_factor} does not go with "
+                "shift_labels, for the Trainer would shift the labels again: smooth them in a "
+                "compute_loss of your own"
+            )
         # The loader goes to its place by itself: the trainer need not read what was trained.
         trainer.args.ignore_data_skip = True
         trainer.add_callback(Place(loader))

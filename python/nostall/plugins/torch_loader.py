@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import torch
 
@@ -19,6 +19,8 @@ from nostall.base._words import counted
 from nostall.errors import UsageError
 
 __all__ = ["TorchLoader"]
+
+Names: TypeAlias = Sequence[str | Sequence[str]]
 
 
 class _Ids(torch.utils.data.Sampler):
@@ -48,13 +50,14 @@ class TorchLoader(torch.utils.data.DataLoader):
         loader: gives the batches. What it does not do itself nothing else does: batches lie where its
             `device=` says, and its rank is the one it was made for.
         names: of the members of a batch, for programs whose batches are dictionaries, for example
-            ``("pixel_values", "labels")``.
+            ``("pixel_values", "labels")``. A member may have several:
+            ``("ids", ("labels", "targets"))``.
 
     Raises:
         UsageError: `loader` is another one's; in an iteration, if `names` do not fit the batches.
     """
 
-    def __init__(self, loader: nostall.DataLoader, names: Sequence[str] | None = None) -> None:
+    def __init__(self, loader: nostall.DataLoader, names: Names | None = None) -> None:
         if not isinstance(loader, nostall.DataLoader):
             kind = type(loader)
             raise UsageError(
@@ -108,7 +111,7 @@ class TorchLoader(torch.utils.data.DataLoader):
         return left
 
     @staticmethod
-    def _named(batch: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    def _named(batch: Any, names: tuple[str | Sequence[str], ...]) -> dict[str, Any]:
         if isinstance(batch, Mapping):
             raise UsageError(
                 f"names={names} are for batches that are pairs or tuples; these have the names "
@@ -120,7 +123,11 @@ class TorchLoader(torch.utils.data.DataLoader):
                 f"names={names} are {counted(len(names), 'name')} for batches of "
                 f"{counted(len(members), 'member')}"
             )
-        return dict(zip(names, members, strict=True))
+        return {
+            name: member
+            for of_member, member in zip(names, members, strict=True)
+            for name in ([of_member] if isinstance(of_member, str) else of_member)
+        }
 
     def set_epoch(self, epoch: int) -> None:
         """Makes `epoch` the next one, as the loader's `set_epoch`."""
