@@ -48,6 +48,20 @@ class Loader(DataLoaderStateMixin, TorchLoader):
         try:
             for batch in super().__iter__():
                 self.end_of_dataloader = self._left == 0
+                if self.end_of_dataloader:
+                    self.remainder = self._partial()
                 yield batch
         finally:
             self.end()
+
+    def _partial(self) -> int:
+        """The samples of all ranks in the batch that was handed out; 0 if it is whole.
+
+        `gather_for_metrics` cuts what is gathered for the last batch to so many rows: a loss that is
+        repeated for a whole batch.
+        """
+        loader = self.loader
+        rows = loader._samples_taken
+        # Parts of a global batch may differ, and each rank knows its own.
+        even = loader._options.global_batch_size is None
+        return rows * loader.world.world_size if even and rows < loader.batch_size else 0

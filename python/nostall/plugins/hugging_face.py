@@ -10,6 +10,7 @@ Importing this module needs transformers and accelerate.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import nostall
@@ -25,6 +26,8 @@ except ImportError as error:
     ) from error
 
 __all__ = ["FromLoader", "Place"]
+
+_log = logging.getLogger("nostall")
 
 
 class Place(TrainerCallback, ExportableState):
@@ -64,6 +67,15 @@ def _keys(names: Names | None) -> list[str]:
     return [key for name in names or () for key in ([name] if isinstance(name, str) else name)]
 
 
+def _uneven(loader: nostall.DataLoader) -> bool:
+    """Whether ranks have parts of other sizes in a batch."""
+    batch, ranks = loader._options.global_batch_size, loader.world.world_size
+    if batch is None:
+        return False
+    last = 0 if loader.drop_last else len(loader.dataset) % batch
+    return bool(batch % ranks or last % ranks)
+
+
 class FromLoader:
     """A base class beside `transformers.Trainer`, named before it.
 
@@ -78,8 +90,8 @@ class FromLoader:
 
     Raises:
         UsageError: a loader is another one's; the batches are pairs, which `compute_loss` of
-            transformers cannot take, and no names are given; labels that are shifted already would be
-            smoothed.
+            transformers cannot take, and no names are given; `eval_loader` has batches that do not
+            divide among the ranks; labels that are shifted already would be smoothed.
     """
 
     def __init__(
@@ -100,7 +112,14 @@ class FromLoader:
                     "batches of this loader are pairs, and the Trainer passes arguments of forward by "
                     'name: pass names=, for example ("pixel_values", "labels")'
                 )
+        if eval_loader is not None and _uneven(eval_loader):
+            raise UsageError(
+                f"with global_batch_size={eval_loader._options.global_batch_size} the ranks have other "
+                "numbers of samples in a batch of eval_loader, and the Trainer gathers equal ones: "
+                "make it with batch_size="
+            )
         self._loader, self._eval_loader, self._names = loader, eval_loader, names
+        self._evaluated: nostall.DataLoader | None = None
         self._interval = nostall.metrics.Interval(loader) if log_loader else None
         if eval_loader is not None:
             options.setdefault("eval_dataset", eval_loader.dataset)  # the trainer asks for one
@@ -126,6 +145,18 @@ class FromLoader:
     def get_train_dataloader(self) -> Any:
         """The loader of the training."""
         trainer: Any = self
+        summed, batches = trainer.args.gradient_accumulation_steps, len(self._loader)
+        if (
+            self._loader._options.steps is None
+            and batches % summed
+            and self._loader.world.rank == 0
+        ):
+            _log.warning(
+                "an epoch of %s batches is no multiple of gradient_accumulation_steps=%s: after a "
+                "resume in the middle of an epoch the Trainer adds its last gradients to those of the "
+                "next one, and counts other updates",
+                batches, summed,
+            )  # fmt: skip
         return trainer.accelerator.prepare(_OfTrainer(self._loader, self._names))
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
@@ -147,3 +178,32 @@ class FromLoader:
             trainer: Any = super()
             return trainer.get_eval_dataloader(eval_dataset)
         return Loader(loader, self._names)
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **options: Any) -> Any:
+        """As the trainer's; in its loss each sample of an `eval_loader` counts alike."""
+        me: Any = self
+        trainer: Any = super()
+        size = me.args.per_device_eval_batch_size
+        if isinstance(dataloader, Loader):
+            self._evaluated = dataloader.loader
+            me.args.per_device_eval_batch_size = 1  # how often a loss counts: see prediction_step
+        try:
+            return trainer.evaluation_loop(dataloader, *args, **options)
+        finally:
+            self._evaluated = None
+            me.args.per_device_eval_batch_size = size
+
+    def prediction_step(self, *args: Any, **options: Any) -> Any:
+        """As the trainer's; the loss once for each sample of an `eval_loader`."""
+        trainer: Any = super()
+        loss, *others = trainer.prediction_step(*args, **options)
+        if self._evaluated is not None and loss is not None:
+            loss = loss.repeat(self._evaluated._samples_taken)
+        return loss, *others
+
+    def _prepare_input(self, data: Any) -> Any:
+        """Moves a batch; the trainer's makes no named tuples, such as `Ragged` and `Padded`."""
+        trainer: Any = super()
+        if hasattr(data, "_fields"):
+            return type(data)(*map(self._prepare_input, data))
+        return trainer._prepare_input(data)

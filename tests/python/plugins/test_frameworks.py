@@ -363,6 +363,101 @@ def test_lightning_goes_on_from_the_end_of_an_epoch(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
 
 
+EVALUATED = """
+import logging, sys
+import numpy as np
+import torch
+import transformers
+import nostall
+from nostall.errors import UsageError
+from nostall.plugins import accelerate
+from nostall.plugins.hugging_face import FromLoader
+
+class Trained(FromLoader, transformers.Trainer):
+    pass
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(1))
+    def forward(self, x, labels):
+        return {"loss": (x.float().mean() + self.w).sum(), "logits": x}
+
+def arguments(**options):
+    return transformers.TrainingArguments(
+        sys.argv[1], report_to=[], use_cpu=True, disable_tqdm=True, label_names=["labels"], **options)
+
+numbers = np.arange(10, dtype=np.float32) ** 2
+data = nostall.Arrays({"x": numbers[:, None], "labels": np.arange(10)})
+def loader(source=data, batch=4, **options):
+    return nostall.DataLoader(source, batch, shuffle=False, tiers=[], **options)
+for size in (8, 4, 3):
+    made = []
+    trainer = Trained(
+        loader=loader(epochs=1), eval_loader=loader(), model=Model(),
+        args=arguments(per_device_eval_batch_size=size),
+        compute_metrics=lambda p: made.append(p) or {})
+    loss = trainer.evaluate()["eval_loss"]
+    assert abs(loss - numbers.mean()) < 1e-4, (size, loss, numbers.mean())
+    assert made[0].predictions[:, 0].tolist() == numbers.tolist()
+    assert made[0].label_ids.tolist() == list(range(10))
+    assert trainer.args.per_device_eval_batch_size == size
+# As scripts for Accelerate count a loss: those of the last batch by its two samples.
+with loader() as inner:
+    prepared = accelerate.Loader(inner)
+    losses = []
+    for batch in prepared:
+        mean = batch["x"].mean()
+        losses.append(trainer.accelerator.gather_for_metrics(mean.repeat(4)))
+        kept = trainer.accelerator.gather_for_metrics(batch["x"])
+        assert len(kept) == len(batch["x"])
+    assert abs(torch.cat(losses).mean().item() - numbers.mean()) < 1e-4
+lists = nostall.fields.Ragged(torch.arange(3), torch.tensor([0, 1, 3]))
+prepared = trainer._prepare_inputs({"lists": lists, "pair": (lists, {"of": lists})})
+assert prepared["lists"]._fields == prepared["pair"][1]["of"]._fields == lists._fields
+assert prepared["lists"].sample(1).tolist() == [1, 2]
+named = Model()
+named.config = None
+try:
+    Trained(
+        loader=loader(), model=named, names=("x", ("labels", "shift_labels")),
+        args=arguments(label_smoothing_factor=0.1))
+except UsageError as error:
+    assert "does not go with shift_labels" in str(error), error
+else:
+    raise AssertionError("shifted labels were smoothed")
+told = []
+class Kept(logging.Handler):
+    def emit(self, record):
+        told.append(record.getMessage())
+logging.getLogger("nostall").addHandler(Kept())
+for summed, heard in ((3, 0), (2, 1)):
+    trainer = Trained(
+        loader=loader(epochs=1), model=Model(), args=arguments(gradient_accumulation_steps=summed))
+    trainer.get_train_dataloader()
+    assert len(told) == heard, told
+assert "3 batches is no multiple of gradient_accumulation_steps=2" in told[0], told
+# Of two ranks, whose parts the Trainer gathers.
+for samples, batch, refused in ((10, 4, False), (9, 3, True), (9, 4, True)):
+    part = nostall.Subset(data, range(samples))
+    with nostall.DataLoader(
+        part, global_batch_size=batch, rank=0, world_size=2, tiers=[]
+    ) as inner:
+        try:
+            Trained(loader=inner, eval_loader=inner, model=Model(), args=arguments())
+        except UsageError as error:
+            assert refused and "make it with batch_size=" in str(error), error
+        else:
+            assert not refused
+"""
+
+
+def test_an_evaluation_counts_each_sample_alike(tmp_path: Path) -> None:
+    needs("accelerate", "transformers")
+    run = prefork.run(["-c", EVALUATED, str(tmp_path)], torch=True, timeout=800)
+    assert run.returncode == 0, run.stderr
+
+
 def test_programs_read_of_a_loader_what_they_read_of_torchs(data: Path) -> None:
     needs("accelerate", "transformers")
     run = prefork.run(["-c", READ, str(data)], torch=True, timeout=800)
@@ -387,6 +482,8 @@ def test_names_that_do_not_fit_the_batches_are_refused() -> None:
     with nostall.DataLoader(source, 4, tiers=[]) as named, refused:
         next(iter(TorchLoader(named, names=("input", "labels"))))
     with nostall.DataLoader(source, 4, tiers=[], batch="tuple") as pairs:
+        batch = next(iter(TorchLoader(pairs, names=("x", ("y", "z")))))
+        assert [*batch] == ["x", "y", "z"] and batch["y"] is batch["z"]
         for names in (("a", "b", "c"), "ab"):
             with pytest.raises(UsageError, match=r"names? for batches of 2 members"):
                 next(iter(TorchLoader(pairs, names=names)))
