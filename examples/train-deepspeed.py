@@ -18,7 +18,7 @@ from torch import distributed
 import nostall
 from nostall import transforms as t
 
-EPOCHS, BATCH, KEPT = 2, 2, 5
+EPOCHS, BATCH, SUMMED, KEPT = 2, 2, 2, 3
 
 
 def train(root, folder):
@@ -30,7 +30,7 @@ def train(root, folder):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 14))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    config = {"train_micro_batch_size_per_gpu": BATCH}
+    config = {"train_micro_batch_size_per_gpu": BATCH, "gradient_accumulation_steps": SUMMED}
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     if Path(folder, "latest").exists():
         _, kept = engine.load_checkpoint(folder)
@@ -41,9 +41,10 @@ def train(root, folder):
             images, labels = images.to(engine.device), labels.to(engine.device)
             loss = torch.nn.functional.cross_entropy(engine(images), labels)
             engine.backward(loss)
+            updates = engine.is_gradient_accumulation_boundary()
             engine.step()
             seen.append((labels.tolist(), loss.item()))
-            if engine.global_steps % KEPT == 0:
+            if updates and engine.global_steps % KEPT == 0:
                 engine.save_checkpoint(folder, client_state={"loader": loader.state_dict()})
     return seen
 
@@ -55,7 +56,7 @@ def main(root):
         whole = train(root, shared[0])
         rest = train(root, shared[0])
         distributed.barrier()
-    assert rest == whole[KEPT:], (rest, whole)
+    assert rest == whole[KEPT * SUMMED :], (rest, whole)
     print(f"deepspeed: loss {whole[-1][1]:.3f}, the same batches", flush=True)
 
 
