@@ -303,11 +303,12 @@ EPOCHS = 4
 data = nostall.Arrays({"x": np.ones((12, 1), np.float32), "y": np.arange(12)})
 
 class Model(pytorch_lightning.LightningModule):
+    epochs = EPOCHS
     def __init__(self, validated):
         super().__init__()
         self.net, self.seen, self.validated = torch.nn.Linear(1, 1), [], validated
     def train_dataloader(self):
-        return nostall.DataLoader(data, 2, epochs=EPOCHS, tiers=[], batch="tuple")
+        return nostall.DataLoader(data, 2, epochs=self.epochs, tiers=[], batch="tuple")
     def val_dataloader(self):
         checks = nostall.DataLoader(data, 4, shuffle=False, tiers=[], batch="tuple")
         return checks if self.validated else []
@@ -353,6 +354,13 @@ for way, options in ways.items():
     for step, path in kept.items():
         rest = fit(folder / "again", str(path), **options)
         assert rest == mine[step:], (way, path.name, rest, mine[step:])
+# Longer than it was to be, from the end of its last epoch.
+last = str(*Path(sys.argv[1], "plain").glob("*=24.ckpt"))
+Model.epochs = EPOCHS + 1
+rest = fit(sys.argv[1] + "/longer", last, max_epochs=EPOCHS + 1)
+with nostall.DataLoader(data, 2, epochs=EPOCHS + 1, tiers=[], batch="tuple") as loader:
+    loader.set_epoch(EPOCHS)
+    assert rest == [(EPOCHS, labels.tolist()) for _, labels in loader], rest
 """
 
 
