@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
 import threading
 import time
@@ -313,8 +314,13 @@ def _as_it_was(value: Any, saved: Any) -> Any:
         if not value.committed:
             return jax.numpy.asarray(array)
         return jax.make_array_from_callback(array.shape, value.sharding, array.__getitem__)
-    if isinstance(value, tuple) and isinstance(saved, tuple) and len(value) == len(saved):
-        return _tuple_as(value, map(_as_it_was, value, saved))
+    if isinstance(value, Mapping) and isinstance(saved, dict) and value.keys() == saved.keys():
+        made = copy.copy(saved)  # with the versions of a module's
+        made.update((key, _as_it_was(value[key], one)) for key, one in saved.items())
+        return made
+    for kind, make in ((tuple, partial(_tuple_as, value)), (list, list)):
+        if isinstance(value, kind) and isinstance(saved, kind) and len(value) == len(saved):
+            return make(map(_as_it_was, value, saved))
     return saved
 
 

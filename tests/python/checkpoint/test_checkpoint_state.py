@@ -350,7 +350,9 @@ def test_what_lies_in_tuples_is_loaded(tmp_path: Path) -> None:
             "hidden": [(torch.full((2,), value), torch.full((3,), value))],
             "ema": {"pair": (np.full(2, value), np.full(3, value))},
             "mixed": Pair(Pair(torch.full((2,), value), value), (value, fixed)),
-            "plain": (value, Pair(value, [value])),
+            "plain": (value, Pair(value, [value, {"none": Pair((), {1: Pair(value, ())})}])),
+            "masks": {"none": Pair((), ()), "all": [Pair((), value)]},
+            "empty": torch.nn.Sequential().state_dict(),
             "proxy": types.MappingProxyType({"net": torch.nn.Linear(1, 1), "value": value}),
         }
 
@@ -366,10 +368,10 @@ def test_what_lies_in_tuples_is_loaded(tmp_path: Path) -> None:
         assert [one.state_dict() for one in second["opts"][0]] == [
             one.state_dict() for one in first["opts"][0]
         ]
-        for name in ("hidden", "ema", "mixed", "plain"):
+        for name in ("hidden", "ema", "mixed", "plain", "masks"):
             assert same(second[name], first[name]), name
+        assert second["empty"]._metadata == first["empty"]._metadata
         assert second["hidden"][0][0] is kept[0] and second["mixed"].first.first is kept[1]
-        assert isinstance(second["plain"][1], Pair)
         assert second["proxy"]["net"] is kept[2] and second["proxy"]["value"] == 0.5
         assert kept[2].weight.equal(first["proxy"]["net"].weight)
         other = {**second, "hidden": [(torch.zeros(2), torch.zeros(4))]}
