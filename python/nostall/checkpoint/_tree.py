@@ -96,6 +96,25 @@ class _Encoder:
     def encode(self, value: Any, path: tuple[Any, ...]) -> Any:
         if len(path) > _DEEPEST:
             raise UsageError(f"{_place(path[:5])}... is nested deeper than {_DEEPEST} levels")
+        # Before what it may be besides: a restore gives it to load_state_dict.
+        loads = callable(getattr(value, "load_state_dict", None))
+        if loads and callable(getattr(value, "state_dict", None)):
+            return self._own_state(value, path)
+        return self._value(value, path)
+
+    def _own_state(self, value: Any, path: tuple[Any, ...]) -> Any:
+        """What an object gives as its state; of a mapping its entries, if that cannot be held."""
+        state = value.state_dict()
+        if not isinstance(value, Mapping):
+            return self._value(state, path)
+        before = [*self.leaves], {*self._names}, {**self._seen}
+        try:
+            return self._value(state, path)
+        except UsageError:
+            self.leaves, self._names, self._seen = before
+            return self._mapping(value, path)
+
+    def _value(self, value: Any, path: tuple[Any, ...]) -> Any:
         if value is None or isinstance(value, bool | str):
             return value
         if type(value) is int:
@@ -106,9 +125,6 @@ class _Encoder:
             return {"$complex": [value.real.hex(), value.imag.hex()]}
         if isinstance(value, bytes | bytearray):
             return self._bytes(value, path)
-        # Before what it may be besides: a restore gives it to load_state_dict.
-        if all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict")):
-            value = value.state_dict()
         if isinstance(value, Mapping):
             return self._mapping(value, path)
         if isinstance(value, tuple):

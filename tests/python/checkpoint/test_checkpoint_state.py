@@ -428,6 +428,59 @@ def test_a_dictionary_with_a_state_dict_is_such_an_object(tmp_path: Path) -> Non
     assert found is not None and found.state == {"counts": {"items": [("a", 1), ("b", 2)]}}
 
 
+class Holder:
+    """An object whose state is whatever it is given."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+@pytest.mark.parametrize("state", [None, True, 7, 0.5, math.inf, 1j, "text", b"bytes"])
+def test_the_state_of_an_object_may_be_any_value(state: Any, tmp_path: Path) -> None:
+    with nostall.Checkpointer(durable=tmp_path) as ckpt:
+        ckpt.save({"own": Holder(state), "of one": Holder(Holder(state))}, 1, level="durable")
+        into = {"own": Holder(()), "of one": Holder(())}
+        ckpt.restore(into=into)
+    assert same([into["own"].state, into["of one"].state], [state, state])
+
+
+class Registry(dict[str, Any]):
+    """A mapping whose own state may be something that a checkpoint cannot hold."""
+
+    more: object = torch.device("cpu")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self, "more": self.more}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.update(state)
+
+
+class Itself(dict[str, Any]):
+    """A mapping that is its own state."""
+
+    def state_dict(self) -> Itself:
+        return self
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.update(state)
+
+
+def test_a_mapping_whose_own_state_cannot_be_held_is_saved_by_its_entries() -> None:
+    weight = torch.arange(3.0)
+    tree, leaves = encode({"kept": Registry(weight=weight), "own": Itself(weight=weight)})
+    assert tree["kept"].keys() == tree["own"].keys() == {"weight"}
+    assert [leaf.name for leaf in leaves] == ["kept.weight"]
+    with pytest.raises(UsageError, match=r"state\['kept'\]\['lock'\] is a builtins.object"):
+        encode({"kept": Registry(weight=weight, lock=object())})
+
+
 class Versioned(torch.nn.Linear):
     """A module whose weights mean something else since its version 2."""
 
