@@ -203,8 +203,8 @@ def _tell(path: Path, data: bytes) -> None:
         path.parent.mkdir(exist_ok=True)
         try:
             return _write_durably(path, data)
-        except FileNotFoundError:
-            if path.parent.is_dir():  # the file was there, and may have been taken
+        except FileNotFoundError as error:
+            if error.filename2 is not None:  # of the rename: it may be there and taken
                 raise
     raise IoError(f"cannot write {path}: its directory is removed again and again")
 

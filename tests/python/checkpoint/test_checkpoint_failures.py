@@ -1000,21 +1000,27 @@ def test_a_part_without_room_goes_before_its_rank_leaves_word(
     assert steps_in(tmp_path / "durable") == [1] and steps_in(tmp_path / "fast") == []
 
 
+@pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_a_rank_says_survives_that_another_removes_the_empty_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, again: bool
 ) -> None:
-    """The rank that had no room removes the directory that it finds empty."""
+    """A rank that had no room removes the empty directory, and a third one may make it again."""
     store, manifest = Store(tmp_path, "fast"), Manifest(1, "aaaaaaaa-000001", 2, ())
-    write, removed = nostall.checkpoint._store._write_durably, []
+    opened, removed = os.open, []
 
-    def late(path: Path, data: bytes) -> None:
-        if len(removed) < 3:
-            removed.append(path.parent)
-            os.rmdir(path.parent)
-        write(path, data)
+    def late(path: Any, *more: Any, **options: Any) -> int:
+        if len(removed) == 3 or not str(path).endswith(".json.partial"):
+            return opened(path, *more, **options)
+        removed.append(path.parent)
+        os.rmdir(path.parent)
+        try:
+            return opened(path, *more, **options)
+        finally:
+            if again:
+                os.mkdir(path.parent)
 
-    monkeypatch.setattr(nostall.checkpoint._store, "_write_durably", late)
+    monkeypatch.setattr(os, "open", late)
     if rank == 0:
         store.abort(manifest, "no room")
         assert store.aborted(manifest) == "no room"
@@ -1684,7 +1690,7 @@ def test_a_word_that_rank_0_takes_before_its_rename_is_looked_at_is_left(
         with monkeypatch.context() as patch:
             patch.setattr(os, "rename", real)
             taken.extend(store._words(manifest, [1]))
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), old, None, new)
 
     monkeypatch.setattr(os, "rename", rename_and_say_no)
     assert store._leave_word(manifest, 1, b"word") == ""
