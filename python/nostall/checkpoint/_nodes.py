@@ -211,7 +211,7 @@ class Nodes:
             stream.send({"error": f"a question that cannot be understood: {error}"})
         except (Error, OSError) as error:
             with contextlib.suppress(OSError):
-                stream.send({"error": str(error)})
+                stream.send({"error": str(error), "errno": getattr(error, "errno", None)})
 
     def _hear_note(self, question: dict[str, Any], stream: Stream) -> None:
         id, rank = str(question["id"]), int(question["rank"])
@@ -249,10 +249,12 @@ class Nodes:
 
     def _hear_get(self, question: dict[str, Any], stream: Stream) -> None:
         step, part = _checked(question["step"]), Part.from_dict(question["part"])
+        path = self.store.directory(step) / part.name
         if not self.store.has(step, part):
-            raise IoError(f"{self.store.directory(step) / part.name} is not there")
-        stream.send({"error": ""})
-        stream.send_file(self.store.directory(step) / part.name, part.size)
+            raise IoError(f"{path} is not there")
+        with path.open("rb") as file:
+            stream.send({"error": ""})
+            stream.send_file(file, part.size)
 
     def _hear_drop(self, question: dict[str, Any], stream: Stream) -> None:
         part = Part.from_dict(question["part"])
@@ -266,8 +268,11 @@ class Nodes:
         stream = connect(self.addresses[node], self._secret, self._timeout + 10)
         try:
             stream.send(question)
-            if error := stream.receive().get("error", ""):
-                raise IoError(f"node {node}: {error}")
+            answer = stream.receive()
+            if error := answer.get("error", ""):
+                failed = IoError(f"node {node}: {error}")
+                failed.errno = answer.get("errno")
+                raise failed
         except BaseException:
             stream.close()
             raise
@@ -317,8 +322,11 @@ class Nodes:
             return ""
         question = {"ask": "put", "step": step, "part": part.to_dict()}
         try:
-            with contextlib.closing(self._ask(self.partner, question)) as stream:
-                stream.send_file(self.store.directory(step) / part.name, part.size)
+            with (
+                (self.store.directory(step) / part.name).open("rb") as file,
+                contextlib.closing(self._ask(self.partner, question)) as stream,
+            ):
+                stream.send_file(file, part.size)
                 error = str(stream.receive().get("error", ""))
         except (Error, OSError) as failed:
             error = str(failed)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nostall import _native
-from nostall.errors import IoError, PeerError, UsageError
+from nostall.errors import Error, IoError, PeerError, UsageError
 
 _SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss")
 _URL = re.compile(r"([a-z][a-z0-9+.-]*):(/{1,2})(.*)", re.DOTALL)
@@ -77,6 +77,8 @@ _SCARCE = {
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.ENFILE: "raise the machine's limit of open files (sysctl fs.file-max)",
     errno.EAGAIN: "raise the limits of this job (ulimit -a), or try again",
+    errno.ENOSPC: "make room there",
+    errno.EDQUOT: "make room there, or raise the quota",
 }
 
 
@@ -88,12 +90,20 @@ def refuse_scarce(number: int | None, words: str) -> None:
 
 @contextlib.contextmanager
 def scarce_is_away(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Raises UnreachableError where memory or descriptors are too few to read what is there."""
+    """Raises UnreachableError where memory, descriptors or room are too little to read what is there.
+
+    What the system said counts also where an error of ours hides it as its cause.
+    """
     try:
         yield
-    except OSError as error:
-        if not isinstance(error, UnreachableError):
-            refuse_scarce(error.errno, f"{os.fspath(path)} cannot be read now: {error}")
+    except UnreachableError:
+        raise
+    except (Error, OSError) as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            number = getattr(cause, "errno", None)
+            refuse_scarce(number, f"{os.fspath(path)} cannot be read now: {error}")
+            cause = cause.__cause__
         raise
 
 

@@ -293,12 +293,9 @@ class Search:
             return
         for node in nodes.nearest_first(holders):
             try:
-                with scarce_is_away(nodes.store.root):
-                    path = nodes.store.prepare(manifest.step) / part.name
-                    nodes.fetch(manifest.step, part, node, path)
+                path = nodes.store.prepare(manifest.step) / part.name
+                nodes.fetch(manifest.step, part, node, path)
                 return
-            except UnreachableError:
-                raise
             except (Error, OSError) as error:
                 _log.warning("a copy of a part cannot be used: %s", error)
 
@@ -307,7 +304,7 @@ class Search:
         nodes, manifest = self._nodes, held.manifest
         part = manifest.part_of(self._rank)
         assert nodes is not None and part is not None
-        problems: list[str] = []
+        problems: list[Exception] = []
         holders = set(held.holders[part.name])
         if nodes.store.has(manifest.step, part):
             holders.add(nodes.node)
@@ -318,12 +315,13 @@ class Search:
                         path = nodes.store.prepare(manifest.step) / part.name
                         nodes.fetch(manifest.step, part, node, path)
                     return self._read(nodes.store, manifest, progress)
-            except UnreachableError:
-                raise
             except (Error, OSError) as error:
-                problems.append(str(error))
+                problems.append(error)
                 _log.warning("a copy of a part cannot be used: %s", error)
-        raise CorruptionError("; ".join(problems))
+        words = "; ".join(map(str, problems))
+        if any(isinstance(problem, UnreachableError) for problem in problems):
+            raise UnreachableError(words)  # that copy may be whole
+        raise CorruptionError(words)
 
     def _read(self, store: Store, manifest: Manifest, progress: Progress) -> Restored:
         return read_part(store, manifest, self._rank, self._threads, progress, self._landing)

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
 from nostall.base import _options as options
@@ -127,11 +127,10 @@ class Stream:
             raise PeerError("a message from another process of the job is not a table")
         return message
 
-    def send_file(self, path: Path, size: int) -> None:
+    def send_file(self, file: BinaryIO, size: int) -> None:
         """Sends the first `size` bytes of a file, without a copy in this process."""
-        with open(path, "rb") as file:
-            if self._socket.sendfile(file, 0, size) != size:
-                raise CorruptionError(f"{path} ends before its {size} bytes")
+        if self._socket.sendfile(file, 0, size) != size:
+            raise CorruptionError(f"{file.name} ends before its {size} bytes")
 
     def receive_file(
         self, path: Path, size: int, pace: Callable[[int], None] | None = None

@@ -886,41 +886,96 @@ def test_a_durable_directory_that_is_gone_hides_nothing_that_the_nodes_have(
 
 
 @pytest.mark.parametrize("replicated", [False, True])
-def test_too_few_files_on_a_node_pass_over_no_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replicated: bool
+@pytest.mark.parametrize(
+    ("refused", "number", "remedy"),
+    [
+        ("connection", errno.EMFILE, "ulimit -n"),
+        ("read there", errno.ENFILE, "fs.file-max"),
+        ("write here", errno.EMFILE, "ulimit -n"),
+        ("write here", errno.ENOSPC, "make room"),
+        ("write here", errno.EDQUOT, "quota"),
+        ("read here", errno.EMFILE, "ulimit -n"),
+    ],
+)
+def test_a_limit_on_a_node_passes_over_no_checkpoint(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    refused: str,
+    number: int,
+    remedy: str,
+    replicated: bool,
 ) -> None:
+    """Rank 1 lacks its part, and node 0 has it."""
     monkeypatch.setenv("NOSTALL_HOST", "127.0.0.1")
-    make, failing, inner = checkpointer_of(tmp_path, world_size=2, replicated=replicated), [], {}
+    make = checkpointer_of(tmp_path, world_size=2, replicated=replicated, partner=not replicated)
+    limited: list[int] = []
 
-    def refuse(which: str) -> Callable[..., Any]:
-        def call(self: Any, *args: Any) -> Any:
-            store = self.store if isinstance(self, Nodes) else self
-            if failing and store.root == tmp_path / "node1":
-                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            return inner[which](self, *args)
+    def limit(owner: Any, name: str, which: str, applies: Callable[..., bool]) -> None:
+        inner = getattr(owner, name)
 
-        return call
+        def call(*args: Any, **more: Any) -> Any:
+            if limited and refused == which and applies(*args):
+                raise OSError(number, os.strerror(number))
+            return inner(*args, **more)
 
-    for kind, name in ((Store, "open"), (Nodes, "fetch")):
-        inner[name] = getattr(kind, name)
-        monkeypatch.setattr(kind, name, refuse(name))
+        monkeypatch.setattr(owner, name, call)
+
+    limit(socket, "create_connection", "connection", lambda *_: True)
+    limit(Path, "open", "read there", lambda path, *_: path.match("node0/*/*.safetensors"))
+    limit(os, "open", "write here", lambda path, *_: Path(path).match("node1/*/*.partial"))
+    limit(Store, "open", "read here", lambda store, *_: store.root == tmp_path / "node1")
 
     def work(rank: int, gather: Any) -> Any:
         with make(rank, gather) as ckpt:
             for step in (1, 2):
                 ckpt.save({"step": step}, step, level="fast")
             gather(b"")
-            failing.append(rank)
-            with pytest.raises(UnreachableError, match=r"rank 1: .*node1.*ulimit -n"):
+            if rank == 1:
+                for own in (tmp_path / "node1").glob("*/rank-00001.*"):
+                    own.unlink()
+                limited.append(number)
+            gather(b"")
+            with pytest.raises(UnreachableError, match=rf"rank 1: .*node1.*{remedy}"):
                 ckpt.restore()
             gather(b"")
-            failing.clear()
+            limited.clear()
             gather(b"")
             found = ckpt.restore()
             gather(b"")  # all listen until here
             return found and found.step
 
     assert World(2).run(work) == [2, 2]
+
+
+def test_another_copy_is_taken_where_a_limit_hides_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NOSTALL_HOST", "127.0.0.1")
+    make, opened = checkpointer_of(tmp_path, world_size=3, replicated=True), Path.open
+    refused: list[Path] = []
+
+    def refuse(path: Path, *args: Any, **more: Any) -> Any:
+        if path.match("node2/*/*.safetensors"):  # which node 1 asks first
+            refused.append(path)
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return opened(path, *args, **more)
+
+    monkeypatch.setattr(Path, "open", refuse)
+
+    def work(rank: int, gather: Any) -> Any:
+        with make(rank, gather) as ckpt:
+            ckpt.save({"common": 7}, 1, level="fast")
+            ckpt.restore()  # all nodes have it from here on
+            if rank == 1:
+                for own in (tmp_path / "node1").glob("*/*.safetensors"):
+                    own.unlink()
+            gather(b"")
+            found = ckpt.restore()
+            gather(b"")  # all listen until here
+            return found and found.state["common"]
+
+    assert World(3).run(work) == [7, 7, 7]
+    assert len(refused) == 1
 
 
 def test_common_state_comes_to_a_node_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
