@@ -366,6 +366,9 @@ class ObjectStore(Store):
     def recognize(self) -> None:
         pass
 
+    def check_there(self) -> None:
+        pass
+
     def _last_owner(self) -> tuple[int, int]:
         """Its number, and from where it numbers its saves; of a list, which may be old."""
         numbers = [int(m[1]) for m in map(_OWNER.fullmatch, self._list(_OWNERS)) if m]

@@ -89,11 +89,10 @@ def view(stores: Sequence[Store], step: int | None) -> View:
     passed: list[tuple[str, int]] = []
     records: list[Record | None] = []
     for store in stores:
-        if store.is_directory:
-            try:
-                store.check_there()  # or nothing may seem to be there
-            except Error as error:
-                away.append(str(error))
+        try:
+            store.check_there()  # or nothing may seem to be there
+        except Error as error:
+            away.append(str(error))
         try:
             with scarce_is_away(store.root):
                 records.append(store.branch())

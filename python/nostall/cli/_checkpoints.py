@@ -107,6 +107,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _list(stores: Sequence[Store], step: int | None, *, check: bool) -> int:
     status, any_found = 0, False
+    for store in stores:
+        store.recognize()
     top = view(stores, None).top
     print(
         f"{'STEP':>12}  {'WRITTEN':<19}  {'RANKS':>5}  {'BYTES':>15}  {'METRIC':>10}  {'SAVE':<15}  "
@@ -128,10 +130,13 @@ def _list(stores: Sequence[Store], step: int | None, *, check: bool) -> int:
             except IoError as error:
                 state, failed = f"UNREADABLE: {error}", error.exit_code
             manifest = entry.manifest
-            if failed and manifest is not None and store.lacks(manifest):
-                state, failed = "removed meanwhile", 0  # by the job's retention
+            if failed and manifest is not None:
+                store.check_there()  # or all seems to be removed
+                if store.lacks(manifest):
+                    state, failed = "removed meanwhile", 0  # by the job's retention
             status = max(status, failed)
             print(_row(store, entry, state, top))
+        store.check_there()
         incomplete = [s for s in store.steps() if step in (None, s) and not store.saves(s)]
         for other in incomplete:
             print(f"{other:>12}  {_BLANK}not complete")

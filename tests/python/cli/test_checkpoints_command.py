@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import os
 import re
 import shutil
@@ -21,7 +22,7 @@ import torch
 import nostall
 from nostall import _native
 from nostall.checkpoint._format import Manifest
-from nostall.checkpoint._store import Entry, Store
+from nostall.checkpoint._store import Entry, Store, io_errors
 from nostall.cli import _checkpoints, main
 from nostall.errors import CorruptionError, IoError, UsageError
 
@@ -77,6 +78,54 @@ def test_what_the_job_removes_meanwhile_is_not_called_damaged(
     assert main(["checkpoints", "verify", tiers[1]]) == 0
     output = capsys.readouterr().out
     assert output.count("verified") == 2 and output.count("removed meanwhile") == 1
+
+
+def test_what_a_failing_disk_does_not_give_is_not_called_removed(
+    tiers: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read, failing = Path.read_bytes, []
+
+    def fail_from_here_on(store: Store, step: int, *more: Any) -> list[int]:
+        failing.append(step)
+        with io_errors("read", store.place(step)):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def fail(path: Path) -> bytes:
+        if failing and path.name == "manifest.json":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(path)
+
+    monkeypatch.setattr(Store, "check", fail_from_here_on)
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    assert main(["checkpoints", "verify", tiers[1]]) == IoError.exit_code
+    said = capsys.readouterr().out
+    assert said.count("UNREADABLE: ") == 3 and "removed meanwhile" not in said
+
+
+@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.parametrize("when", ["_check", "view"])
+def test_checkpoints_of_a_directory_that_goes_are_not_called_removed(
+    tiers: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    when: str,
+    there: bool,
+) -> None:
+    """A file system that is not mounted any more leaves an empty directory, or none."""
+    inner = getattr(_checkpoints, when)
+
+    def late(*arguments: Any) -> Any:
+        with contextlib.suppress(FileNotFoundError):
+            shutil.move(tiers[1], f"{tiers[1]}.elsewhere")
+            if there:
+                Path(tiers[1]).mkdir()
+        return inner(*arguments)
+
+    monkeypatch.setattr(_checkpoints, when, late)
+    assert main(["checkpoints", "verify", tiers[1]]) == IoError.exit_code
+    said = capsys.readouterr()
+    assert "removed meanwhile" not in said.out
+    assert f"{tiers[1]} is not the directory" in said.err and "Mount its file" in said.err
 
 
 @contextlib.contextmanager
