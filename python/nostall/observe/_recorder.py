@@ -37,7 +37,7 @@ class Recorder:
         self._rank = rank
         self._describe = describe
         self._world_size = world_size
-        self._start = time.perf_counter()
+        self._start, self._made = time.perf_counter(), time.time()
         # The epochs that have ended, and the one under way: replaced together, for other threads.
         self._state: tuple[list[EpochStats], _Running | None] = [], None
         self.epochs_begun = 0  # one more than the last number
@@ -165,6 +165,7 @@ class Recorder:
             sources=sources or {},
             seed=seed,
             device=self.device(),
+            made=self._made,
         )
 
 

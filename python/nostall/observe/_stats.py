@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-FORMAT = 6
+FORMAT = 7
 
 T = TypeVar("T")
 
@@ -94,7 +94,8 @@ class Stats:
     the "samples" that all ranks together took of it in the whole job, and the "epoch" of the source.
     `seed` is the loader's, given or drawn. `device` has, of a recorded run, the "steps" of the loader's
     device, their "seconds" together on its own clock, and the seconds of them that it waited for
-    "input", "copy", "gradient" and "checkpoint".
+    "input", "copy", "gradient" and "checkpoint". `made` is when the loader was made, in seconds since
+    1970; None if that is not known, or of several ranks.
     """
 
     rank: int
@@ -108,6 +109,7 @@ class Stats:
     sources: dict[str, dict[str, int]] = field(default_factory=dict)
     seed: int | None = None
     device: dict[str, float] = field(default_factory=dict)
+    made: float | None = None
 
     @property
     def seconds(self) -> float:

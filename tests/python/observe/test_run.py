@@ -378,19 +378,24 @@ def test_a_run_that_waits_little_is_told_that_nothing_is_to_do() -> None:
     assert "<h2>Notes" not in text
 
 
-def stepping(data: list[float], peers: list[float | None]) -> Run:
-    """Ranks that step together, 8 steps of 2 s; waits of each in a step for data and for others."""
+def stepping(data: list[float], peers: list[float | None], later: float = 0.0) -> Run:
+    """Ranks that step together, 8 steps of 2 s, `later` seconds after the trace began; waits of each
+    in a step for data and for others."""
     ranks = [made(r) for r in range(len(data))]
     for rank, wait, seconds in zip(ranks, data, peers, strict=True):
         columns = {n: [wait] * 9 for n in BatchRecords.__dataclass_fields__}
         columns["time"], columns["epoch"] = [2.0 * x for x in range(9)], [0.0] * 9
+        assert rank.digest is not None
         stats = replace(
-            rank.loaders[0].stats, world_size=len(data), batches=BatchRecords(**columns)
+            rank.loaders[0].stats,
+            world_size=len(data),
+            batches=BatchRecords(**columns),
+            made=rank.digest.origin + later,
         )
         rank.loaders[0] = replace(rank.loaders[0], stats=stats)
-        assert rank.digest is not None
         if seconds is not None:
-            rank.digest.spans["peers", "allreduce"] = spans([0], [8 * seconds])
+            begin = [later + 2.0 * x for x in range(8)]
+            rank.digest.spans["peers", "allreduce"] = spans(begin, [b + seconds for b in begin])
     return Run("run", ranks, None, [])
 
 
@@ -401,6 +406,28 @@ def test_the_rank_that_computes_slowly_is_named() -> None:
     assert "straggler" not in run_page.page([stepping([0.5, 0.0], [0.0, 0.5])])
     # Without waits for each other the steps of all are as long as the slowest one's.
     assert "straggler" not in run_page.page([stepping([0.1, 1.0], [None, None])])
+
+
+def test_waits_outside_the_steps_name_no_straggler_and_hide_none() -> None:
+    run = stepping([0.1, 0.1], [1.0, 1.0])
+    for rank, end in zip(run.ranks, (17.0, 97.0), strict=True):  # after the epoch
+        assert rank.digest is not None
+        rank.digest.spans["peers", "barrier"] = spans([17.0], [end])
+    assert "straggler" not in run_page.page([run])
+    # The records have the last steps alone, the trace has all waits.
+    run = stepping([0.1, 0.1, 0.1], [1.0, 1.0, 0.0], later=1000.0)
+    for rank in run.ranks:
+        assert rank.digest is not None
+        rank.digest.spans["peers", "allreduce before"] = spans([0.0], [900.0])
+        rank.digest.spans["checkpoint", "save"] = spans([1000.5, 1016], [1001.0, 1100])
+    assert "Rank 2 is a straggler: without waits its step takes 2.04 times" in run_page.page([run])
+    # What the trace does not have may hold waits.
+    run.ranks[0].digest = None
+    assert "straggler" in run_page.page([run])
+    run.ranks[1].loaders[0] = replace(
+        run.ranks[1].loaders[0], stats=replace(run.ranks[1].loaders[0].stats, made=None)
+    )
+    assert "straggler" not in run_page.page([run])
 
 
 def test_a_rank_that_left_no_waits_for_the_others_is_not_blamed() -> None:
@@ -459,6 +486,21 @@ def test_waits_for_a_callable_are_waits_for_data(image_folder: Path, tmp_path: P
     assert run.data * run.seconds > 0.5 * stalled
     assert run.causes()["decode"] > 0.5 * run.data
     assert any('workers="processes"' in a.change for a in advise(run, most=9))
+
+
+def test_the_steps_of_a_record_have_their_place_in_the_trace(
+    image_folder: Path, tmp_path: Path
+) -> None:
+    trace.start(tmp_path, rank=0)
+    data = nostall.ImageFolder(image_folder, index=False)
+    with nostall.DataLoader(data, 16, epochs=1, tiers=["ram:64MiB"], output="numpy") as loader:
+        for _ in loader:
+            with trace.span("barrier", "peers"):
+                time.sleep(0.1)
+    trace.stop()
+    steps, works, alone = run_page._steps(runs.read(tmp_path).ranks[0])
+    assert len(steps) == len(alone) == 3
+    assert works.sum() - alone.sum() > 3 * 0.05
 
 
 def test_a_page_is_read_in_a_browser(

@@ -209,7 +209,7 @@ def test_a_wait_is_blamed_on_what_was_done_meanwhile() -> None:
     assert causes["peer"] == pytest.approx(5 / 3)
     assert causes["other"] == pytest.approx(1)
     assert sum(causes.values()) == pytest.approx(21)
-    assert made.of("data", "read source").busy() == pytest.approx(20)
+    assert made.of("data", "read source").merged().seconds == pytest.approx(20)
 
 
 def test_a_wait_for_callables_is_theirs_though_the_next_batch_is_awaited_as_well() -> None:

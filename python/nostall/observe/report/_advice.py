@@ -63,7 +63,7 @@ def bandwidth(run: Run) -> float:
     for rank in run.ranks:
         if rank.digest is not None:
             reads = rank.digest.of("data", "read source")
-            busy = reads.busy()
+            busy = reads.merged().seconds
             total += float(reads.bytes.sum()) / busy if busy else 0.0
             continue
         for loader in rank.loaders:

@@ -46,14 +46,16 @@ class Spans:
         """Summed over threads."""
         return float((self.end - self.begin).sum())
 
-    def busy(self) -> float:
-        """Seconds in which at least one event lasts."""
+    def merged(self) -> Spans:
+        """The times in which at least one event lasts, with the sums of their values."""
         if not len(self.begin):
-            return 0.0
+            return self
         order = np.argsort(self.begin, kind="stable")
         begin, end = self.begin[order], np.maximum.accumulate(self.end[order])
-        gaps = np.maximum(0.0, begin[1:] - end[:-1]).sum()
-        return float(end[-1] - begin[0] - gaps)
+        first = np.flatnonzero(np.append(True, begin[1:] > end[:-1]))
+        last = np.append(first[1:], len(end)) - 1
+        samples, size = (np.add.reduceat(v[order], first) for v in (self.samples, self.bytes))
+        return Spans(begin[first], end[last], samples, size)
 
     def active(self, begin: Float, end: Float) -> Float:
         """How many events last, on average, in each of the intervals [begin, end)."""
@@ -95,10 +97,13 @@ class Digest:
         """All kinds of a category."""
         return {name: s for (c, name), s in self.spans.items() if c == category}
 
+    def merged(self, *categories: str) -> Spans:
+        """The times in which at least one event of these categories, which has some, lasts."""
+        return _joined([s for (c, _), s in self.spans.items() if c in categories]).merged()
+
     def busy(self, category: str) -> float | None:
         """Seconds in which at least one event of a category lasts; None if it has none."""
-        found = self.category(category)
-        return _joined(list(found.values())).busy() if found else None
+        return self.merged(category).seconds if self.category(category) else None
 
     def joined(self, other: Digest) -> Digest:
         """With the events of another trace of the same rank."""

@@ -385,14 +385,13 @@ def _ranks(run: Run) -> str:
         rows.append(
             (str(r.rank), *(percent(known.get(c)) for c in names), percent(sum(known.values())))
         )
-        steps, works = _steps(r)
+        steps, works, alone = _steps(r)
         if len(steps):
             times = [*np.percentile(steps, (50, 95, 100)).tolist(), float(np.median(works))]
             lengths.append((str(r.rank), *(f"{1e3 * t:.1f} ms" for t in times)))
         # The step of a rank that waits for a slow one is as long as that one's.
-        if len(steps) and waits["peers"] is not None:
-            waited = waits["peers"] + (waits["checkpoint"] or 0.0)
-            own[r.rank] = max(0.0, float(works.sum()) - waited) / len(works)
+        if len(alone):
+            own[r.rank] = float(alone.mean())
     usual = float(np.median(list(own.values()))) if own else 0.0
     late = ""
     if len(own) > 1 and usual > 0:
@@ -412,15 +411,25 @@ def _ranks(run: Run) -> str:
     )
 
 
-def _steps(rank: Rank) -> tuple[Any, Any]:
-    """Seconds between batches of an epoch, of the rank's first loader: with waits, and without."""
+def _steps(rank: Rank) -> tuple[Any, Any, Any]:
+    """Seconds between batches of an epoch, of the rank's first loader: with waits, without those for
+    data, and, of steps that the trace has, without those for other ranks and checkpoints either."""
+    nothing = np.zeros(0)
     if not rank.loaders:
-        return np.zeros(0), np.zeros(0)
-    b = rank.loaders[0].stats.batches
+        return nothing, nothing, nothing
+    stats, digest = rank.loaders[0].stats, rank.digest
+    b = stats.batches
     time, wait, epoch = (np.asarray(c, np.float64) for c in (b.time, b.wait, b.epoch))
     within = epoch[1:] == epoch[:-1]
     steps = np.diff(time)[within]
-    return steps, np.maximum(0.0, steps - wait[1:][within])
+    works = np.maximum(0.0, steps - wait[1:][within])
+    if digest is None or stats.made is None or not digest.category("peers"):
+        return steps, works, nothing
+    begin = time[:-1][within] + (stats.made - digest.origin)
+    seen = (begin >= 0) & (begin + steps <= digest.seconds)
+    begin, alone = begin[seen], works[seen]
+    waited = digest.merged("peers", "checkpoint").active(begin, begin + alone)
+    return steps, works, alone * (1 - waited)
 
 
 def _threads(run: Run, digests: Sequence[Digest]) -> str:
