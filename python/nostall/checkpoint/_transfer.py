@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import mmap
@@ -173,7 +174,8 @@ class ObjectPart:
 
 def _in_threads(threads: int, call: Callable[[int], T], values: Iterable[int]) -> list[T]:
     """The results of the calls, in any order, by so many threads with this one or as many as the system
-    gives; the first error of one of them ends it."""
+    gives; the first error of one of them ends it, and so does an interrupt. No call is under way then:
+    the memory that it writes to may go."""
     left, lock = iter(values), threading.Lock()
     results: list[T] = []
     errors: list[BaseException] = []
@@ -189,19 +191,22 @@ def _in_threads(threads: int, call: Callable[[int], T], values: Iterable[int]) -
         except BaseException as error:
             errors.append(error)
 
-    helpers = []
-    for _ in range(threads - 1):
-        helper = threading.Thread(target=work, name="nostall restore")
+    helpers: list[threading.Thread] = []
+    try:
+        with contextlib.suppress(RuntimeError):  # a limit of processes
+            for _ in range(threads - 1):
+                helpers.append(threading.Thread(target=work, name="nostall restore"))
+                helpers[-1].start()
+        work()
+    except BaseException as error:  # an interrupt
+        errors.append(error)
+    while alive := [helper for helper in helpers if helper.is_alive()]:
         try:
-            helper.start()
-        except RuntimeError:  # a limit of processes
-            break
-        helpers.append(helper)
-    work()
-    for helper in helpers:
-        helper.join()
+            alive[0].join()
+        except BaseException as error:
+            errors.append(error)
     if errors:
-        raise errors[0]
+        raise next((e for e in errors if not isinstance(e, Exception)), errors[0])
     return results
 
 

@@ -181,6 +181,45 @@ def test_parts_are_read_by_the_threads_there_are(
         store.check(2, part, threads=4)
 
 
+@pytest.mark.parametrize("interrupted", ["start", "join"])
+def test_an_interrupt_leaves_no_thread_that_still_writes(
+    monkeypatch: pytest.MonkeyPatch, interrupted: str
+) -> None:
+    calls = {name: getattr(threading.Thread, name) for name in ("start", "join")}
+    under_way, go_on, written = threading.Event(), threading.Event(), []
+    interrupts: list[str] = []
+
+    def write(value: int) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            under_way.set()
+            assert go_on.wait(60)
+            written.append(value)
+        assert under_way.wait(60)
+
+    def start(thread: threading.Thread) -> None:
+        calls["start"](thread)
+        if interrupted == "start":
+            assert under_way.wait(60)
+            interrupts.append("start")
+            raise KeyboardInterrupt
+
+    def join(thread: threading.Thread, timeout: float | None = None) -> None:
+        if interrupted == "join" and len(interrupts) < 2:  # it is pressed again
+            interrupts.append("join")
+            raise KeyboardInterrupt
+        go_on.set()
+        calls["join"](thread, timeout)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        patch.setattr(threading.Thread, "join", join)
+        with pytest.raises(KeyboardInterrupt):
+            _transfer._in_threads(2, write, range(2))
+    at_the_end = [*written]
+    go_on.set()
+    assert len(at_the_end) == 1 and interrupts
+
+
 def test_retention_and_going_back(make: Any, url: str) -> None:
     with make(keep=Keep(2, every=4), level="durable") as ckpt:
         for step in range(1, 7):
