@@ -19,14 +19,15 @@ class Calibration:
     """Measured speeds, bytes/s.
 
     `source` has t(1), t(2), ... of all nodes together; `tiers` maps a tier's name ("ram" or its
-    path) to r(1), r(2), ... threads of a node, and `tier_threads` to the number beyond which another
-    brings little; `network` is b_c, 0 if there is one node.
+    path) to r(1), r(2), ... threads of a node, `tier_writes` to w(1), w(2), ..., and `tier_threads` to
+    the number beyond which another brings little; `network` is b_c, 0 if there is one node.
     """
 
     nodes: int
     source: list[float]
     source_threads: int
     tiers: dict[str, list[float]]
+    tier_writes: dict[str, list[float]]
     tier_threads: dict[str, int]
     network: float
     beta: float
@@ -49,12 +50,14 @@ class Calibration:
         if data.get("format") != FORMAT:
             raise UsageError(f"{path}: format is {data.get('format')!r}, not {FORMAT}")
         try:
+            tiers = data.get("tiers", [])
             return cls(
                 nodes=int(data["environment"]["N"]),
                 source=_speeds(data["source"]["t"]),
                 source_threads=int(data["source"]["threads"]),
-                tiers={str(t["name"]): _speeds(t["r"]) for t in data.get("tiers", [])},
-                tier_threads={str(t["name"]): int(t["threads"]) for t in data.get("tiers", [])},
+                tiers={str(t["name"]): _speeds(t["r"]) for t in tiers},
+                tier_writes={str(t["name"]): _speeds(t["w"]) for t in tiers if "w" in t},
+                tier_threads={str(t["name"]): int(t["threads"]) for t in tiers},
                 network=float(data["environment"].get("b_c", 0.0)),
                 beta=float(data["environment"].get("beta", 0.0)),
             )

@@ -184,15 +184,18 @@ def from_calibration(path: str | os.PathLike[str]) -> dict[str, Any]:
         IoError, UsageError: as Calibration.load.
     """
     found = Calibration.load(path)
-    tiers = list(found.tiers.items())
-    ram = dict(tiers).get("ram", [2e10])
+    # The staging buffer is memory, as the tier "ram".
+    reads = [found.tiers.get("ram", [2e10]), *found.tiers.values()]
+    writes = [found.tier_writes.get(name, []) for name in ("ram", *found.tiers)]
     table: dict[str, Any] = {
         "N": found.nodes,
-        "b_fs": max(found.source) / MB,
+        # What one node alone gets goes over its own link.
+        "b_fs": found.source[0] / MB,
         "t": [v / MB for v in found.source],
-        "r": [[v / MB for v in r] for r in (ram, *(r for _, r in tiers))],
-        "names": ["staging", *(name for name, _ in tiers)],
-        "p": [max(1, found.source_threads), *(len(r) for _, r in tiers)],
+        "r": [[v / MB for v in r] for r in reads],
+        "w": [[v / MB for v in w] for w in writes],
+        "names": ["staging", *found.tiers],
+        "p": [max(1, found.source_threads), *map(len, found.tiers.values())],
         "b_c": (found.network or 1e10) / MB,
         "source": f"measured, {os.fspath(path)}",
     }

@@ -196,9 +196,12 @@ def test_machines_and_calibrations_as_environment(tmp_path: Path) -> None:
     whole["environment"] = {"calibration": "measured.toml", "c": 80, "d": [200, 100, 500]}
     found = read_scenario(whole, Place(str(tmp_path / "mine.toml"))).environment
     assert (found.N, found.c, found.b_c, found.throughput(2)) == (2, 80, 2000, 90)
+    # The link of one node, not what two nodes get together.
+    assert found.b_fs == 60
     assert found.beta * found.classes[0].threads == pytest.approx(400)
     assert [c.name for c in found.classes] == ["staging", "ram", "/ssd"]
     assert found.classes[2].read[-1] == (2, 600)
+    assert [c.write[-1] for c in found.classes] == [(2, 6000), (2, 6000), (2, 300)]
     whole["environment"].pop("d")
     with pytest.raises(UsageError, match=r"mine.toml: environment: is missing d"):
         read_scenario(whole, Place(str(tmp_path / "mine.toml")))
