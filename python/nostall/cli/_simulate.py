@@ -4,9 +4,10 @@ nostall (scenario-1 to scenario-4, environment) or a TOML file; see docs/guide/s
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,21 @@ from nostall.errors import UsageError
 if TYPE_CHECKING:
     from nostall.simulate._run import Mode
     from nostall.simulate._scenario import Scenario
-    from nostall.simulate._sweep import Point
+    from nostall.simulate._sweep import Grid, Point
+
+
+_WITHIN = 5.0
+
+# The options that each way of running uses beside its own one: what it does not use is refused.
+_MACHINES = {"scenario", "mode", "policy", "set"}
+_FILES = {"json", "csv", "html"}
+_USES = {
+    "list": set[str](),
+    "check": set[str](),
+    "nodes": _MACHINES | {"weak", "no_sweep"},
+    "sweep": _MACHINES | _FILES | {"state", "processes", "price", "within"},
+    "": _MACHINES | _FILES | {"no_sweep"},
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("scenario", nargs="?", help="a name, or a TOML file")
     parser.add_argument("--list", action="store_true", help="list scenarios, machines and policies")
     parser.add_argument(
-        "--mode", choices=["both", "as-published", "consistent"], default="both",
+        "--mode", choices=["both", "as-published", "consistent"],
         help="the published model, the one that conserves bandwidth, or both",
     )  # fmt: skip
     parser.add_argument(
@@ -44,15 +59,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--state", help="file of the finished points of a sweep, to continue it later"
     )
-    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--processes", type=int, help="points of a sweep that run at once")
     parser.add_argument(
         "--price", action="append", default=[], metavar="KEY=PRICE", help="per unit and node"
     )
     parser.add_argument(
         "--within",
         type=float,
-        default=5.0,
-        help="with --price: accept points within this %% of the bound",
+        help=f"with prices: accept points within this %% of the bound; {_WITHIN:g}",
     )
     parser.add_argument(
         "--check", metavar="RUN", help="predict the runs recorded in this directory, and compare"
@@ -69,38 +83,43 @@ def run(arguments: argparse.Namespace) -> int:
     from nostall.simulate._scenario import load_scenario
     from nostall.simulate._sweep import scaling, sweep
 
-    if arguments.list:
+    way = next((w for w in ("list", "check", "nodes") if getattr(arguments, w)), "")
+    if way == "list":
+        _refuse_unused(arguments, way)
         return _list()
-    files = [n for n in ("json", "csv", "html") if getattr(arguments, n)]
-    alone = [n for n in ("check", "nodes") if getattr(arguments, n)]
-    if files and alone:
-        raise UsageError(f"--{files[0]} has no form for --{alone[0]}, which prints a table alone")
-    if arguments.check:
+    if way == "check":
         from nostall.simulate import _check as check
 
+        _refuse_unused(arguments, way)
         print(check.text(check.check(arguments.check)))
         return 0
     if not arguments.scenario:
         raise UsageError("which scenario? nostall simulate --list names them")
-    scenario = _adapted(load_scenario(arguments.scenario), arguments)
-    modes: Sequence[Mode] = MODES if arguments.mode == "both" else (arguments.mode,)
-    if arguments.nodes:
+    scenario = load_scenario(arguments.scenario)
+    grids = [_assignments(arguments.sweep, many=True)] if arguments.sweep else list(scenario.sweep)
+    if not way and (arguments.sweep or (grids and not arguments.no_sweep)):
+        way = "sweep"
+    _refuse_unused(arguments, way)
+    scenario = _adapted(scenario, arguments)
+    modes: Sequence[Mode] = MODES if arguments.mode in (None, "both") else (arguments.mode,)
+    if way == "nodes":
         print(results.scaling_text(scaling(scenario, arguments.nodes, modes, weak=arguments.weak)))
         return 0
-    grids = [_assignments(arguments.sweep, many=True)] if arguments.sweep else list(scenario.sweep)
     points: list[Point] = []
-    if grids and not arguments.no_sweep:
+    outcomes, bound, prices = [], None, {}
+    if way == "sweep":
+        prices = _prices(scenario, grids, arguments.price)
         points = sweep(
             scenario,
             grids,
             modes,
             state=arguments.state,
-            processes=arguments.processes,
+            processes=len(os.sched_getaffinity(0))
+            if arguments.processes is None
+            else arguments.processes,
             progress=_progress,
         )
         print(results.points_text(points))
-        _answer(scenario, points, arguments)
-        outcomes, bound = [], None
     else:
         outcomes, bound = simulate(scenario, modes), read_once_bound(scenario)
         print(results.text(scenario, outcomes, bound))
@@ -110,7 +129,24 @@ def run(arguments: argparse.Namespace) -> int:
         results.write(arguments.csv, results.to_csv(outcomes, points))
     if arguments.html:
         results.write(arguments.html, results.page(scenario, outcomes, points, bound))
+    if prices:
+        _answer(scenario, points, prices, _WITHIN if arguments.within is None else arguments.within)
     return 0
+
+
+def _refuse_unused(arguments: argparse.Namespace, way: str) -> None:
+    """Raises UsageError if an option is given that this way of running does not use."""
+    unused = {*_USES}.union(*_USES.values()) - _USES[way] - {"", way}
+    for name in sorted(unused):
+        value = getattr(arguments, name)
+        if value is None or value is False or value == []:
+            continue
+        option = "a scenario" if name == "scenario" else "--" + name.replace("_", "-")
+        if name == "weak":
+            raise UsageError(f"{option} does nothing without --nodes: add --nodes 2 4")
+        if way:
+            raise UsageError(f"{option} does nothing beside --{way}: leave one of the two out")
+        raise UsageError(f"{option} does nothing without a sweep: add --sweep KEY=V1,V2")
 
 
 def _list() -> int:
@@ -165,16 +201,30 @@ def _value(text: str) -> Any:
     return text
 
 
-def _answer(scenario: Scenario, points: Sequence[Point], arguments: argparse.Namespace) -> None:
+def _prices(scenario: Scenario, grids: Sequence[Grid], words: Sequence[str]) -> dict[str, float]:
+    """The scenario's prices with those given.
+
+    Raises:
+        UsageError: one is no price, or is of something that not every point sets.
+    """
+    from nostall.simulate._sweep import points_of, price_of
+
+    prices = {**scenario.prices, **_assignments(words)}
+    for key, price in prices.items():
+        number = isinstance(price, (int, float)) and not isinstance(price, bool)
+        if not number or not 0 <= price < math.inf:
+            raise UsageError(f"the price of {key} must be a number from 0 on, not {price!r}")
+    for values in points_of(grids):
+        price_of(values, prices, scenario.environment.N)
+    return prices
+
+
+def _answer(
+    scenario: Scenario, points: Sequence[Point], prices: Mapping[str, float], within: float
+) -> None:
     """The cheapest machine within x % of the bound, for each column."""
     from nostall.simulate._sweep import cheapest
 
-    prices = {**scenario.prices, **_assignments(arguments.price)}
-    if not prices:
-        return
-    for key, price in prices.items():
-        if isinstance(price, bool) or not isinstance(price, (int, float)) or price < 0:
-            raise UsageError(f"the price of {key} must be a number from 0 on, not {price!r}")
     for column in points[0].seconds:
         consistent = column.endswith("/consistent")
         bound = min(p.read_once_bound for p in points) if consistent else None
@@ -183,15 +233,15 @@ def _answer(scenario: Scenario, points: Sequence[Point], arguments: argparse.Nam
             prices,
             scenario.environment.N,
             column=column,
-            within=arguments.within / 100,
+            within=within / 100,
             bound=bound,
         )
         what = "the best read-once bound" if consistent else "the lower bound"
         if found is None:
-            print(f"{column}: no machine comes within {arguments.within:g} % of {what}")
+            print(f"{column}: no machine comes within {within:g} % of {what}")
         else:
             point, price = found
             print(
-                f"{column}: cheapest within {arguments.within:g} % of {what}: {point.key} for "
+                f"{column}: cheapest within {within:g} % of {what}: {point.key} for "
                 f"{price:g}, {point.seconds[column]:.1f} s"
             )

@@ -216,7 +216,10 @@ def price_of(values: Mapping[str, Any], prices: Mapping[str, float], nodes: int)
         elif key in values and isinstance(values[key], (int, float)):
             total += price * float(values[key]) * count
         else:
-            raise UsageError(f"there is a price for {key}, which the sweep does not set")
+            raise UsageError(
+                f"there is a price for {key}, which the sweep does not set to numbers: sweep it too, "
+                "or leave its price out"
+            )
     return total
 
 

@@ -144,9 +144,6 @@ def test_the_command_line_writes_all_forms(
     assert main(["simulate", str(path), *sweeps, "--policy", "nostall", files[2]]) == 0
     assert "nostall/consistent: cheapest within 5 %" in capsys.readouterr().out
     assert (tmp_path / "html").read_text().count("<svg") == 2
-    unwritten = str(tmp_path / "unwritten.json")
-    assert main(["simulate", str(path), "--nodes", "2", "--json", unwritten]) == 2
-    assert "--json has no form for --nodes" in capsys.readouterr().err
     assert main(["simulate", "--list"]) == 0
     assert "environment, scenario-1" in capsys.readouterr().out
 
@@ -161,6 +158,49 @@ def test_the_command_line_refuses(capsys: pytest.CaptureFixture[str]) -> None:
     ):
         assert main(words) == 2
         assert names in capsys.readouterr().err
+
+
+def test_a_price_that_cannot_be_is_refused_before_the_sweep(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, state = write_scenario(tmp_path / "mine.toml"), tmp_path / "state"
+    words = ["simulate", str(path), "--sweep", "d.1=0,120", f"--state={state}"]
+    for price, names in (
+        ("d.2=1", "there is a price for d.2, which the sweep does not set"),
+        ("d.1=-1", "the price of d.1 must be a number from 0 on, not -1"),
+        ("d.1=nan", "the price of d.1 must be a number from 0 on, not nan"),
+    ):
+        assert main([*words, "--price", price]) == 2
+        assert names in capsys.readouterr().err
+    assert not state.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("FILE --price d.1=1", "--price does nothing without a sweep: add --sweep"),
+        ("FILE --within 0", "--within does nothing without a sweep: add --sweep"),
+        ("FILE --state points", "--state does nothing without a sweep: add --sweep"),
+        ("FILE --weak", "--weak does nothing without --nodes: add --nodes"),
+        ("FILE --sweep d.1=0,1 --weak", "--weak does nothing without --nodes: add --nodes"),
+        ("FILE --sweep d.1=0,1 --no-sweep", "--no-sweep does nothing beside --sweep: leave"),
+        ("FILE --nodes 2 --sweep d.1=0,1", "--sweep does nothing beside --nodes: leave"),
+        ("FILE --nodes 2 --price d.1=1", "--price does nothing beside --nodes: leave"),
+        ("FILE --nodes 2 --state points", "--state does nothing beside --nodes: leave"),
+        ("FILE --nodes 2 --json out", "--json does nothing beside --nodes: leave"),
+        ("FILE --check runs", "a scenario does nothing beside --check: leave"),
+        ("--check runs --mode both", "--mode does nothing beside --check: leave"),
+        ("--check runs --policy nostall", "--policy does nothing beside --check: leave"),
+        ("--check runs --set N=2", "--set does nothing beside --check: leave"),
+        ("--list --html out", "--html does nothing beside --list: leave"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused(
+    words: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(write_scenario(tmp_path / "mine.toml"))
+    assert main(["simulate", *words.replace("FILE", path).split()]) == 2
+    assert says in capsys.readouterr().err
 
 
 def test_files_that_cannot_be_written(tmp_path: Path) -> None:
