@@ -265,6 +265,13 @@ def error_bars(values: Sequence[Sequence[float]]) -> tuple[list[float], list[lis
     return middle, [[m - min(v) for m, v in pairs], [max(v) - m for m, v in pairs]]
 
 
+def stalled(epochs: Iterable[Mapping[str, Any]]) -> float | None:
+    """The share of these epochs' time that was waited for batches; None of no epochs."""
+    found = list(epochs)
+    seconds = sum(e["seconds"] for e in found)
+    return sum(e["stall_seconds"] for e in found) / seconds if found else None
+
+
 def megabytes(count: float, digits: int = 0) -> str:
     """Millions of bytes, without the unit: that is in the heading."""
     return f"{count / 1e6:.{digits}f}"
@@ -298,7 +305,9 @@ def table(title: str, *headings: str, left: int = 1, caption: str | None = None)
 # Options
 
 
-class _AtLeastOne(argparse.Action):
+class AtLeastOne(argparse.Action):
+    """The action of an option that takes a number from 1 on."""
+
     def __call__(self, parser: Any, namespace: Any, value: Any, option: str | None = None) -> None:
         if value < 1:
             raise UsageError(f"{option} must be at least 1, not {value}")
@@ -307,7 +316,7 @@ class _AtLeastOne(argparse.Action):
 
 def add_repeats(parser: argparse.ArgumentParser, usual: int, help: str = "of each") -> None:
     """The option --repeats: nothing can be said of no runs."""
-    parser.add_argument("--repeats", type=int, default=usual, action=_AtLeastOne, help=help)
+    parser.add_argument("--repeats", type=int, default=usual, action=AtLeastOne, help=help)
 
 
 def add_files(parser: argparse.ArgumentParser, *, plot: str | None = None) -> None:

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dir", default="nostall-bench", help="where the dataset goes")
     parser.add_argument("--data", help="measure this folder of files instead of a synthetic one")
     parser.add_argument("--files", type=int, default=1500, help="synthetic files (95 KB each)")
-    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--epochs", type=int, default=4, action=harness.AtLeastOne)
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--ranks", type=int, default=1, help="per node")
     parser.add_argument("--global-batch", type=int, default=64)
@@ -170,7 +170,8 @@ def _scaling(rows: list[dict[str, Any]]) -> Table:
 
 def _cells(row: dict[str, Any]) -> list[str]:
     def spread(key: str, form: str) -> str:
-        return harness.spread((r[key] for r in row["runs"]), form)
+        found = [r[key] for r in row["runs"] if r[key] is not None]
+        return harness.spread(found, form) if found else ""
 
     shared = row["way"] != "alone"
     return [
@@ -216,26 +217,23 @@ def job(
         "way": way,
     }
     stats = launch("nostall_bench.nodes", settings, [str(m) for m in storage.mounts])
+    epoch_seconds = [max(s["epochs"][e]["seconds"] for s in stats) for e in range(arguments.epochs)]
     later = [e for s in stats for e in s["epochs"][1:]]
     counts = {k: sum(s["peers"].get(k, 0) for s in stats) for k in stats[0]["peers"]}
     fetched = counts.get("fetched", 0)
     asked = fetched + counts.get("asked_too_early", 0) + counts.get("asked_in_vain", 0)
     every = [e for s in stats for e in s["epochs"]]
     return {
-        "epoch_seconds": [
-            max(s["epochs"][e]["seconds"] for s in stats) for e in range(arguments.epochs)
-        ],
+        "epoch_seconds": epoch_seconds,
         "origin_bytes": {
             o: sum(e["origins"][o]["bytes"] for e in every) for o in every[0]["origins"]
         },
         "consumer_seconds": sum(e["seconds"] - e["stall_seconds"] for e in every)
         / sum(e["batches"] for e in every),
         "total_seconds": max(sum(e["seconds"] for e in s["epochs"]) for s in stats),
-        "first_seconds": max(s["epochs"][0]["seconds"] for s in stats),
-        "later_seconds": statistics.median(
-            max(s["epochs"][e]["seconds"] for s in stats) for e in range(1, arguments.epochs)
-        ),
-        "later_stall": sum(e["stall_seconds"] for e in later) / sum(e["seconds"] for e in later),
+        "first_seconds": epoch_seconds[0],
+        "later_seconds": statistics.median(epoch_seconds[1:]) if later else None,
+        "later_stall": harness.stalled(later),
         "read_bytes": storage.served_bytes - before,
         "read_of_bound": (storage.served_bytes - before) / stats[0]["lower_bound_bytes"],
         "peer_share": fetched / sum(e["samples"] for s in stats for e in s["epochs"]),

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``nostall bench stall``."""
     parser.add_argument("--dir", default="nostall-bench", help="where the dataset goes")
     parser.add_argument("--files", type=int, default=1500, help="synthetic files (95 KB each)")
-    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=3, action=harness.AtLeastOne)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--batch-size", type=int, default=16, help="samples per rank and batch")
     parser.add_argument("--bandwidth", type=float, default=40, help="of the storage, MB/s")
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plot:
         raise UsageError("--plot draws what --networks measures: name networks")
     total = sum(p.stat().st_size for p in data.rglob("*.jpg"))
-    runs: dict[tuple[int, float], list[dict[str, float]]] = {
+    runs: dict[tuple[int, float], list[dict[str, Any]]] = {
         (ranks, share): [] for ranks in arguments.ranks for share in (1.1, 0.5)
     }
     rate = arguments.bandwidth * 1e6
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     for (ranks, share), found in runs.items():
 
-        def cell(key: str, form: str, found: list[dict[str, float]] = found) -> str:
+        def cell(key: str, form: str, found: list[dict[str, Any]] = found) -> str:
             return harness.spread((r[key] for r in found), form)
 
         table.add_row(
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
             "all" if share > 1 else "half",
             cell("first_seconds", "{:.2f} s"),
             cell("first_of_physics", "{:.3f}"),
-            cell("later_stall", "{:.1%}") if share > 1 else "",
+            cell("later_stall", "{:.1%}") if share > 1 and arguments.epochs > 1 else "",
             cell("bytes_of_bound", "{:.4f}"),
         )
     harness.console().print(table)
@@ -94,7 +94,7 @@ def _job(
     total: int,
     ranks: int,
     share: float,
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """One training of `ranks` processes; what it took against what it had to."""
     storage.drop_caches()
     before = storage.served_bytes
@@ -112,12 +112,11 @@ def _job(
     ranked = [{**settings, "rank": r} for r in range(ranks)]
     stats = harness.children("nostall_bench.stall", ranked, timeout=300)
     first = max(s["epochs"][0]["seconds"] for s in stats)
-    later = [e for s in stats for e in s["epochs"][1:]]
     compute = settings["compute"] * batches
     return {
         "first_seconds": first,
         "first_of_physics": first / max(compute, read_seconds),
-        "later_stall": sum(e["stall_seconds"] for e in later) / sum(e["seconds"] for e in later),
+        "later_stall": harness.stalled(e for s in stats for e in s["epochs"][1:]),
         "bytes_of_bound": (storage.served_bytes - before) / stats[0]["lower_bound_bytes"],
     }
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from nostall.cli import main
-from nostall_bench import slowfs, training_stall
+from nostall.errors import UsageError
+from nostall_bench import harness, nodes, slowfs, stall, training_stall
 from nostall_bench.demo.dataset import DatasetSpec, make_dataset
 
 
@@ -18,6 +22,33 @@ def test_stalls_are_summed_over_ranks_and_iterations() -> None:
     assert found["late"] == pytest.approx(6.6)  # at 0.95 of the way from 0 to 8 in nine values
     assert found["sum"] == 5
     assert found["worst"] == [3, 2, 9]
+
+
+def _parsed(benchmark: Any, *words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    benchmark.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def test_one_epoch_has_no_later_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    epoch = {
+        "seconds": 2.0, "stall_seconds": 1.0, "batches": 4, "samples": 8,
+        "origins": {"source": {"bytes": 100}},
+    }  # fmt: skip
+    rank = {"epochs": [epoch], "peers": {}, "lower_bound_bytes": 100, "stream": ""}
+    monkeypatch.setattr(nodes, "launch", lambda *_, **__: [rank])
+    monkeypatch.setattr(harness, "children", lambda *_, **__: [rank])
+    storage: Any = SimpleNamespace(
+        served_bytes=0, drop_caches=lambda: None, backing=tmp_path, mounts=[tmp_path]
+    )
+    (tmp_path / "one.jpg").touch()
+    run = nodes.job(_parsed(nodes, "--epochs", "1"), storage, 100, 1, 1.1, "alone", 1e6)
+    row = {"nodes": 1, "bandwidth": 1e6, "regime": "S < D", "way": "alone", "runs": [run]}
+    assert nodes._cells(row)[4:7] == ["2.00", "", ""]
+    found = stall._job(_parsed(stall, "--epochs", "1"), storage, tmp_path, 100, 1, 1.1)
+    assert found["first_seconds"] == 2 and found["later_stall"] is None
+    with pytest.raises(UsageError, match="--epochs must be at least 1, not 0"):
+        _parsed(stall, "--epochs", "0")
 
 
 @pytest.mark.multi
