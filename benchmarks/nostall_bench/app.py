@@ -2,8 +2,9 @@
 
 The mini-application of [Chien 2018, sec. III.B]: images of 224 x 224 x 3, labels one-hot or sparse,
 Adam. Each setting trains the same number of steps on files made cold before; the cost of input is its
-run time less that of the same steps on one batch that lies in memory [Chien 2018, fig. 6 to 8]. The
-disk's activity is sampled each second. On a GPU where there is one.
+run time less that of the same steps on one batch that lies in memory [Chien 2018, fig. 6 to 8]. A
+measurement is a process that trains twice, the first time to warm up. The disk's activity is sampled
+each second. On a GPU where there is one.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from nostall_bench import harness
 from nostall_bench.disk import Activity, device_of, forget
 
 MEMORY = "memory"
+OURS = "nostall"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", help="class folders of images; synthetic ones if not given")
     parser.add_argument("--files", type=int, default=1280, help="synthetic images")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--prefetch", type=int, nargs="+", choices=(0, 1), default=[0, 1])
+    parser.add_argument(
+        "--prefetch", type=int, nargs="+", choices=(0, 1), default=[0, 1],
+        help=f"batches prepared ahead; {OURS} always has one",
+    )  # fmt: skip
     parser.add_argument("--batch-size", type=int, nargs="+", default=[64])
     parser.add_argument("--steps", type=int, default=20, help="at most what the images give")
     parser.add_argument("--dense", type=int, default=4096, help="units of the dense layers")
@@ -40,17 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--pipelines", nargs="+", choices=list(PIPELINES), default=installed(),
         help="all that are installed if not given",
     )  # fmt: skip
-    parser.add_argument("--runs", type=int, default=6, help="the first is warm-up")
+    harness.add_repeats(parser, 5, "measurements of each, in turns")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints a table, writes ``app.json`` and ``app.png``."""
     from nostall_bench.peers import listing
 
-    if arguments.runs < 2:
-        raise UsageError(
-            f"--runs must be at least 2, for the first is warm-up, not {arguments.runs}"
-        )
     home = Path(arguments.dir).absolute()
     home.mkdir(parents=True, exist_ok=True)
     items = listing(harness.dataset(home, arguments.files, given=arguments.data))
@@ -64,24 +64,39 @@ def run(arguments: argparse.Namespace) -> int:
         if steps < 2:
             raise UsageError(f"{len(items)} images are too few for batches of {batch}")
         settings = {
-            "items": items[: steps * batch], "batch": batch, "steps": steps, "runs": arguments.runs,
+            "items": items[: steps * batch], "batch": batch, "steps": steps,
             "labels": arguments.labels, "dense": arguments.dense,
-            "pipeline": MEMORY, "threads": 1, "prefetch": 0,
         }  # fmt: skip
-        floor = _measure(settings)
-        base = statistics.median(floor["seconds"][1:])
-        result["device"] = floor["device"]
-        result["rows"].append({**_known(settings), **floor})
-        table.add_row("one batch in memory", str(batch), "", "", f"{base:.2f}", "0.00", "0 %")
-        for pipeline, threads, prefetch in itertools.product(
-            arguments.pipelines, arguments.threads, arguments.prefetch
-        ):
-            chosen = {**settings, "pipeline": pipeline, "threads": threads, "prefetch": prefetch}
-            row = _measure(chosen)
-            seconds = statistics.median(row["seconds"][1:])
-            result["rows"].append({**_known(chosen), **row, "cost": seconds - base})
+        # The stage of the loader has two batches at least, of which one is ahead.
+        ways = [(MEMORY, 1, 0)] + [
+            (pipeline, threads, prefetch)
+            for pipeline in arguments.pipelines
+            for threads in arguments.threads
+            for prefetch in ([1] if pipeline == OURS else arguments.prefetch)
+        ]
+        runs: dict[tuple[str, int, int], list[dict[str, Any]]] = {way: [] for way in ways}
+        for way in harness.turns(ways, arguments.repeats):
+            chosen = dict(zip(("pipeline", "threads", "prefetch"), way, strict=True))
+            chosen["seed"] = len(runs[way])
+            found = harness.child(
+                "nostall_bench.app", {**settings, **chosen}, name=way[0], OMP_NUM_THREADS="1"
+            )
+            runs[way].append(found)
+            result["device"] = found["device"]
+        base = harness.median(runs[ways[0]], "seconds")
+        for way, measured in runs.items():
+            pipeline, threads, prefetch = way
+            seconds = harness.median(measured, "seconds")
+            row = {
+                "batch": batch, "steps": steps, "pipeline": pipeline, "threads": threads,
+                "prefetch": prefetch, "seconds": [r["seconds"] for r in measured],
+                "cost": seconds - base, "activity": measured[-1]["activity"],
+            }  # fmt: skip
+            result["rows"].append(row)
+            within = ("", "") if pipeline == MEMORY else (str(threads), str(prefetch))
             table.add_row(
-                pipeline, str(batch), str(threads), str(prefetch), f"{seconds:.2f}",
+                "one batch in memory" if pipeline == MEMORY else pipeline, str(batch), *within,
+                harness.spread(row["seconds"]),
                 f"{seconds - base:.2f}", f"{100 * (seconds - base) / seconds:.0f} %",
             )  # fmt: skip
     console = harness.console()
@@ -90,17 +105,6 @@ def run(arguments: argparse.Namespace) -> int:
     _plot(result, home / "app.png")
     console.print(f"on {result['device']}; numbers {home / 'app.json'}, plot {home / 'app.png'}")
     return 0
-
-
-def _measure(settings: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = harness.child(
-        "nostall_bench.app", settings, name=settings["pipeline"], OMP_NUM_THREADS="1"
-    )
-    return found
-
-
-def _known(settings: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in settings.items() if k != "items"}
 
 
 def model(classes: int, dense: int = 4096) -> Any:
@@ -123,7 +127,7 @@ def model(classes: int, dense: int = 4096) -> Any:
 
 
 def _work(settings: dict[str, Any]) -> dict[str, Any]:
-    """All runs of one setting in this process."""
+    """A training in this process, after one that warms up."""
     import torch
 
     from nostall_bench.pipelines import PIPELINES, Work
@@ -136,8 +140,8 @@ def _work(settings: dict[str, Any]) -> dict[str, Any]:
     net = model(classes, settings["dense"]).to(device)
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-4)
     disk = device_of(paths[0])
-    out: dict[str, Any] = {"seconds": [], "steps": [], "device": _name(device), "activity": []}
-    for number in range(settings["runs"]):
+    out: dict[str, Any] = {"device": _name(device)}
+    for _ in range(2):
         if settings["pipeline"] == MEMORY:
             images = torch.rand(settings["batch"], 3, 224, 224)
             batches: Any = itertools.repeat(
@@ -146,7 +150,7 @@ def _work(settings: dict[str, Any]) -> dict[str, Any]:
         else:
             forget(paths)
             work = Work(paths, labels, settings["batch"], settings["threads"], True,
-                        settings["prefetch"], number)  # fmt: skip
+                        settings["prefetch"], settings["seed"])  # fmt: skip
             batches = PIPELINES[settings["pipeline"]](work)
         steps = 0
         with Activity(disk) if disk else contextlib.nullcontext() as seen:
@@ -162,8 +166,8 @@ def _work(settings: dict[str, Any]) -> dict[str, Any]:
                 steps += 1
             if device.type == "cuda":
                 torch.cuda.synchronize()
-            out["seconds"].append(time.perf_counter() - began)
-        out["steps"].append(steps)
+            out["seconds"] = time.perf_counter() - began
+        out["steps"] = steps
         out["activity"] = seen.rows if seen is not None else []
     return out
 

@@ -1,15 +1,17 @@
 """``nostall bench io``: how fast images come from storage, by pipeline, threads and device.
 
 The STREAM-like benchmark of [Chien 2018, sec. III.A]: a list of images is shuffled, mapped by 1, 2, 4,
-8 threads (decode and resize to 224 x 224, or read only) and batched by 64; nothing computes. Six
-runs, the first is warm-up; caches are made cold before each. The bound beside is one large file read in
-order past the cache (table I), and the same files read by threads that do nothing else.
+8 threads (decode and resize to 224 x 224, or read only) and batched by 64; nothing computes. A
+measurement is a process with two runs, of which the first is warm-up; caches are made cold before each.
+The bound beside is one large file read in order past the cache (table I), and the same files read by
+threads that do nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import statistics
 import time
@@ -22,6 +24,7 @@ from nostall_bench.disk import Activity, device_of, forget, sequential
 from nostall_bench.programs import find_native, run_limit
 
 WORKS = ("decode", "read")
+LIMIT = "threads that only read"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--pipelines", nargs="+", choices=list(PIPELINES), default=installed(),
         help="all that are installed if not given",
     )  # fmt: skip
-    parser.add_argument("--runs", type=int, default=6, help="the first is warm-up")
+    harness.add_repeats(parser, 5, "measurements of each, in turns")
     parser.add_argument(
         "--drop-caches", action="store_true", help="of the whole machine, where this user may"
     )
@@ -53,10 +56,6 @@ def run(arguments: argparse.Namespace) -> int:
     console = harness.console()
     if arguments.data and len(arguments.data) != len(arguments.paths):
         raise UsageError("--data needs one folder for each of --paths")
-    if arguments.runs < 2:
-        raise UsageError(
-            f"--runs must be at least 2, for the first is warm-up, not {arguments.runs}"
-        )
     measured: dict[str, Any] = {}
     for number, path in enumerate(arguments.paths):
         home = Path(path).absolute()
@@ -85,73 +84,67 @@ _IMAGES = {".jpg", ".jpeg", ".png", ".JPEG", ".JPG"}
 def _measure(files: list[str], home: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     device = device_of(files[0])
     wrote, read = sequential(home) if os.access(home, os.W_OK) else (None, None)
-    out: dict[str, Any] = {
+    program = find_native("nostall-limit")
+    limits = [(LIMIT, "read", n) for n in arguments.threads] if program else []
+    ways = [*limits, *itertools.product(arguments.pipelines, arguments.work, arguments.threads)]
+    runs: dict[tuple[str, str, int], list[dict[str, Any]]] = {way: [] for way in ways}
+    for way in harness.turns(ways, arguments.repeats):
+        pipeline, work, threads = way
+        if pipeline == LIMIT and program:
+            forget(files, arguments.drop_caches)
+            rate = run_limit(program, files, threads, 1, "read")["samples_per_s"]
+            runs[way].append({"images_per_s": rate})
+            continue
+        settings = {
+            "files": files, "pipeline": pipeline, "threads": threads, "work": work,
+            "batch": arguments.batch_size, "drop": arguments.drop_caches, "seed": len(runs[way]),
+        }  # fmt: skip
+        runs[way].append(
+            harness.child("nostall_bench.io", settings, name=pipeline, OMP_NUM_THREADS="1")
+        )
+    rows = []
+    for (pipeline, work, threads), found in runs.items():
+        rates = [r["images_per_s"] for r in found]
+        row = {
+            "work": work, "pipeline": pipeline, "threads": threads, **found[-1],
+            "images_per_s": rates, "median": statistics.median(rates),
+            "least": min(rates), "most": max(rates),
+        }  # fmt: skip
+        rows.append(row)
+    return {
         "files": len(files),
         "bytes": sum(os.stat(f).st_size for f in files),
         "device": f"{device[0]}:{device[1]}" if device else "no block device",
         "cold": forget(files[:1], arguments.drop_caches),
         "sequential": read,
         "sequential_write": wrote,
-        "bound": {n: _bound(files, n, arguments) for n in arguments.threads},
-        "rows": [],
+        "bound": {r["threads"]: r["median"] for r in rows if r["pipeline"] == LIMIT},
+        "rows": [r for r in rows if r["pipeline"] != LIMIT],
     }
-    for work in arguments.work:
-        for pipeline in arguments.pipelines:
-            for threads in arguments.threads:
-                settings = {
-                    "files": files, "pipeline": pipeline, "threads": threads, "work": work,
-                    "batch": arguments.batch_size, "runs": arguments.runs,
-                    "drop": arguments.drop_caches,
-                }  # fmt: skip
-                row = harness.child(
-                    "nostall_bench.io", settings, name=pipeline, OMP_NUM_THREADS="1"
-                )
-                rates = row["images_per_s"][1:]
-                out["rows"].append(
-                    {
-                        "work": work, "pipeline": pipeline, "threads": threads, **row,
-                        "median": statistics.median(rates),
-                        "least": min(rates), "most": max(rates),
-                    }
-                )  # fmt: skip
-    return out
-
-
-def _bound(files: list[str], threads: int, arguments: argparse.Namespace) -> float | None:
-    """Images a second of threads that only read, in C++; None if that program is not built."""
-    program = find_native("nostall-limit")
-    if program is None:
-        return None
-    rates = []
-    for _ in range(min(arguments.runs, 4)):
-        forget(files, arguments.drop_caches)
-        rates.append(run_limit(program, files, threads, 1, "read")["samples_per_s"])
-    return statistics.median(rates[1:])
 
 
 def _work(settings: dict[str, Any]) -> dict[str, Any]:
-    """All runs of one pipeline in this process."""
+    """A run of one pipeline in this process, after one that warms up."""
     from nostall_bench.pipelines import PIPELINES, Work
 
     _quiet(settings["pipeline"])
     files = settings["files"]
-    rates, errors, activity = [], 0, []
+    found: dict[str, Any] = {}
     device = device_of(files[0])
-    for number in range(settings["runs"]):
+    for _ in range(2):
         forget(files, settings["drop"])
         work = Work(
             files, [0] * len(files), settings["batch"], settings["threads"],
-            settings["work"] == "decode", seed=number,
+            settings["work"] == "decode", seed=settings["seed"],
         )  # fmt: skip
         watch = Activity(device) if device else contextlib.nullcontext()
         with watch as seen:
             began = time.perf_counter()
             images = sum(len(labels) for _, labels in PIPELINES[settings["pipeline"]](work))
-            rates.append(images / (time.perf_counter() - began))
-        errors = work.errors
-        if seen is not None:
-            activity = seen.rows
-    return {"images_per_s": rates, "errors": errors, "activity": activity}
+            found["images_per_s"] = images / (time.perf_counter() - began)
+        found["errors"] = work.errors
+        found["activity"] = seen.rows if seen is not None else []
+    return found
 
 
 def _quiet(pipeline: str) -> None:
@@ -174,14 +167,12 @@ def _table(path: str, work: str, found: dict[str, Any]) -> Any:
         *("pipeline", "threads", "images/s", "MB/s", "of reading", "errors"),
     )
     for threads, rate in found["bound"].items():
-        if rate:
-            out.add_row("threads that only read", str(threads), f"{rate:.0f}",
-                        f"{rate * size / 1e6:.1f}", "1.00", "")  # fmt: skip
+        out.add_row(LIMIT, str(threads), f"{rate:.0f}", f"{rate * size / 1e6:.1f}", "1.00", "")
     for row in (r for r in found["rows"] if r["work"] == work):
-        bound = found["bound"][row["threads"]]
+        bound = found["bound"].get(row["threads"])
         out.add_row(
             row["pipeline"], str(row["threads"]),
-            harness.spread(row["images_per_s"][1:], "{:.0f}"), f"{row['median'] * size / 1e6:.1f}",
+            harness.spread(row["images_per_s"], "{:.0f}"), f"{row['median'] * size / 1e6:.1f}",
             f"{row['median'] / bound:.2f}" if bound else "", str(row["errors"]),
         )  # fmt: skip
     return out

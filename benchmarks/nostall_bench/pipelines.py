@@ -130,7 +130,7 @@ def torch_loader(work: Work) -> Iterator[tuple[Any, list[int]]]:
 
 
 def nostall_loader(work: Work) -> Iterator[tuple[Any, list[int]]]:
-    """This loader without tiers, for one epoch, staging two batches at least."""
+    """This loader without tiers, for one epoch, with two batches staged: one is ahead."""
     import nostall
     from nostall import transforms as t
 
@@ -141,7 +141,7 @@ def nostall_loader(work: Work) -> Iterator[tuple[Any, list[int]]]:
         seed=work.seed,
         transforms=[t.Resize((SIDE, SIDE)), t.ToTensor()] if work.decode else None,
         tiers=[],
-        staging=size * (1 + work.prefetch),
+        staging=2 * size,
         threads=work.threads,
         on_error="substitute",
         rank=0,

@@ -6,11 +6,11 @@ import argparse
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from nostall.errors import UsageError
-from nostall_bench import disk, io
+from nostall_bench import disk, harness, io
 from nostall_bench.demo.dataset import DatasetSpec, make_dataset
 from nostall_bench.pipelines import PIPELINES, Work, installed
 
@@ -55,7 +55,7 @@ def test_a_table_and_numbers_are_written(
     io.add_arguments(parser)
     data = str(Path(images[0]).parent.parent)
     options = [
-        "--paths", str(tmp_path / "disk"), "--data", data, "--threads", "2", "--runs", "2",
+        "--paths", str(tmp_path / "disk"), "--data", data, "--threads", "2", "--repeats", "2",
         "--pipelines", "nostall", "--work", "decode", "--output", str(tmp_path / "io"),
     ]  # fmt: skip
     assert io.run(parser.parse_args(options)) == 0
@@ -69,8 +69,35 @@ def test_a_table_and_numbers_are_written(
     assert "posix_fadvise" in found["cold"]
     assert (tmp_path / "io.png").stat().st_size > 1000
     assert "one file in order" in capsys.readouterr().out.replace("\n", " ")
-    with pytest.raises(UsageError, match="at least 2"):
-        io.run(parser.parse_args([*options, "--runs", "1"]))
+
+
+def test_pipelines_and_threads_that_only_read_take_turns(
+    images: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns: list[str] = []
+
+    def child(module: str, settings: dict[str, Any], *, name: str, **_: str) -> dict[str, Any]:
+        turns.append(name)
+        return {"images_per_s": len(turns), "errors": 0, "activity": []}
+
+    def limit(*_: object) -> dict[str, float]:
+        turns.append("limit")
+        return {"samples_per_s": 1.0}
+
+    monkeypatch.setattr(harness, "child", child)
+    monkeypatch.setattr(io, "find_native", lambda _: Path("nostall-limit"))
+    monkeypatch.setattr(io, "run_limit", limit)
+    monkeypatch.setattr(io, "sequential", lambda _: (1.0, 1.0))
+    parser = argparse.ArgumentParser()
+    io.add_arguments(parser)
+    words = "--threads 1 --work read --pipelines nostall map --repeats 2"
+    arguments = parser.parse_args(words.split())
+    found = io._measure(images, tmp_path, arguments)
+    assert turns == ["limit", "nostall", "map", "nostall", "map", "limit"]
+    assert [(r["pipeline"], r["images_per_s"]) for r in found["rows"]] == [
+        ("nostall", [2, 4]), ("map", [3, 5]),
+    ]  # fmt: skip
+    assert found["bound"] == {1: 1}
 
 
 def test_a_file_is_written_and_read_whole_and_removed(
