@@ -159,7 +159,9 @@ def grain_packed(job: Job, bins: int = 64) -> Counted:
 
     dataset = grain.MapDataset.source(range(len(ends))).shuffle(seed=0).repeat().map(document)
     packed = grain.experimental.FirstFitPackIterDataset(
-        dataset.to_iter_dataset(), length_struct={"ids": job.length}, num_packing_bins=bins
+        dataset.to_iter_dataset(grain.ReadOptions(num_threads=job.threads)),
+        length_struct={"ids": job.length},
+        num_packing_bins=bins,
     )
     for batch in packed.batch(job.batch):
         yield batch["ids"].size, partial(_used, batch["ids_segment_ids"])
@@ -218,7 +220,8 @@ def _nostall(job: Job, packed: bool) -> Counted:
     else:
         stream = nostall.Tokens(job.data, dtype="uint16", format="raw")
         source = nostall.Windows(stream, job.length, fields=("ids",))
-    with nostall.DataLoader(source, job.batch, order="keyed", drop_last=True, tiers=[]) as loader:
+    options: dict[str, Any] = {"order": "keyed", "drop_last": True, "tiers": []}
+    with nostall.DataLoader(source, job.batch, threads=job.threads, **options) as loader:
         while True:
             for batch in loader:
                 ids = batch["ids"]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+import nostall
 from nostall_bench import demo, slowfs, token_peers, tokens
 from nostall_bench.demo import tokens as demo_tokens
 
@@ -73,6 +76,24 @@ def test_peers_give_batches_of_the_data(tmp_path: Path) -> None:
     begin = 0 if first == 0 else int(ends[first - 1]) + 1
     document = ids[begin : int(ends[first]) + 1]
     assert np.array_equal(found[: len(document)], document)
+
+
+def test_the_threads_given_are_those_of_nostall(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = tmp_path / "tokens.bin"
+    token_peers.make(data, 2_000)
+    asked = []
+
+    def loader(*_: object, threads: int, **__: object) -> Any:
+        asked.append(threads)
+        ids = SimpleNamespace(numel=lambda: 200)
+        return contextlib.nullcontext([{"ids": ids, "segments": ids}])
+
+    monkeypatch.setattr(nostall, "DataLoader", loader)
+    for way in ("windows", "packed"):
+        next(token_peers.LOADERS[way]["nostall"](token_peers.Job(data, 100, 2, 3)))
+    assert asked == [3, 3]
 
 
 def _longer(before: tuple[Path, int], file: tuple[Path, int]) -> tuple[Path, int]:
