@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -54,6 +57,27 @@ def test_a_loader_that_is_ahead_of_the_loop_is_named() -> None:
     rows |= {"DALI, CPU": {"missing": "not installed"}}
     assert loader.passed(rows) == {"nostall": 1.25}
     assert loader.passed({"nostall": rows["nostall"]}) == {}
+
+
+def test_samples_that_fill_dalis_last_batch_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Pipeline:
+        def build(self) -> None: ...
+        def run(self) -> tuple[range, range]:
+            return range(4), range(4)
+
+    made: Any = SimpleNamespace(
+        fn=None, types=None, pipeline_def=lambda **_: lambda _: Pipeline, rand_augment=None
+    )
+    for name in ("nvidia", "nvidia.dali", "nvidia.dali.auto_aug"):
+        monkeypatch.setitem(sys.modules, name, made)
+    folder = tmp_path / "class"
+    folder.mkdir()
+    for number in range(9):
+        (folder / f"{number}.jpg").touch()
+    job = peers.Job(tmp_path, tmp_path, "read", epochs=2, batch_size=4)
+    assert [list(epoch) for epoch in peers.module("DALI, CPU").epochs(job)] == [[4, 4, 4]] * 2
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from nostall_bench.peers import ALPHA, CLASSES, MEAN, SIDE, STD, Job, listing, sized
+from nostall_bench.peers import ALPHA, CLASSES, MEAN, SIDE, STD, Job, listing
 from nostall_bench.records import FIELDS, FRAMES, paths
 
 REQUIRES = ("nvidia.dali",)
@@ -97,7 +97,7 @@ def _records(job: Job) -> tuple[Any, ...]:
 
 
 def epochs(job: Job) -> Iterator[Iterator[int]]:
-    """Batches as DALI tensor lists; the last one partial."""
+    """Batches as DALI tensor lists; the last one of an epoch is filled with samples of the next."""
     from nvidia.dali import fn, pipeline_def, types
     from nvidia.dali.auto_aug import rand_augment
 
@@ -134,14 +134,5 @@ def epochs(job: Job) -> Iterator[Iterator[int]]:
     pipe = pipeline()
     pipe.build()
 
-    def one_epoch() -> Iterator[int]:
-        left = len(items)
-        while left > 0:
-            pipe.run()
-            size = min(left, job.batch_size)
-            left -= size
-            yield size
-
-    # The reader wraps around inside a batch; as many batches as fit keep its epochs in step.
     for _ in range(job.epochs):
-        yield sized(one_epoch(), len(items))
+        yield (len(pipe.run()[0]) for _ in range(-(-len(items) // job.batch_size)))
