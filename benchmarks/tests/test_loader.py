@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from nostall.errors import UsageError
-from nostall_bench import loader, peers
+from nostall_bench import loader, peers, worker
 from nostall_bench.records import FIELDS
 
 pytest_plugins = ["forked_children"]
@@ -78,6 +78,27 @@ def test_samples_that_fill_dalis_last_batch_count(
         (folder / f"{number}.jpg").touch()
     job = peers.Job(tmp_path, tmp_path, "read", epochs=2, batch_size=4)
     assert [list(epoch) for epoch in peers.module("DALI, CPU").epochs(job)] == [[4, 4, 4]] * 2
+
+
+def test_imports_take_no_part_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def perf_counter() -> float:
+        seen.append("clock")
+        return float(len(seen))
+
+    def import_module(name: str) -> Any:
+        seen.append(name)
+        return peer
+
+    peer = SimpleNamespace(REQUIRES=("json",), IMPORTS=("csv",), epochs=lambda _: [[1]])
+    monkeypatch.setattr(peers, "module", lambda _: peer)
+    monkeypatch.setattr(worker.time, "perf_counter", perf_counter)
+    monkeypatch.setattr(worker.importlib, "import_module", import_module)
+    settings = {"data": "", "prepared": "", "mode": "read", "threads": 1, "tiers": []}
+    settings |= {"warm": 0, "measured": 1, "ahead": 0, "loader": "nostall"}
+    worker.measure(settings)
+    assert seen == ["json", "csv", "clock", "clock"]
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

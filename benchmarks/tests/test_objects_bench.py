@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import nostall
 from nostall.errors import UsageError
-from nostall_bench import object_store, objects
+from nostall_bench import object_store, objects, peers
 from nostall_bench.object_store import CREDENTIALS, ObjectStore
 
 obstore = pytest.importorskip("obstore")
@@ -143,7 +145,7 @@ def test_runs_that_failed_are_counted_beside_those_that_did_not(
 
 
 @pytest.mark.multi
-def test_a_first_epoch_reads_every_object_once_and_a_second_none(tmp_path: Path) -> None:
+def test_a_first_epoch_reads_every_object_once_and_later_ones_none(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
     objects.add_arguments(parser)
     out = tmp_path / "objects.json"
@@ -156,14 +158,43 @@ def test_a_first_epoch_reads_every_object_once_and_a_second_none(tmp_path: Path)
     for latency, found in result["latencies"].items():
         assert not found["errors"]
         (run,) = found["rows"]["nostall, an object a sample"]
-        first, second = run["epochs"]
-        assert first["samples"] == second["samples"] == 40
+        first, *later = run["epochs"]
+        assert [e["samples"] for e in run["epochs"]] == [40, 40, 40]
         assert first["bytes"] >= size
         assert first["requests"] == 40 + 1  # and the listing
-        assert second["requests"] == second["bytes"] == 0
+        assert all(e["requests"] == e["bytes"] == 0 for e in later)
         assert first["latency_s"] >= float(latency) / 1e3
         (plain,) = found["rows"][objects.PLAIN]
         assert plain["epochs"][0]["requests"] == 40
+
+
+def test_little_of_a_second_epoch_is_staged_when_its_clock_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staged = []
+
+    def loader(*_: object, staging: int, **__: object) -> object:
+        staged.append(staging)
+        return contextlib.nullcontext(SimpleNamespace(epochs=lambda: iter(())))
+
+    monkeypatch.setattr(nostall, "DataLoader", loader)
+    monkeypatch.setattr(nostall, "ObjectFolder", lambda *_: None)
+    (tmp_path / "class").mkdir()
+    for number in range(20):
+        (tmp_path / "class" / f"{number}.jpg").write_bytes(bytes(1000))
+    name = "nostall, an object a sample"
+    job = peers.Job(tmp_path, tmp_path, "read", 3, batch_size=4, remote="s3://b", variant="objects")
+    assert list(peers.module(name).epochs(job)) == []
+    assert staged == [2 * 4 * 1000]
+
+
+def test_later_epochs_are_one_mean() -> None:
+    epoch = {"samples": 10, "requests": 2, "bytes": 0, "in_flight": 1, "peak": 1}
+    epoch |= {"latency_s": 0.0, "cpu_seconds": 1.0}
+    run = objects._run([{**epoch, "seconds": s} for s in (9.0, 0.5, 1.5)])
+    found = objects.table("", {"nostall": [run]}, {}, 1000, 1)
+    cells = {column.header: [*column.cells] for column in found.columns}
+    assert cells["later epochs"] == ["10"]
 
 
 @pytest.mark.parametrize("requests", [pytest.param("auto", marks=pytest.mark.long), "5"])

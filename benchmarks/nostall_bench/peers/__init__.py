@@ -1,6 +1,7 @@
 """One module per loader that ``nostall bench loader`` compares, all doing the same work.
 
-A module offers ``REQUIRES`` (import names), ``epochs(job)``, an iterator over epochs, each of which
+A module offers ``REQUIRES`` (import names; in ``IMPORTS`` those that it uses where they are installed),
+``epochs(job)``, an iterator over epochs, each of which
 is an iterator over the number of samples per batch, and, where a loader needs a format of its own,
 ``prepare(data, work)``, which converts the class folders once and returns where the result lies. With
 `Job.remote` the loader reads what lies there from an object store instead.

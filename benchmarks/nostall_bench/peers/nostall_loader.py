@@ -23,6 +23,7 @@ from nostall_bench.peers import (
 from nostall_bench.records import FIELDS, FRAMES, SHAPE, paths, shards
 
 REQUIRES = ("nostall",)
+IMPORTS = ("torch",)
 _SCHEMA: dict[str, fields.Kind] = {
     "mask": fields.Mask(dtype="int64"),
     "boxes": fields.Boxes(),
@@ -73,6 +74,14 @@ def _transforms(mode: str) -> list[Any] | None:
     return None
 
 
+def _staging(job: Job) -> int | str:
+    """As far ahead as the peers work, a few batches, so that little is ready when the clock starts."""
+    if not job.remote or job.mode != "read":
+        return "160MiB"
+    sizes = [Path(path).stat().st_size for path, _ in listing(job.data)]
+    return 2 * job.batch_size * sum(sizes) // len(sizes)
+
+
 def epochs(job: Job) -> Iterator[Iterator[int]]:
     """Batches of bytes, of images from the native pipeline, of fields, or of torch's items."""
     with nostall.DataLoader(
@@ -83,8 +92,7 @@ def epochs(job: Job) -> Iterator[Iterator[int]]:
         transforms=_transforms(job.mode),
         tiers="auto" if job.mode == "cached" else list(job.tiers),
         threads=job.threads,
-        # As far ahead as the peers work: a few batches, so that little is ready when the clock starts.
-        staging="160MiB",
+        staging=_staging(job),
         batch="tuple" if job.mode in FIELDS else None,
         rank=0,
         world_size=1,
