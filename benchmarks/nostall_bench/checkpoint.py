@@ -3,8 +3,8 @@
 The experiment of [Chien 2018, sec. IV.C and V.C, fig. 9 and 10]: iterations that update all of the
 state, a checkpoint every so many, to slow storage, to fast storage, and to fast storage with a
 copy to the slow one behind. The stall of a checkpoint is its call and what the steps after it take
-longer than steps without any checkpoint; "processor" is the processor time of a checkpoint, until it
-is durable.
+longer than steps without any checkpoint; a save before them does not count. "processor" is the
+processor time of a checkpoint, until it is durable.
 """
 
 from __future__ import annotations

@@ -235,6 +235,9 @@ def work(settings: dict[str, Any]) -> dict[str, Any]:
     method = made(fast, slow, target)
     if isinstance(method, Nostall):
         method.prepare(state)
+    # A first save finds memory, imports and starts processes, once in a training.
+    method.save(state, 0)
+    method.finish()
     copy = np.empty(settings["bytes"] // 4, np.float32)
     largest = state["layer74.weight"].numpy()
     for _ in range(3):
@@ -261,7 +264,7 @@ def work(settings: dict[str, Any]) -> dict[str, Any]:
         steps.append(time.perf_counter() - began)
         if (i + 1) % settings["every"] == 0 and settings["method"] != "none":
             began = time.perf_counter()
-            method.save(state, i // settings["every"])
+            method.save(state, 1 + i // settings["every"])
             calls.append(time.perf_counter() - began)
     ended = time.time()
     method.finish()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nostall.cli import main
-from nostall_bench import harness
+from nostall_bench import checkpoint_worker, harness
 
 ROW = {
     **{"train_seconds": 1.0, "durable_seconds": 1.0, "origin": 0.0, "quiet": 0.1},
@@ -45,6 +45,27 @@ def test_what_the_directories_hold_stays(
     assert sorted(tmp_path.rglob("*")) == before
     assert len(used) == len(set(used)) > 4
     assert {path.parent.name for path in used} == {"slow", fast}
+
+
+def test_a_first_save_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[object] = []
+
+    class Recorded(checkpoint_worker.Method):
+        def save(self, state: dict[str, Any], number: int) -> None:
+            done.append(number)
+
+        def before_update(self) -> None:
+            done.append("step")
+
+        def finish(self) -> None:
+            done.append("finish")
+
+    monkeypatch.setitem(checkpoint_worker.METHODS, "mine", (Recorded, "slow"))
+    settings: dict[str, Any] = {"method": "mine", "fast": str(tmp_path), "slow": str(tmp_path)}
+    settings |= {"threads": 1, "busy": False, "bytes": 1 << 20, "compute": 0}
+    found = checkpoint_worker.work({**settings, "iterations": 4, "every": 2})
+    assert done == [0, "finish", "step", "step", 1, "step", "step", 2, "finish"]
+    assert len(found["calls"]) == 2
 
 
 def test_directories_that_were_made_are_removed(
