@@ -10,6 +10,7 @@ does not begin where the last one of its disk ended takes `seek` longer there.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import mmap
 import os
@@ -72,6 +73,22 @@ def missing() -> str | None:
     return None
 
 
+def add_keep_cache(parser: argparse.ArgumentParser) -> None:
+    """The option --keep-cache of a benchmark that reads the same files in several epochs."""
+    parser.add_argument(
+        "--keep-cache",
+        action="store_true",
+        help="the kernel keeps what was read, as of data that fit into memory",
+    )
+
+
+def memory_words(keep_cache: bool) -> str:
+    """What a result says of the memory that its storage leaves to loaders without one of their own."""
+    if keep_cache:
+        return "the kernel keeps what was read, as of data that fit into memory"
+    return "no page cache, as of data larger than a client's memory (--keep-cache: with one)"
+
+
 def require() -> None:
     """Raises UsageError if this machine cannot mount a SlowFS."""
     if reason := missing():
@@ -103,7 +120,7 @@ class SlowFS:
         seek: seconds that a read takes longer if the head is elsewhere.
         stripe: bytes of a file on one server, before those on the next.
         keep_cache: let the kernel keep a file's pages between opens. Off by default: then each open
-            forgets them, as on a close-to-open file system or with data larger than memory.
+            forgets them, as if the data were larger than the memory of a client.
         ttl: seconds for which the kernel may reuse names and attributes.
 
     Raises:

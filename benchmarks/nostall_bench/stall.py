@@ -17,7 +17,7 @@ from typing import Any
 
 from nostall.errors import UsageError
 from nostall_bench import harness, training_stall
-from nostall_bench.slowfs import SlowFS
+from nostall_bench.slowfs import SlowFS, add_keep_cache, memory_words
 
 SIDE = 96
 
@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=int, default=16, help="samples per rank and batch")
     parser.add_argument("--bandwidth", type=float, default=40, help="of the storage, MB/s")
     parser.add_argument("--latency-ms", type=float, default=1.0, help="per operation")
+    add_keep_cache(parser)
     parser.add_argument("--compute", type=float, default=1.2, help="of the first epoch's read time")
     harness.add_repeats(parser, 5)
     parser.add_argument(
@@ -59,7 +60,14 @@ def run(arguments: argparse.Namespace) -> int:
     rate = arguments.bandwidth * 1e6
     with (
         tempfile.TemporaryDirectory(prefix="nostall-stall-") as mount,
-        SlowFS(data, Path(mount), rate, rate, arguments.latency_ms / 1e3) as storage,
+        SlowFS(
+            data,
+            Path(mount),
+            rate,
+            rate,
+            arguments.latency_ms / 1e3,
+            keep_cache=arguments.keep_cache,
+        ) as storage,
     ):
         for way in harness.turns(runs, arguments.repeats):
             runs[way].append(_job(arguments, storage, Path(mount), total, *way))
@@ -67,6 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         f"waiting on storage of {arguments.bandwidth:g} MB/s",
         *("ranks", "tiers hold", "epoch 1", "of the physics", "stall later", "bytes / bound"),
         left=0,
+        caption=memory_words(arguments.keep_cache),
     )
     for (ranks, share), found in runs.items():
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from nostall_bench import harness
 from nostall_bench.nodes import launch
-from nostall_bench.slowfs import SlowFS
+from nostall_bench.slowfs import SlowFS, memory_words
 
 SIDE = 96
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -48,6 +48,7 @@ def run(arguments: argparse.Namespace, data: Path) -> int:
                 arguments.bandwidth * 1e6,
                 arguments.latency_ms / 1e3,
                 clients=ranks,
+                keep_cache=arguments.keep_cache,
             ) as storage,
         ):
             ways = list(itertools.product(arguments.networks, arguments.loaders))
@@ -102,6 +103,7 @@ def _table(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> Any:
         *("network", "ranks", "loader", "median, ms", "95th percentile, ms", "of a rank in all, s"),
         *("times ours: median", "in all", "MB read"),
         left=3,
+        caption=f"nostall's tiers hold all data; {memory_words(arguments.keep_cache)}",
     )
     runs: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
     for row in rows:

@@ -8,7 +8,7 @@ import pytest
 from sync_ranks import run_ranks
 
 from nostall_bench.demo.dataset import DatasetSpec, make_dataset
-from nostall_bench.demo.experiment import draw
+from nostall_bench.demo.experiment import draw, summary
 from nostall_bench.harness import figure
 
 TRAIN = """
@@ -81,6 +81,18 @@ def test_the_plot_has_whole_epochs_and_its_legend_beside_the_bars(tmp_path: Path
             assert legend.y0 >= axes.bbox.y1 and drawn.bbox.x1 >= legend.x1
             assert not axes.spines["top"].get_visible()
         assert max(p.get_y() + p.get_height() for p in left.patches) == 9.0
+
+
+@pytest.mark.parametrize(
+    ("kept", "words"),
+    [(False, "no page cache, as of data larger than"), (True, "the kernel keeps what was read")],
+)
+def test_the_table_says_what_memory_torch_had(kept: bool, words: str) -> None:
+    epoch = {"seconds": 1.0, "stall_seconds": 0.5, "samples": 8, "loss": 1.0, "accuracy": 0.5}
+    run = {"seconds": 1.0, "storage_bytes": 1, "lower_bound_bytes": 1, "epochs": [epoch]}
+    settings = {"tiers": ["ram:9MiB"], "keep_cache": kept}
+    caption = summary({"torch": run, "nostall": run, "settings": settings}).caption
+    assert words in str(caption) and "nostall's tiers: ram:9MiB" in str(caption)
 
 
 @pytest.mark.multi

@@ -51,6 +51,26 @@ def test_one_epoch_has_no_later_ones(tmp_path: Path, monkeypatch: pytest.MonkeyP
         _parsed(stall, "--epochs", "0")
 
 
+@pytest.mark.parametrize("networks", [[], ["--networks", "resnet50"]])
+def test_the_page_cache_is_kept_where_that_is_asked_for(
+    networks: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[bool] = []
+
+    def mounted(*_: object, keep_cache: bool, **__: object) -> None:
+        kept.append(keep_cache)
+        raise UsageError("seen")
+
+    make_dataset(tmp_path / "data-4", DatasetSpec(4), processes=1)
+    words = ["--dir", str(tmp_path), "--files", "4", *networks]
+    for module in (stall, training_stall):
+        monkeypatch.setattr(module, "SlowFS", mounted)
+    for more in ([], ["--keep-cache"]):
+        with pytest.raises(UsageError, match="seen"):
+            stall.run(_parsed(stall, *words, *more))
+    assert kept == [False, True]
+
+
 @pytest.mark.multi
 def test_two_ranks_wait_for_the_storage_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -13,8 +13,7 @@
  *
  * Latency is added to getattr, open, readdir and read, after the booking, so it overlaps
  * between requests in flight as a network's does. Files are opened with keep_cache off: the kernel
- * forgets a file's pages at each open, as close-to-open network file systems may, unless
- * --keep-cache. */
+ * forgets a file's pages at each open, as if data were larger than memory, unless --keep-cache. */
 #define FUSE_USE_VERSION 35
 #define _GNU_SOURCE
 #include <dirent.h>

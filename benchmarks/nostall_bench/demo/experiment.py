@@ -15,7 +15,7 @@ from nostall.errors import UsageError
 from nostall_bench import harness
 from nostall_bench.demo.dataset import DatasetSpec, make_dataset
 from nostall_bench.programs import child_environment
-from nostall_bench.slowfs import SlowFS, require
+from nostall_bench.slowfs import SlowFS, add_keep_cache, memory_words, require
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the slow storage, MB/s: 20; for tokens four times what the training consumes",
     )
     parser.add_argument("--latency-ms", type=float, default=1.0, help="per operation")
+    add_keep_cache(parser)
     parser.add_argument(
         "--workers", type=int, help="torch's, per rank; the cores divided by the ranks"
     )
@@ -72,13 +73,14 @@ def run(arguments: argparse.Namespace) -> int:
             bandwidth=(arguments.bandwidth or _BANDWIDTH) * MB,
             aggregate=(arguments.bandwidth or _BANDWIDTH) * MB,
             latency=arguments.latency_ms / 1e3,
+            keep_cache=arguments.keep_cache,
         ) as storage,
     ):
         speed = storage.measure()[0]
         console.print(
             f"storage: {total / MB:.0f} MB in {spec.files} files, {speed / MB:.1f} "
-            f"MB/s measured, {arguments.latency_ms} ms per operation, no client page cache between "
-            "opens (the data of real trainings does not fit in memory)"
+            f"MB/s measured, {arguments.latency_ms} ms per operation; "
+            f"{memory_words(arguments.keep_cache)}"
         )
         for loader in ("torch", "nostall"):
             storage.drop_caches()
@@ -213,7 +215,7 @@ def summary(results: dict[str, Any]) -> Table:
     """The table of both runs."""
     title = "the same training, two loaders"
     table = harness.table(title, "", "torch DataLoader", "nostall", "ratio")
-    torch, ours = results["torch"], results["nostall"]
+    torch, ours, settings = results["torch"], results["nostall"], results["settings"]
 
     def row(name: str, value: Any, form: str, unit: float = 1.0, better: str = "less") -> None:
         a, b = value(torch) / unit, value(ours) / unit
@@ -233,7 +235,9 @@ def summary(results: dict[str, Any]) -> Table:
     row("final loss", lambda r: r["epochs"][-1]["loss"], "{:.3f}", better="")
     row("final accuracy", lambda r: r["epochs"][-1]["accuracy"], "{:.3f}", better="")
     table.caption = (
-        f"lower bound of bytes from the storage: {ours['lower_bound_bytes'] / MB:.0f} MB"
+        f"lower bound of bytes from the storage: {ours['lower_bound_bytes'] / MB:.0f} MB; "
+        f"nostall's tiers: {', '.join(settings['tiers']) or 'none'}; "
+        f"{memory_words(settings['keep_cache'])}"
     )
     return table
 

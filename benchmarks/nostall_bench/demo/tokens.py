@@ -84,7 +84,14 @@ def run(arguments: argparse.Namespace) -> int:
     results: dict[str, Any] = {}
     with (
         tempfile.TemporaryDirectory(prefix="nostall-demo-") as mount,
-        SlowFS(home, mount, rate, rate, arguments.latency_ms / 1e3) as storage,
+        SlowFS(
+            home,
+            mount,
+            rate,
+            rate,
+            arguments.latency_ms / 1e3,
+            keep_cache=arguments.keep_cache,
+        ) as storage,
     ):
         console.print(
             f"{ids / 1e6:.1f} M ids of {len(text())} files; storage of {rate / 1e6:.3g} MB/s, "
