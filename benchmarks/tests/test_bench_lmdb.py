@@ -39,6 +39,15 @@ def rows_of(tmp_path: Path, *options: str) -> list[dict[str, Any]]:
     return rows
 
 
+def test_more_ranks_than_a_batch_has_records_are_refused(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    lmdb.add_arguments(parser)
+    arguments = parser.parse_args(["--ranks", "1", "128"])
+    work = lmdb._Work(tmp_path, "110-190 KB", "disk", "strided", "weak")
+    with pytest.raises(UsageError, match="--ranks 128: a batch has 64 records"):
+        work.task(arguments, Storage([str(tmp_path)], None), 1)
+
+
 @pytest.mark.multi
 def test_all_strategies_read_what_they_should(small: None, tmp_path: Path) -> None:
     # A wrong record makes the run fail: every strategy checks what it delivered.

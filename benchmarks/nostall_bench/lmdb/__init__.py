@@ -174,7 +174,13 @@ class _Work:
         count, on_disk, on_slow, batch = _COUNTS[self.size]
         total = arguments.records or (on_disk if self.kind == "disk" else on_slow)
         if self.scaling == "weak":
-            batch = batch // max(arguments.ranks) * ranks
+            most = max(arguments.ranks)
+            if most > batch:
+                raise UsageError(
+                    f"--ranks {most}: a batch has {batch} records, too few for a part each; name at "
+                    f"most {batch} ranks"
+                )
+            batch = batch // most * ranks
         if total % batch or total > count:
             raise UsageError(f"--records must be a multiple of {batch}, and at most {count}")
         index_file = str(self.folder / "bench.records")
