@@ -5,6 +5,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstdint>
 #include <exception>
 #include <memory>
 #include <optional>
@@ -95,6 +96,21 @@ constexpr uint32_t kMostParts = 1024;
 
 const void* address(uintptr_t value) { return reinterpret_cast<const void*>(value); }
 void* writable(uintptr_t value) { return reinterpret_cast<void*>(value); }
+
+// What NumPy's __array_struct__ holds. Its flags are none of a structured array's.
+struct ArrayStruct {
+  int two, dimensions;
+  char kind;
+  int item_bytes, flags;
+  const intptr_t *shape, *strides;
+  const void* data;
+};
+
+// __array_interface__ makes a dict and a dozen objects for this one number.
+uintptr_t address_of(nb::handle array) {
+  const auto held = nb::cast<nb::capsule>(array.attr("__array_struct__"));
+  return reinterpret_cast<uintptr_t>(static_cast<const ArrayStruct*>(held.data())->data);
+}
 
 // "": none that is compared.
 std::optional<DataType> type_of(const std::string& name) {
@@ -325,6 +341,7 @@ void bind_collective(nb::module_& m) {
   m.def("open_communicator", &open, nb::arg("job"), nb::arg("rank"), nb::arg("ranks"),
         nb::arg("timeout"), nb::arg("window_bytes"), nb::arg("arena_bytes"), nb::arg("directory"),
         nb::arg("table"), no_gil, "Waits for all ranks.");
+  m.def("address_of", &address_of, nb::arg("array"), "Where a NumPy array lies.");
   m.def("allocate_shared", &allocate, nb::arg("communicator"), nb::arg("bytes"),
         "Bytes that all ranks reach, or None if the arena has no room.");
 }

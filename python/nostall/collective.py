@@ -113,7 +113,7 @@ class Communicator:
         if not 0 <= rank < size:
             raise UsageError(f"rank {rank} is not in a communicator of {size}")
         self._fixed = order == "fixed"
-        self._reducers: dict[tuple[str, str], _native.Reducer] = {}
+        self._reducers: dict[tuple[str, np.dtype[Any]], _native.Reducer] = {}
         self._open: _native.Communicator | None = _native.open_communicator(
             job,
             rank,
@@ -165,9 +165,10 @@ class Communicator:
         """The ranks' arrays combined, on all ranks: in `out`, or in place without one."""
         target = array if out is None else out
         self._same(array, target)
+        source, result = _addresses(array, target)
         self._live().allreduce(
-            _address(array),
-            _address(target, writable=True),
+            source,
+            result,
             array.size,
             self._reducer(op, array.dtype),
             algorithm,
@@ -192,9 +193,12 @@ class Communicator:
         is_root = self.rank == root
         if is_root:
             self._same(array, target)
+            source, result = _addresses(array, target)
+        else:
+            source, result = _address(array), 0
         self._live().reduce(
-            _address(array),
-            _address(target, writable=True) if is_root else 0,
+            source,
+            result,
             array.size,
             self._reducer(op, array.dtype),
             self._root(root),
@@ -250,9 +254,10 @@ class Communicator:
                 f"out has {target.size} elements of {target.dtype}; it needs "
                 f"{mine} of {array.dtype}"
             )
+        source, result = _addresses(array, target)
         self._live().reduce_scatter(
-            _address(array),
-            _address(target, writable=True),
+            source,
+            result,
             each,
             self._reducer(op, array.dtype),
             self._fixed,
@@ -267,9 +272,10 @@ class Communicator:
                 f"out has {target.size} elements of {target.dtype}; it needs "
                 f"{array.size * self.size} of {array.dtype}"
             )
+        source, result = _addresses(array, target)
         self._live().allgather(
-            _address(array),
-            _address(target, writable=True),
+            source,
+            result,
             array.nbytes,
             _TYPES.get(array.dtype, ""),
         )
@@ -311,7 +317,7 @@ class Communicator:
 
     @staticmethod
     def _same(array: Array, target: Array) -> None:
-        if target.dtype != array.dtype or target.size != array.size:
+        if target is not array and (target.dtype != array.dtype or target.size != array.size):
             raise UsageError(
                 f"out has {target.size} elements of {target.dtype}; the array has {array.size} of "
                 f"{array.dtype}"
@@ -320,12 +326,12 @@ class Communicator:
     def _reducer(self, op: str | Operation, kind: np.dtype[Any]) -> _native.Reducer:
         if isinstance(op, Operation):
             return _native.Reducer(_combine_with(op.function, kind), kind.itemsize, op.commutative)
-        if kind not in _TYPES:
-            raise UsageError(f"{op} is not defined for {kind}; pass an Operation")
-        key = (op, _TYPES[kind])
-        if key not in self._reducers:
-            self._reducers[key] = _native.Reducer(*key)
-        return self._reducers[key]
+        found = self._reducers.get((op, kind))
+        if found is None:
+            if kind not in _TYPES:
+                raise UsageError(f"{op} is not defined for {kind}; pass an Operation")
+            found = self._reducers[op, kind] = _native.Reducer(op, _TYPES[kind])
+        return found
 
 
 def _combine_with(
@@ -340,11 +346,17 @@ def _combine_with(
     return combine
 
 
+def _addresses(array: Array, target: Array) -> tuple[int, int]:
+    result = _address(target, writable=True)
+    return result if target is array else _address(array), result
+
+
 def _address(array: Array, writable: bool = False) -> int:
-    if not array.flags.c_contiguous:
+    flags = array.flags
+    if not flags.c_contiguous:
         raise UsageError("the array is not contiguous; pass numpy.ascontiguousarray of it")
-    if writable and not array.flags.writeable:
+    if writable and not flags.writeable:
         raise UsageError("the array that gets the result is read-only")
     if array.dtype.hasobject:
         raise UsageError("arrays of Python objects cannot be shared")
-    return int(array.__array_interface__["data"][0])
+    return _native.address_of(array)

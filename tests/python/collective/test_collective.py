@@ -430,6 +430,7 @@ with join() as c:
         lambda: c.allreduce(np.ones(4), out=np.ones(5)),
         lambda: c.allreduce(np.array(["a"], dtype=object), Operation(np.add)),
         lambda: c.allreduce(np.array(["a"])),
+        lambda: c.broadcast(np.zeros(2, [("name", object)])),
         lambda: c.allreduce(grid.reshape(-1)[:8], out=grid.reshape(-1)[4:12]),
         lambda: c.broadcast(np.ones(3), root=2),
         lambda: c.reduce_scatter(np.ones(3)),
