@@ -44,38 +44,41 @@ class Nostall:
         from nostall.collective import Communicator
 
         self.rank = int(settings["rank"])
-        self._options = settings["options"]
-        self._communicator = Communicator(settings["job"], self.rank, settings["ranks"])
-        self._live = self._communicator._live()
+        options = settings["options"]
+        self._communicator: Any = Communicator(
+            settings["job"],
+            self.rank,
+            settings["ranks"],
+            order="fixed" if options.get("fixed") else "any",
+        )
+        self.barrier = self._communicator.barrier
+        self._shared = bool(options.get("shared"))
+        self._algorithm = options.get("algorithm", "cooperative")
         self._operation = settings["operation"]
         self._ranks = int(settings["ranks"])
-        self._call = getattr(self._live, self._operation)
-        self.barrier = self._live.barrier
 
     def buffer(self, count: int) -> Buffer:
-        if self._options.get("shared"):
-            return self._communicator.empty(count, np.float32)
+        if self._shared:
+            shared: Buffer = self._communicator.empty(count, np.float32)
+            return shared
         return np.empty(count, np.float32)
 
     def prepare(self, buffer: Buffer) -> Any:
-        from nostall._native import Reducer
-
-        address = buffer.__array_interface__["data"][0]
         if self._operation == "allgather":
-            mine = buffer.nbytes // self._ranks
-            return (address + mine * self.rank, address, mine, "float32")
+            return buffer.reshape(self._ranks, -1)[self.rank], buffer
         if self._operation == "reduce_scatter":
-            self._share = self.buffer(buffer.size // self._ranks)
-            out = self._share.__array_interface__["data"][0]
-            fixed = bool(self._options.get("fixed"))
-            return (address, out, [self._share.size], Reducer("sum", "float32"), fixed)
-        algorithm = self._options.get("algorithm", "cooperative")
-        fixed = bool(self._options.get("fixed"))
-        root = (0,) if self._operation == "reduce" else ()
-        return (address, address, buffer.size, Reducer("sum", "float32"), *root, algorithm, fixed)
+            return buffer, self.buffer(buffer.size // self._ranks)
+        return buffer
 
     def collective(self, prepared: Any) -> None:
-        self._call(*prepared)
+        if self._operation == "allgather":
+            self._communicator.allgather(*prepared)
+        elif self._operation == "reduce_scatter":
+            self._communicator.reduce_scatter(prepared[0], out=prepared[1])
+        elif self._operation == "reduce":
+            self._communicator.reduce(prepared, algorithm=self._algorithm)
+        else:
+            self._communicator.allreduce(prepared, algorithm=self._algorithm)
 
     def add(self, values: NDArray[np.float64]) -> None:
         self._communicator.allreduce(values)

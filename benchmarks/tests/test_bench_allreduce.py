@@ -10,12 +10,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from nostall.cli import main
 from nostall.collective import Communicator
 from nostall.errors import IoError, UsageError
-from nostall_bench import allreduce, choose
+from nostall_bench import allreduce, allreduce_rank, choose
 
 pytest_plugins = ["forked_children"]
 pytestmark = pytest.mark.multi
@@ -30,6 +31,30 @@ def test_a_rank_that_has_ended_already_is_waited_for() -> None:
         select.select([process._status], [], [])
     assert not allreduce.all_end_well(processes)
     assert [process.wait() for process in processes] == [0, 3]
+
+
+@pytest.mark.parametrize("operation", ["allreduce", "reduce", "allgather", "reduce_scatter"])
+def test_what_is_timed_is_the_public_method(
+    operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[object] = []
+    whole = getattr(Communicator, operation)
+
+    def public(self: Communicator, array: object, *more: object, **options: object) -> object:
+        called.append(array)
+        return whole(self, array, *more, **options)
+
+    monkeypatch.setattr(Communicator, operation, public)
+    settings = {"rank": 0, "ranks": 1, "job": f"timed {os.getpid()} {operation}"}
+    engine = allreduce_rank.Nostall({**settings, "options": {}, "operation": operation})
+    buffer = engine.buffer(8)
+    buffer[:] = range(8)
+    prepared = engine.prepare(buffer)
+    assert not called
+    engine.collective(prepared)
+    engine.end()
+    assert len(called) == 1
+    assert np.array_equal(buffer, range(8))
 
 
 @pytest.mark.long
