@@ -69,7 +69,7 @@ Descriptor make_socket(int flags = 0) {
 
 // Takes the name, for this process without its children; an empty descriptor if it is taken.
 Descriptor take(const std::string& name) {
-  const NoForks held;
+  NoForks held;
   Descriptor socket = make_socket();
   const Address address(name);
   if (::bind(socket.get(), address.get(), address.size) != 0) {
@@ -79,7 +79,7 @@ Descriptor take(const std::string& name) {
   if (::listen(socket.get(), kBacklog) != 0) {
     throw io_error("cannot listen at", "@" + name, errno);
   }
-  close_in_children(socket.get());
+  held.close_in_children(socket.get());
   return socket;
 }
 

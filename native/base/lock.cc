@@ -26,10 +26,10 @@ Result<LockFile> LockFile::open(const std::string& path, bool create) {
 }
 
 LockFile::LockFile(const Descriptor& file, FileSystem& files) : files_(&files), pid_(::getpid()) {
-  const NoForks held;
+  NoForks held;
   fd_ = ::fcntl(file.get(), F_DUPFD_CLOEXEC, 0);
   if (fd_ < 0) throw io_error("cannot open", "a lock file once more", errno);
-  close_in_children(fd_);
+  held.close_in_children(fd_);
 }
 
 LockFile::LockFile(LockFile&& other) noexcept

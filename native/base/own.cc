@@ -10,11 +10,10 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <array>
-#include <atomic>
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
+#include <vector>
 
 #include "base/log.h"
 #include "base/mutex.h"
@@ -51,22 +50,20 @@ Result<Descriptor> opened(int fd, const char* what, const std::string& path) {
   return Descriptor(fd);
 }
 
-// Descriptors to close in a forked child. A fixed table of atomics, since only async-signal-safe
-// operations are allowed between fork and exec. Forks hold the mutex.
+// Descriptors to close in a forked child. Forks hold the mutex, so that a child finds the list whole.
 struct Children {
   Mutex forking;
-  std::array<std::atomic<int>, 256> closed{};
+  std::vector<int> closed NOSTALL_GUARDED_BY(forking);
 };
 Children& children() {
   static Children* const all = [] {
     pthread_atfork([]() NOSTALL_UNCHECKED { children().forking.lock(); },
                    []() NOSTALL_UNCHECKED { children().forking.unlock(); },
                    []() NOSTALL_UNCHECKED {
+                     // Async-signal-safe: nothing is freed.
+                     for (const int fd : children().closed) ::close(fd);
+                     children().closed.clear();
                      children().forking.unlock();
-                     for (std::atomic<int>& fd : children().closed) {
-                       const int value = fd.exchange(0);
-                       if (value > 0) ::close(value);
-                     }
                    });
     return new Children;  // for as long as threads may run
   }();
@@ -159,27 +156,18 @@ Result<Descriptor> reopen(int fd) {
   return opened(::open(path.c_str(), O_RDWR | O_CLOEXEC), "cannot open once more", path);
 }
 
-void close_in_children(int fd) {
-  for (std::atomic<int>& slot : children().closed) {
-    int none = 0;
-    if (slot.compare_exchange_strong(none, fd)) return;
-  }
-}
-
 void close_with_children(Descriptor& file) noexcept {
   // Closing may take for ever on storage that does not answer, and forks must not wait for that.
   // Until the number is forgotten it must not name what another thread opens: it names this.
   const Descriptor nothing(::eventfd(0, EFD_CLOEXEC));
   if (nothing) ::dup3(nothing.get(), file.get(), O_CLOEXEC);
-  const NoForks held;
-  for (std::atomic<int>& slot : children().closed) {
-    int expected = file.get();
-    if (slot.compare_exchange_strong(expected, 0)) break;
-  }
+  const MutexLock held(children().forking);
+  std::erase(children().closed, file.get());
   file.reset();
 }
 
 NoForks::NoForks() NOSTALL_UNCHECKED { children().forking.lock(); }
 NoForks::~NoForks() NOSTALL_UNCHECKED { children().forking.unlock(); }
+void NoForks::close_in_children(int fd) NOSTALL_UNCHECKED { children().closed.push_back(fd); }
 
 }  // namespace nostall

@@ -1,7 +1,6 @@
 // base/own.h - files that are this user's alone, and files without a name.
 //
-// Thread-safety: all functions are thread-safe; close_in_children may be
-// called while another thread forks.
+// Thread-safety: all functions are thread-safe.
 #pragma once
 
 #include <string>
@@ -28,12 +27,6 @@ Result<Descriptor> memory_file(const std::string& name);
 // The same file, opened once more: locks of its own.
 Result<Descriptor> reopen(int fd);
 
-// In children that this process forks from now on, the descriptor is closed; until it is forgotten.
-// Async-signal-safe in the child. Beyond 256 descriptors a child keeps them until it ends.
-void close_in_children(int fd);
-// Closes it, and takes it off that list: no child that is forked meanwhile keeps it.
-void close_with_children(Descriptor& file) noexcept;
-
 // While one lives, no thread forks: for what a child must not have, from the moment it is made
 // until close_in_children. Its thread must not fork.
 class NoForks {
@@ -42,6 +35,13 @@ class NoForks {
   ~NoForks();
   NoForks(const NoForks&) = delete;
   NoForks& operator=(const NoForks&) = delete;
+
+  // In children that this process forks from now on, the descriptor is closed; until it is forgotten.
+  // Async-signal-safe in the child.
+  void close_in_children(int fd);
 };
+
+// Closes it, and takes it off that list: no child that is forked meanwhile keeps it.
+void close_with_children(Descriptor& file) noexcept;
 
 }  // namespace nostall

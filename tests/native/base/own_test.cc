@@ -190,10 +190,29 @@ std::string named(int fd) {
   return fs::read_symlink("/proc/self/fd/" + std::to_string(fd), ignored).string();
 }
 
+TEST(CloseInChildren, KnowsAnyNumberOfThem) {
+  constexpr int kMany = 400;
+  std::vector<Descriptor> files;
+  for (int i = 0; i < kMany; ++i) {
+    files.push_back(memory_file("many").take());
+    NoForks().close_in_children(files.back().get());
+  }
+  const pid_t child = ::fork();
+  if (child == 0) {
+    int open = 0;
+    for (const Descriptor& file : files) open += ::fcntl(file.get(), F_GETFD) == -1 ? 0 : 1;
+    ::_exit(std::min(open, 255));
+  }
+  int status = -1;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  for (Descriptor& file : files) close_with_children(file);
+}
+
 TEST_F(OwnFile, AForkDoesNotWaitForAFileThatIsSlowToClose) {
   Lingering sockets;
   const int number = sockets.here.get();
-  close_in_children(number);
+  NoForks().close_in_children(number);
   const std::string before = named(number);
   std::atomic<bool> closed{false};
   std::thread closing([&] {
