@@ -21,6 +21,7 @@
 #include <cstdio>
 #include <cstring>
 #include <optional>
+#include <span>
 #include <system_error>
 #include <thread>
 
@@ -39,6 +40,10 @@ constexpr size_t kMaxFiles = 64;
 constexpr uint64_t kMagic = 0x32564f444e48534e;  // "NSHNDOV2"
 // A name that is bound but not listened at for this long is not one of ours, between the two.
 constexpr milliseconds kBetween{1000};
+// Between two looks at a name that takes no callers.
+constexpr milliseconds kLook{1};
+// Between two calls of `waiting`.
+constexpr milliseconds kAttention{200};
 // A member that does not answer for this long is asked together with the next one.
 constexpr milliseconds kPatience{100};
 
@@ -92,10 +97,30 @@ std::optional<ucred> peer_of(int socket) {
 
 bool is_ours(const std::optional<ucred>& peer) { return peer && peer->uid == ::geteuid(); }
 
-int milliseconds_until(Clock::time_point deadline) {
-  const auto left = std::chrono::ceil<milliseconds>(deadline - Clock::now()).count();
-  return static_cast<int>(std::clamp<int64_t>(left, 0, 1'000'000));
-}
+// What one call waits for, with `waiting` now and then.
+class Waits {
+ public:
+  explicit Waits(const Handover::Waiting& waiting) : waiting_(waiting) {}
+
+  // Whether one of the sockets has news by then.
+  bool poll(std::span<pollfd> sockets, Clock::time_point deadline) {
+    for (;;) {
+      const auto until = waiting_ ? std::min(next_, deadline) : deadline;
+      const auto left = std::chrono::ceil<milliseconds>(until - Clock::now()).count();
+      const auto slice = static_cast<int>(std::clamp<int64_t>(left, 0, 1'000'000));
+      if (::poll(sockets.data(), sockets.size(), slice) > 0) return true;
+      if (waiting_ && Clock::now() >= next_) {
+        waiting_();
+        next_ = Clock::now() + kAttention;
+      }
+      if (Clock::now() >= deadline) return false;
+    }
+  }
+
+ private:
+  const Handover::Waiting& waiting_;
+  Clock::time_point next_ = Clock::now() + kAttention;
+};
 
 void send_files(int socket, const std::vector<int>& files) noexcept {
   Greeting greeting;
@@ -235,7 +260,8 @@ std::string Handover::name(uint32_t attempt, const std::string& last) const {
   return base_ + std::to_string(attempt) + "-" + last;
 }
 
-Handover::Turn Handover::turn(Deadline deadline) const {
+Handover::Turn Handover::turn(Deadline deadline, const Waiting& waiting) const {
+  Waits waits(waiting);
   std::string others;
   for (uint32_t attempt = 0; attempt < kAttempts; ++attempt) {
     const std::string wanted = name(attempt, "turn");
@@ -243,18 +269,18 @@ Handover::Turn Handover::turn(Deadline deadline) const {
     for (;;) {
       Descriptor mine = take(wanted);
       if (mine) return Turn(std::move(mine));
-      // The holder listens and accepts nothing: the connection ends with its turn.
-      const Descriptor waiting = make_socket(SOCK_NONBLOCK);
+      // The holder listens and accepts nothing: the connection ends with its turn. It is the only one
+      // of this call, for those that are given up stay in the queue of callers, which has an end.
+      const Descriptor caller = make_socket(SOCK_NONBLOCK);
       const Address address(wanted);
-      if (::connect(waiting.get(), address.get(), address.size) == 0) {
-        const auto holder = peer_of(waiting.get());
+      if (::connect(caller.get(), address.get(), address.size) == 0) {
+        const auto holder = peer_of(caller.get());
         if (holder && !is_ours(holder)) {
           others = "user " + std::to_string(holder->uid) + " has @" + wanted;
           break;
         }
-        pollfd end{waiting.get(), POLLIN, 0};
-        const int ended = ::poll(&end, 1, milliseconds_until(deadline));
-        if (ended == 0) {
+        pollfd end{caller.get(), POLLIN, 0};
+        if (!waits.poll({&end, 1}, deadline)) {
           throw Error(ErrorKind::peer, "process " + std::to_string(holder ? holder->pid : 0) +
                                            " of this job holds the set-up of the node's shared "
                                            "memory for too long; end that process");
@@ -272,12 +298,15 @@ Handover::Turn Handover::turn(Deadline deadline) const {
         }
       }
       if (now >= deadline) {
+        const std::string why = error == EAGAIN
+                                    ? "as many processes as may wait (net.core.somaxconn) call @"
+                                    : "a program answers no caller at @";
         throw Error(ErrorKind::io,
-                    "the ranks of this node cannot find each other: a program has @" + wanted +
-                        " and answers no caller; give the job another name",
+                    "the ranks of this node cannot find each other: " + why + wanted +
+                        "; end the program that has it, or give the job another name",
                     EADDRINUSE);
       }
-      std::this_thread::sleep_for(milliseconds(1));
+      waits.poll({}, std::min(now + kLook, deadline));
     }
   }
   throw Error(ErrorKind::io,
@@ -286,13 +315,14 @@ Handover::Turn Handover::turn(Deadline deadline) const {
               EADDRINUSE);
 }
 
-std::vector<Descriptor> Handover::ask(Deadline deadline) const {
-  std::vector<pollfd> waiting;
+std::vector<Descriptor> Handover::ask(Deadline deadline, const Waiting& waiting) const {
+  Waits waits(waiting);
+  std::vector<pollfd> asked;
   std::vector<Descriptor> sockets;
   std::string unanswered;
   int refused = 0;
   for (uint32_t next = 0; next < kAttempts * members_ || !sockets.empty();) {
-    bool asked = false;
+    bool there = false;
     if (next < kAttempts * members_) {
       const Address address(name(next / members_, std::to_string(next % members_)));
       ++next;
@@ -301,31 +331,30 @@ std::vector<Descriptor> Handover::ask(Deadline deadline) const {
         const auto member = peer_of(socket.get());
         if (is_ours(member)) {
           unanswered = std::to_string(member->pid);
-          waiting.push_back({socket.get(), POLLIN, 0});
+          asked.push_back({socket.get(), POLLIN, 0});
           sockets.push_back(std::move(socket));
-          asked = true;
+          there = true;
         }
       }
     }
     const bool more = next < kAttempts * members_;
     // There is nothing to wait for at the name of a member that is not there.
-    if (sockets.empty() || (more && !asked)) continue;
-    const int left = milliseconds_until(deadline);
-    const int patience = more ? std::min<int>(left, kPatience.count()) : left;
-    const int answered = ::poll(waiting.data(), waiting.size(), patience);
-    if (answered == 0 && left == 0) {
+    if (sockets.empty() || (more && !there)) continue;
+    const bool answered =
+        waits.poll(asked, more ? std::min(deadline, Clock::now() + kPatience) : deadline);
+    if (!answered && Clock::now() >= deadline) {
       throw Error(ErrorKind::peer, "process " + unanswered +
                                        " of this job does not hand over the node's shared memory; "
                                        "end that process");
     }
-    for (size_t i = 0; answered > 0 && i < waiting.size();) {
-      if (waiting[i].revents == 0) {
+    for (size_t i = 0; answered && i < asked.size();) {
+      if (asked[i].revents == 0) {
         ++i;
         continue;
       }
       auto files = receive_files(sockets[i].get(), refused);
       if (files) return std::move(*files);
-      waiting.erase(waiting.begin() + static_cast<ptrdiff_t>(i));
+      asked.erase(asked.begin() + static_cast<ptrdiff_t>(i));
       sockets.erase(sockets.begin() + static_cast<ptrdiff_t>(i));
     }
   }

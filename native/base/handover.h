@@ -10,6 +10,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -21,6 +22,8 @@ namespace nostall {
 class Handover {
  public:
   using Deadline = std::chrono::steady_clock::time_point;
+  // Is called now and then while a call waits, which ends with what it throws.
+  using Waiting = std::function<void()>;
 
   // `job` is the same for all processes that share, and for no other; `member` is below `members`.
   Handover(const std::string& job, uint32_t member, uint32_t members);
@@ -42,12 +45,12 @@ class Handover {
   };
   // Waits for it. Throws Error(peer) at the deadline, with the process that holds it, and Error(io)
   // if all names are another user's, or a program has one and takes no more callers.
-  Turn turn(Deadline deadline) const;
+  Turn turn(Deadline deadline, const Waiting& waiting = {}) const;
 
   // The files of a member that is alive, as it gave them, or nothing if there is none. Throws
   // Error(peer) if there is one, but it does not answer before the deadline, and Error(io) if its
   // system or this one refuses to pass descriptors on.
-  std::vector<Descriptor> ask(Deadline deadline) const;
+  std::vector<Descriptor> ask(Deadline deadline, const Waiting& waiting = {}) const;
 
   // From now on others get these descriptors; an empty place is -1, and there are at most 64. They
   // must stay open until stop(). Throws Error(io) if that cannot be.

@@ -29,12 +29,12 @@ class NodeOnce {
   // makes its own, with a warning. `waiting` is called now and then, and may throw. Throws what
   // `make` throws.
   const Files& get(const Make& make, const Use& use, std::chrono::nanoseconds patience,
-                   const std::function<void()>& waiting = {});
+                   const Handover::Waiting& waiting = {});
   // Whether this process made them.
   bool made() const noexcept { return made_; }
 
  private:
-  bool found(const Use& use, const std::function<void()>& waiting);
+  bool found(const Use& use, const Handover::Waiting& waiting);
   Files files_;  // outlive what gives them
   Handover handover_;
   bool made_ = false;

@@ -4,10 +4,13 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cstring>
 #include <stdexcept>
 
 #include "base/error.h"
@@ -106,6 +109,28 @@ TEST(NodeOnce, MakesItsOwnWhereAnotherTakesTooLong) {
                std::runtime_error);
   ::kill(maker, SIGKILL);
   ::waitpid(maker, nullptr, 0);
+}
+
+TEST(NodeOnce, WaitsWithOneConnectionHoweverLong) {
+  const std::string key = fresh_key();
+  const std::string name = Handover(key, 0, 1).base() + "0-turn";
+  // One that has the turn, on a system whose queue of callers has one place.
+  Descriptor holder(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  sockaddr_un at{};
+  at.sun_family = AF_UNIX;
+  std::memcpy(at.sun_path + 1, name.data(), name.size());
+  const auto size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+  ASSERT_EQ(::bind(holder.get(), reinterpret_cast<sockaddr*>(&at), size), 0);
+  ASSERT_EQ(::listen(holder.get(), 0), 0);
+  NodeOnce once(key), later(key);
+  int waits = 0;
+  const auto end_the_turn = [&] {
+    if (++waits == 3) holder.reset();
+  };
+  const ino_t made = number_of(once.get(a_file, any, 60s, end_the_turn).at(0));
+  EXPECT_EQ(waits, 3);
+  // It had the turn: what it made is given.
+  EXPECT_EQ(number_of(later.get(never, any, 60s).at(0)), made);
 }
 
 TEST(NodeOnce, CanBeInterruptedWhereTheOneThatHasItIsStopped) {
