@@ -44,6 +44,8 @@ class Pairs {
       throw Error(ErrorKind::usage, "elements of " + std::to_string(element) +
                                         " bytes are too large for this algorithm");
     }
+    if (send_count > 0) shared_.allocate_channel(steps_.rank(), to);
+    if (receive_count > 0) shared_.allocate_channel(from, steps_.rank());
     uint64_t sent = 0, received = 0;
     while (sent < send_count || received < receive_count) {
       if (sent < send_count && may_send(to)) {
@@ -77,7 +79,6 @@ class Pairs {
   void send_chunk(uint32_t to, const std::byte* data, uint64_t bytes) {
     Word& sent = shared_.sent(steps_.rank(), to);
     const uint64_t number = sent.load(std::memory_order_relaxed);
-    if (number < 2) shared_.allocate_channel(steps_.rank(), to);
     copy(shared_.chunk(steps_.rank(), to, number), data, bytes, false);
     steps_.publish(sent, number + 1);
   }

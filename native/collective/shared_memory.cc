@@ -78,7 +78,8 @@ SharedMemory::SharedMemory(const SharedMemoryConfig& config, std::chrono::nanose
       window_bytes_((config.window_bytes + kPage - 1) / kPage * kPage),
       arena_bytes_((config.arena_bytes + kPage - 1) / kPage * kPage),
       forks_(forks()),
-      handover_("collective " + config.directory + " " + config.job, config.rank, config.ranks) {
+      handover_("collective " + config.directory + " " + config.job, config.rank, config.ranks),
+      channels_there_(2 * size_t{config.ranks}) {
   lay_out();
   const auto deadline = std::chrono::steady_clock::now() + timeout;
   open(deadline);
@@ -313,7 +314,10 @@ bool SharedMemory::allocate_window(uint64_t step, uint64_t bytes) noexcept {
 }
 
 void SharedMemory::allocate_channel(uint32_t from, uint32_t to) {
+  const auto there = channels_there_.begin() + (from == config_.rank ? to : ranks_ + from);
+  if (*there) return;
   allocate(channel(from, to), 2 * kLine + 2 * kChannelChunk);
+  *there = true;
 }
 
 void SharedMemory::allocate_arena(uint64_t offset, uint64_t bytes) {

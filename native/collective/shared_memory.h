@@ -21,6 +21,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "base/error.h"
 #include "base/handover.h"
@@ -144,6 +145,9 @@ class SharedMemory {
   // Makes the first `bytes` of the step's window exist; false if shared memory is full.
   bool allocate_window(uint64_t step, uint64_t bytes) noexcept;
 
+  // Makes a channel from or to this rank exist; throws Error(io). Both of its ranks do so before they
+  // look at it: where memory is full, a look at what has none ends the process (SIGBUS).
+  void allocate_channel(uint32_t from, uint32_t to);
   // Chunks sent by `from` to `to`, and received there; two chunks may be on their way.
   Word& sent(uint32_t from, uint32_t to) const noexcept {
     return at<PaddedWord>(channel(from, to))[0].value;
@@ -154,7 +158,6 @@ class SharedMemory {
   std::byte* chunk(uint32_t from, uint32_t to, uint64_t number) const noexcept {
     return base_ + channel(from, to) + 2 * kLine + (number % 2) * kChannelChunk;
   }
-  void allocate_channel(uint32_t from, uint32_t to);  // throws Error(io)
 
   std::byte* arena(uint32_t rank) const noexcept { return base_ + arenas_ + rank * arena_bytes_; }
   uint64_t arena_bytes() const noexcept { return arena_bytes_; }
@@ -216,6 +219,7 @@ class SharedMemory {
   LockFile lock_;
   std::shared_ptr<Mapping> mapping_;
   std::byte* base_ = nullptr;
+  std::vector<bool> channels_there_;  // to each rank, then from each
 };
 
 }  // namespace nostall::collective

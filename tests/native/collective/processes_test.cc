@@ -1,8 +1,10 @@
 // Ranks that are processes: killed, absent, forked.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sched.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/mount.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -46,6 +48,29 @@ class Directory {
  private:
   std::string path_ = "/dev/shm/nostall-test-" + std::to_string(::getpid());
 };
+
+// What each of three ranks does after memory for shared files became full, in a file system of their
+// own. Nothing if this user cannot mount one.
+std::vector<int> on_a_full_file_system(const std::function<int(Communicator&)>& body) {
+  const Directory directory;
+  const CommunicatorConfig config = directory.config();
+  std::vector<int> results;
+  std::thread([&] {
+    // Of this thread and the processes that it starts, and with it the mount.
+    if (::unshare(CLONE_NEWNS) != 0) return;
+    if (::mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr) != 0) return;
+    if (::mount("none", config.directory.c_str(), "tmpfs", 0, "size=4m") != 0) return;
+    results = run_processes(3, config, [&](Communicator& c) {
+      if (c.rank() == 0) {
+        std::ofstream fill(config.directory + "/fill");
+        while (fill.put('x').flush()) fill << std::string(4095, 'x');
+      }
+      c.barrier();
+      return body(c);
+    });
+  }).join();
+  return results;
+}
 
 TEST(Processes, ReduceTogetherAndLeaveNothing) {
   const Directory directory;
@@ -106,6 +131,25 @@ TEST(Processes, HaveEachOthersDataBeforeTheLastArrivesAtAnAllgather) {
   });
   ::munmap(memory, kRanks * kRanks * kBytes);
   EXPECT_EQ(results, (std::vector<int>(kRanks, 0)));
+}
+
+TEST(Processes, AreToldThatChannelsGetNoMemory) {
+  using enum Algorithm;
+  for (const Algorithm algorithm : {recursive_doubling, ring, rsa, binomial}) {
+    const auto results = on_a_full_file_system([algorithm](Communicator& c) {
+      std::vector<float> data(10'000, 1);
+      try {
+        c.allreduce(data.data(), data.data(), data.size(), sum(), {.algorithm = algorithm});
+      } catch (const Error& error) {
+        const std::string told = error.what();
+        const bool own = told.find("no memory for 65664 more bytes") != std::string::npos;
+        return own || told.find("could not go on in allreduce") != std::string::npos ? 7 : 1;
+      }
+      return 0;
+    });
+    if (results.empty()) GTEST_SKIP() << "this user cannot mount a file system";
+    EXPECT_EQ(results, (std::vector<int>{7, 7, 7})) << name_of(algorithm);
+  }
 }
 
 TEST(Processes, AreToldWhoIsMissingInAnAllgather) {
