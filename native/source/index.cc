@@ -195,12 +195,12 @@ int store_parts(const std::string& path, std::initializer_list<std::span<const s
   return error;
 }
 
-Result<std::vector<std::byte>> load_bytes(const std::string& path, uint32_t magic, uint64_t most,
-                                          FileSystem& files) {
+Result<StoredFile> open_stored(const std::string& path, uint32_t magic, uint64_t most,
+                               FileSystem& files) {
   // Not to wait for a writer if it is a pipe.
   const int fd = files.open(path, O_RDONLY | O_NONBLOCK);
   if (fd < 0) return io_error("cannot open", path, -fd);
-  const Descriptor file(fd);
+  Descriptor file(fd);
   struct stat status {};
   if (::fstat(fd, &status) != 0) return io_error("cannot examine", path, errno);
   if (!S_ISREG(status.st_mode)) {
@@ -219,8 +219,15 @@ Result<std::vector<std::byte>> load_bytes(const std::string& path, uint32_t magi
     return Error(ErrorKind::corruption,
                  path + " has " + std::to_string(size) + " bytes, more than it can need");
   }
-  std::vector<std::byte> bytes(static_cast<size_t>(size));
-  const int64_t n = files.pread(fd, bytes, 0);
+  return StoredFile{std::move(file), size};
+}
+
+Result<std::vector<std::byte>> load_bytes(const std::string& path, uint32_t magic, uint64_t most,
+                                          FileSystem& files) {
+  auto stored = open_stored(path, magic, most, files);
+  if (!stored) return stored.error();
+  std::vector<std::byte> bytes(static_cast<size_t>(stored.value().size));
+  const int64_t n = files.pread(stored.value().file.get(), bytes, 0);
   if (n < 0) return io_error("cannot read", path, static_cast<int>(-n));
   bytes.resize(static_cast<size_t>(n));
   return bytes;

@@ -74,9 +74,16 @@ int store_parts(const std::string& path, std::initializer_list<std::span<const s
                 FileSystem& files = FileSystem::real(), Flush flush = Flush::no);
 inline constexpr uint32_t kIndexMagic = 0x49534e31;  // "1NSI"
 
-// The whole of a file that begins with `magic`. Error(corruption), before any memory is taken, if
-// it does not, is no regular file or is longer than `most` or a quarter of the machine's memory;
-// Error(io) if it cannot be read.
+struct StoredFile {
+  Descriptor file;
+  uint64_t size = 0;
+};
+// A file that begins with `magic`. Error(corruption) if it does not, is no regular file or is longer
+// than `most` or a quarter of the machine's memory; Error(io) if it cannot be read.
+Result<StoredFile> open_stored(const std::string& path, uint32_t magic,
+                               uint64_t most = std::numeric_limits<uint64_t>::max(),
+                               FileSystem& files = FileSystem::real());
+// The whole of it.
 Result<std::vector<std::byte>> load_bytes(const std::string& path, uint32_t magic,
                                           uint64_t most = std::numeric_limits<uint64_t>::max(),
                                           FileSystem& files = FileSystem::real());

@@ -5,7 +5,10 @@
 #include <algorithm>
 #include <array>
 #include <cstdio>
-#include <unordered_set>
+#include <functional>
+#include <numeric>
+#include <set>
+#include <utility>
 
 #include "base/crc32c.h"
 #include "base/random.h"
@@ -20,6 +23,7 @@ constexpr size_t kHeader = 32, kTail = 4;
 constexpr uint64_t kMostProbed = 64, kLeastProbed = 16;
 constexpr uint64_t kMostProbedBytes = uint64_t{16} << 20;
 constexpr unsigned kDepth = 16;
+constexpr uint64_t kPiece = uint64_t{1} << 20;  // whole checksums
 
 void put(std::byte* at, uint64_t value, size_t bytes) {
   for (size_t i = 0; i < bytes; ++i) at[i] = static_cast<std::byte>((value >> (8 * i)) & 0xff);
@@ -35,22 +39,65 @@ Error damaged(const char* what) {
   return Error(ErrorKind::corruption, std::string("the stored checksums are damaged: ") + what);
 }
 
-// Distinct numbers below `from`, in rising order.
-std::vector<uint64_t> draw_numbers(uint64_t from, uint64_t seed, uint64_t count) {
-  std::vector<uint64_t> drawn;
-  if (count >= from) {
-    for (uint64_t i = 0; i < from; ++i) drawn.push_back(i);
-    return drawn;
+// The stored form, read piece by piece: tables of checksums may be large.
+class Stored {
+ public:
+  // Fills `into`; false if that cannot be.
+  using Read = std::function<bool(std::span<std::byte> into, uint64_t offset)>;
+  Stored(Read read, uint64_t size) : read_(std::move(read)), size_(size) {}
+
+  struct Head {
+    uint64_t stamp = 0, known = 0;
+  };
+  // Of a form that is sound, and of this data set.
+  Result<Head> check(uint64_t dataset, uint64_t samples) {
+    std::array<std::byte, kHeader> head{};
+    if (size_ < kHeader + kTail || !read_(head, 0)) return damaged("they are cut off");
+    if (get(head.data(), 4) != kMagic) return damaged("wrong magic");
+    if (get(head.data() + 4, 4) != kVersion) return damaged("unknown version");
+    if (get(head.data() + 8, 8) != dataset || get(head.data() + 24, 8) != samples) {
+      return damaged("they are of another data set");
+    }
+    if (size_ != stored_sums_bytes(samples)) return damaged("their number is wrong");
+    samples_ = samples;
+    Head found{get(head.data() + 16, 8), 0};
+    uint32_t crc = crc32c(head);
+    const bool whole = pieces([&](uint64_t, std::span<const std::byte> piece) {
+      crc = crc32c(piece, crc);
+      for (size_t i = 0; i < piece.size(); i += 4) found.known += get(&piece[i], 4) != 0;
+    });
+    std::array<std::byte, kTail> tail{};
+    if (!whole || !read_(tail, size_ - kTail)) return damaged("they are cut off");
+    if (get(tail.data(), kTail) != crc) return damaged("wrong checksum");
+    return found;
   }
-  SampleRandom random(seed, 0, 0);
-  std::unordered_set<uint64_t> seen;
-  while (seen.size() < count) {
-    seen.insert(((uint64_t{random.next()} << 32) | random.next()) % from);
+
+  // After check(): those that are known, in rising order; false if they cannot be read again.
+  template <typename Use>
+  bool each(Use use) const {
+    return pieces([&](uint64_t sample, std::span<const std::byte> piece) {
+      for (size_t i = 0; i < piece.size(); i += 4, ++sample) {
+        if (const auto sum = static_cast<uint32_t>(get(&piece[i], 4)); sum != 0) use(sample, sum);
+      }
+    });
   }
-  drawn.assign(seen.begin(), seen.end());
-  std::sort(drawn.begin(), drawn.end());
-  return drawn;
-}
+
+ private:
+  template <typename Use>
+  bool pieces(Use use) const {
+    std::vector<std::byte> buffer(std::min<uint64_t>(kPiece, 4 * samples_));
+    for (uint64_t at = 0; at < 4 * samples_; at += buffer.size()) {
+      const auto piece = std::span(buffer).first(std::min<uint64_t>(kPiece, 4 * samples_ - at));
+      if (!read_(piece, kHeader + at)) return false;
+      use(at / 4, piece);
+    }
+    return true;
+  }
+
+  const Read read_;
+  const uint64_t size_;
+  uint64_t samples_ = 0;
+};
 
 }  // namespace
 
@@ -75,22 +122,16 @@ std::vector<std::byte> serialize_sums(uint64_t dataset, uint64_t stamp, const Sa
 }
 
 Result<uint64_t> parse_sums(std::span<const std::byte> bytes, uint64_t dataset, SampleSums& into) {
-  if (bytes.size() < kHeader + kTail) return damaged("they are cut off");
-  const auto content = bytes.first(bytes.size() - kTail);
-  if (get(bytes.data() + content.size(), kTail) != crc32c(content)) {
-    return damaged("wrong checksum");
-  }
-  if (get(content.data(), 4) != kMagic) return damaged("wrong magic");
-  if (get(content.data() + 4, 4) != kVersion) return damaged("unknown version");
-  if (get(content.data() + 8, 8) != dataset || get(content.data() + 24, 8) != into.size()) {
-    return damaged("they are of another data set");
-  }
-  if (bytes.size() != stored_sums_bytes(into.size())) return damaged("their number is wrong");
-  const std::byte* at = content.data() + kHeader;
-  for (uint64_t s = 0; s < into.size(); ++s, at += 4) {
-    if (const auto sum = static_cast<uint32_t>(get(at, 4)); sum != 0) into.agrees(s, sum);
-  }
-  return get(content.data() + 16, 8);
+  Stored stored(
+      [bytes](std::span<std::byte> piece, uint64_t offset) {
+        std::ranges::copy(bytes.subspan(offset, piece.size()), piece.begin());
+        return true;
+      },
+      bytes.size());
+  const auto head = stored.check(dataset, into.size());
+  if (!head) return head.error();
+  stored.each([&](uint64_t sample, uint32_t sum) { into.agrees(sample, sum); });
+  return head.value().stamp;
 }
 
 uint64_t probe_size(uint64_t known, bool same_stamp) noexcept {
@@ -98,20 +139,27 @@ uint64_t probe_size(uint64_t known, bool same_stamp) noexcept {
   return std::min(known, same_stamp ? std::clamp(share, kLeastProbed, kMostProbed) : kMostProbed);
 }
 
-std::vector<KnownSum> draw(std::span<const KnownSum> known, uint64_t seed, uint64_t count) {
-  std::vector<KnownSum> drawn;
-  for (const uint64_t i : draw_numbers(known.size(), seed, count)) drawn.push_back(known[i]);
-  return drawn;
+std::vector<uint64_t> draw(const Source& source, uint64_t known, bool same_stamp) {
+  const uint64_t count = probe_size(known, same_stamp);
+  if (count == known) {
+    std::vector<uint64_t> all(known);
+    std::iota(all.begin(), all.end(), uint64_t{0});
+    return all;
+  }
+  SampleRandom random(source.fingerprint(), 0, 0);
+  std::set<uint64_t> drawn;
+  while (drawn.size() < count) {
+    drawn.insert(((uint64_t{random.next()} << 32) | random.next()) % known);
+  }
+  return {drawn.begin(), drawn.end()};
 }
 
-Probe probe(const Source& source, std::span<const KnownSum> all, bool same_stamp) {
+Probe probe(const Source& source, std::span<const KnownSum> drawn, bool same_stamp) {
   if (same_stamp && source.stamp_tells_content()) return {};
-  const std::vector<KnownSum> known =
-      draw(all, source.fingerprint(), probe_size(all.size(), same_stamp));
   std::vector<ReadRequest> requests;
   std::vector<std::vector<std::byte>> bytes;
   uint64_t total = 0;
-  for (const KnownSum& k : known) {
+  for (const KnownSum& k : drawn) {
     const uint64_t size = source.sizes()[k.sample];
     if (!requests.empty() && size > kMostProbedBytes - std::min(total, kMostProbedBytes)) continue;
     total += size;
@@ -122,7 +170,7 @@ Probe probe(const Source& source, std::span<const KnownSum> all, bool same_stamp
   source.make_reader(ReaderKind::automatic, kDepth)->read(requests);
   Probe result;
   size_t r = 0;
-  for (const KnownSum& k : known) {
+  for (const KnownSum& k : drawn) {
     if (r == requests.size()) break;
     const ReadRequest& request = requests[r];
     if (request.sample != k.sample) continue;
@@ -142,23 +190,33 @@ bool another_version(const Probe& probe, bool same_stamp) noexcept {
 
 std::string open_sums(const Source& source, const std::string& path) {
   source.set_sums_file(path);
-  auto bytes = load_bytes(path, kMagic, stored_sums_bytes(source.size()));
-  if (!bytes) return {};
-  SampleSums stored(source.size());
-  const auto stamp = parse_sums(bytes.value(), source.fingerprint(), stored);
-  if (!stamp) return {};
-  const bool same = stamp.value() == source.stamp();
-  std::vector<KnownSum> known;
-  for (uint64_t s = 0; s < stored.size(); ++s) {
-    if (stored.of(s) != 0) known.push_back({s, stored.of(s)});
-  }
-  const Probe seen = probe(source, known, same);
+  const auto opened = open_stored(path, kMagic, stored_sums_bytes(source.size()));
+  if (!opened) return {};
+  const int file = opened.value().file.get();
+  Stored stored(
+      [file](std::span<std::byte> into, uint64_t offset) {
+        return FileSystem::real().pread(file, into, offset) == static_cast<int64_t>(into.size());
+      },
+      opened.value().size);
+  const auto head = stored.check(source.fingerprint(), source.size());
+  if (!head) return {};
+  const bool same = head.value().stamp == source.stamp();
+  const std::vector<uint64_t> ranks = draw(source, head.value().known, same);
+  std::vector<KnownSum> drawn;
+  uint64_t rank = 0;
+  const bool found = stored.each([&](uint64_t sample, uint32_t sum) {
+    if (drawn.size() < ranks.size() && ranks[drawn.size()] == rank) drawn.push_back({sample, sum});
+    ++rank;
+  });
+  if (!found) return {};
+  const Probe seen = probe(source, drawn, same);
   if (another_version(seen, same)) {
     return std::to_string(seen.different) + " of " + std::to_string(seen.compared) +
            " samples have another content than the one that was read first";
   }
-  source.sums().learn(stored);
-  source.set_sums_kept(known.size());
+  SampleSums& sums = source.sums();
+  stored.each([&](uint64_t sample, uint32_t sum) { sums.agrees(sample, sum); });
+  source.set_sums_kept(head.value().known);
   return {};
 }
 

@@ -39,11 +39,11 @@ struct Probe {
 // How many samples to look at: 1 % of those that are known, between 16 and 64; 64 if the data set
 // moved or was touched.
 uint64_t probe_size(uint64_t known, bool same_stamp) noexcept;
-// Which: drawn by `seed`, in rising order, `count` at most.
-std::vector<KnownSum> draw(std::span<const KnownSum> known, uint64_t seed, uint64_t count);
-// Draws from `known` and reads what was drawn, 16 MiB at most but at least one sample; nothing
-// where an equal stamp means the same content. What cannot be read is not counted.
-Probe probe(const Source& source, std::span<const KnownSum> known, bool same_stamp);
+// Which of them, in rising order: drawn by the data set's fingerprint.
+std::vector<uint64_t> draw(const Source& source, uint64_t known, bool same_stamp);
+// Reads what was drawn, 16 MiB at most but at least one sample; nothing where an equal stamp means the
+// same content. What cannot be read is not counted.
+Probe probe(const Source& source, std::span<const KnownSum> drawn, bool same_stamp);
 // Whether what is known is of another version of the data set. Where neither the place nor the
 // times changed, a few other samples are damage, which is found when they are read.
 bool another_version(const Probe& probe, bool same_stamp) noexcept;

@@ -149,9 +149,11 @@ void keep_this_content(const tier::TierSpec& spec, const source::Source& source,
   std::vector<tier::KeptRecord>& records = manifest.records;
   if (records.empty()) return;
   const bool same = manifest.stamp == source.stamp();
-  std::vector<source::KnownSum> known;
-  for (const tier::KeptRecord& r : records) known.push_back({r.sample, r.sum});
-  const source::Probe seen = source::probe(source, known, same);
+  std::vector<source::KnownSum> drawn;
+  for (const uint64_t i : source::draw(source, records.size(), same)) {
+    drawn.push_back({records[i].sample, records[i].sum});
+  }
+  const source::Probe seen = source::probe(source, drawn, same);
   if (source::another_version(seen, same)) {
     log(LogLevel::warning, spec.path + ": the kept tier is of another version of the data set (" +
                                std::to_string(seen.different) + " of " +

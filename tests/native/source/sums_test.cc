@@ -3,6 +3,7 @@
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <malloc.h>
 #include <sys/stat.h>
 
 #include <cstring>
@@ -93,6 +94,64 @@ TEST(StoredSums, SurviveTheRoundTripAndNothingElse) {
   EXPECT_EQ(empty.known(), 0u);
 }
 
+// Samples of one byte, which is that of their number.
+class Many : public Source {
+ public:
+  Many(uint64_t samples, uint64_t fingerprint)
+      : sizes_(samples, 1), labels_(samples), fingerprint_(fingerprint) {}
+  uint64_t size() const override { return sizes_.size(); }
+  std::span<const uint64_t> sizes() const override { return sizes_; }
+  std::span<const int64_t> labels() const override { return labels_; }
+  uint64_t total_bytes() const override { return sizes_.size(); }
+  uint64_t fingerprint() const override { return fingerprint_; }
+  std::string describe(uint64_t sample) const override { return std::to_string(sample); }
+  std::unique_ptr<Reader> make_reader(ReaderKind, unsigned) const override {
+    return std::make_unique<Bytes>(*this);
+  }
+  mutable size_t memory = 0;           // that was in use when samples were read
+  mutable std::vector<uint64_t> read;  // samples
+
+ private:
+  class Bytes : public Reader {
+   public:
+    explicit Bytes(const Many& source) : source_(source) {}
+    std::string_view name() const override { return "bytes"; }
+    void read(std::span<ReadRequest> requests) override {
+      const auto in_use = mallinfo2();
+      source_.memory = in_use.uordblks + in_use.hblkhd;
+      for (ReadRequest& r : requests) {
+        r.into[0] = static_cast<std::byte>(r.sample);
+        source_.read.push_back(r.sample);
+      }
+    }
+    const Many& source_;
+  };
+  std::vector<uint64_t> sizes_;
+  std::vector<int64_t> labels_;
+  const uint64_t fingerprint_;
+};
+
+TEST(StoredSums, TakeTheMemoryOfOneTableWhileTheyAreOpened) {
+  constexpr uint64_t kSamples = 3 << 20;
+  const TemporaryFolder folder;
+  const Many source(kSamples, 42);
+  {
+    SampleSums sums(kSamples);
+    for (uint64_t s = 1; s < kSamples; s += 3) {
+      const std::byte byte = static_cast<std::byte>(s);
+      sums.agrees(s, {&byte, 1});
+    }
+    ASSERT_EQ(store_index(folder.path("sums"), serialize_sums(42, 7, sums)), 0);
+  }
+  const auto before = mallinfo2();
+  EXPECT_EQ(open_sums(source, folder.path("sums")), "");
+  EXPECT_EQ(source.read.size(), 64u);
+  for (const uint64_t s : source.read) EXPECT_EQ(s % 3, 1u);
+  EXPECT_LE(source.memory, before.uordblks + before.hblkhd + 4 * kSamples);
+  EXPECT_EQ(source.sums().known(), kSamples / 3);
+  EXPECT_EQ(source.sums_kept(), kSamples / 3);
+}
+
 TEST(Probe, LooksAtOnePercentWithinBounds) {
   EXPECT_EQ(probe_size(0, true), 0u);
   EXPECT_EQ(probe_size(10, true), 10u);
@@ -100,12 +159,13 @@ TEST(Probe, LooksAtOnePercentWithinBounds) {
   EXPECT_EQ(probe_size(3000, true), 30u);
   EXPECT_EQ(probe_size(1'000'000, true), 64u);
   EXPECT_EQ(probe_size(1000, false), 64u);
-  std::vector<KnownSum> known;
-  for (uint64_t s = 0; s < 1000; s += 2) known.push_back({s, 5});
-  const auto drawn = draw(known, 3, 64);
+  const Many one(0, 3), other(0, 4);
+  const auto drawn = draw(one, 500, false);
   ASSERT_EQ(drawn.size(), 64u);
-  for (size_t i = 1; i < drawn.size(); ++i) EXPECT_LT(drawn[i - 1].sample, drawn[i].sample);
-  EXPECT_NE(drawn.front().sample, draw(known, 4, 64).front().sample);
+  for (size_t i = 1; i < drawn.size(); ++i) EXPECT_LT(drawn[i - 1], drawn[i]);
+  EXPECT_LT(drawn.back(), 500u);
+  EXPECT_NE(drawn, draw(other, 500, false));
+  EXPECT_EQ(draw(one, 3, false), (std::vector<uint64_t>{0, 1, 2}));
 }
 
 class KeptSums : public testing::Test {
