@@ -262,6 +262,14 @@ class Program {
                               uint64_t& bytes) const;
   void lay_tail(std::span<const Ragged> held, uint64_t samples, std::span<const Laid> laid,
                 std::byte* tail) const;
+  // Bytes of the tail that are zeros behind values, and the sample with the longest side in the output
+  // with the most of them.
+  struct Padding {
+    uint64_t bytes = 0;
+    uint64_t sample = 0;  // of the batch
+    std::string field, shape;
+  };
+  Padding padding(std::span<const Ragged> held, uint64_t samples, std::span<const Laid> laid) const;
 
  private:
   struct Group {

@@ -99,6 +99,40 @@ std::vector<Laid> Program::plan_tail(std::span<const Ragged> held, uint64_t samp
   return laid;
 }
 
+Program::Padding Program::padding(std::span<const Ragged> held, uint64_t samples,
+                                  std::span<const Laid> laid) const {
+  Padding all;
+  uint64_t most = 0;
+  size_t number = 0;
+  for (const Output& output : outputs_) {
+    if (output.form == Form::dense) continue;
+    const size_t at = number++;
+    if (output.form != Form::padded || samples == 0) continue;
+    uint64_t zeros = count_of(laid[at].shape) * size_of(output.type);
+    int64_t longest = 0;
+    uint64_t widest = 0;
+    for (uint64_t i = 0; i < samples; ++i) {
+      const Ragged& value = held[i * ragged_ + at];
+      zeros -= value.bytes;
+      for (size_t d = 0; d < output.shape.size(); ++d) {
+        if (output.shape[d] != kRagged || value.shape[d] <= longest) continue;
+        longest = value.shape[d];
+        widest = i;
+      }
+    }
+    all.bytes += zeros;
+    if (zeros <= most) continue;
+    most = zeros;
+    all.sample = widest;
+    all.field = output.name;
+    all.shape.clear();
+    for (size_t d = 0; d < output.shape.size(); ++d) {
+      all.shape += (d == 0 ? "" : " x ") + std::to_string(held[widest * ragged_ + at].shape[d]);
+    }
+  }
+  return all;
+}
+
 void Program::lay_tail(std::span<const Ragged> held, uint64_t samples, std::span<const Laid> laid,
                        std::byte* tail) const {
   size_t number = 0;

@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <cstring>
 #include <utility>
+#include <vector>
 
+#include "base/limits.h"
 #include "stage/run.h"
 
 namespace nostall::stage {
@@ -75,6 +77,27 @@ void Loader::Run::mix(Task& task) {
   task.error = mixture.error();
 }
 
+bool Loader::Run::too_much_padding(Task& task, uint64_t bytes) {
+  const Batch& batch = *task.batch;
+  const uint64_t samples = task.items.size();
+  const auto padding = config_.program->padding(task.ragged, samples, batch.laid);
+  if (padding.bytes <= config_.staging_bytes) return false;
+  std::vector<MemoryLimit> limits = MemoryLimits().read();
+  std::erase_if(limits, [](const MemoryLimit& l) { return l.kind == LimitKind::shared_memory; });
+  const auto refused = refusal(limits, bytes);
+  if (!refused) return false;
+  fail(task, batch.samples[padding.sample],
+       Error(ErrorKind::io,
+             (padding.field.empty() ? "" : "field " + padding.field + ": ") + "padded to its " +
+                 padding.shape + " values, a batch of " + std::to_string(samples) + " needs " +
+                 std::to_string(bytes) + " bytes, of which " + std::to_string(padding.bytes) +
+                 " are zeros, and " + *refused +
+                 "; leave the sample out (nostall.Filter), give the field a size, or leave out "
+                 "padded=True",
+             ENOMEM));
+  return true;
+}
+
 void Loader::Run::lay(Task& task) {
   const fields::Program& program = *config_.program;
   Batch& batch = *task.batch;
@@ -82,6 +105,10 @@ void Loader::Run::lay(Task& task) {
   uint64_t bytes = 0;
   try {
     batch.laid = program.plan_tail(task.ragged, samples, bytes);
+    if (too_much_padding(task, bytes)) {
+      task.holding->release();
+      return;
+    }
     // That of an empty batch is taken under mutex_.
     batch.tail = (samples == 0 ? raw_pool_ : batch_pool_)->take(bytes);
   } catch (const std::bad_alloc&) {

@@ -263,6 +263,9 @@ class Loader::Run {
   // Puts the ragged values of a task together, of which every sample is done, and mixes it.
   void complete(Task& task);
   void lay(Task& task);
+  // Whether the zeros that a batch is padded with take what the limits of memory do not leave: the
+  // batch has its error then. It is not for a stand-in to change a batch by the memory that there is.
+  bool too_much_padding(Task& task, uint64_t bytes);
   void mix(Task& task);
   // Accounts for samples that are transformed; completes their batch if they were the last ones.
   void settle(Task& task, size_t samples);

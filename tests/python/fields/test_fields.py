@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import pickle
+import re
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from PIL import Image
 import nostall
 from nostall import fields as f
 from nostall import transforms as t
-from nostall.errors import UsageError
+from nostall.errors import IoError, UsageError
 
 STEPS = [t.RandomResizedCrop(16), t.RandomHorizontalFlip(), t.ToTensor()]
 
@@ -112,6 +114,30 @@ def test_a_mask_says_where_padded_values_are(output: Any) -> None:
         assert mask.shape == batch[name].values.shape
         assert mask.tolist() == (batch[name].values != 0).tolist()
     assert batch["pair"].mask().tolist() == [[True, False], [True, True], [False, False]]
+
+
+@pytest.mark.parametrize("on_error", ["raise", "substitute"])
+def test_a_batch_of_zeros_that_no_memory_holds_names_its_sample(on_error: Any) -> None:
+    long = 1 << 22
+    sides = [(2, 3), (1, long), (long, 1), (3, 2)]
+    source = nostall.Files(
+        {},
+        {"area": [np.ones(side, np.uint8) for side in sides]},
+        schema={"area": f.Array(dtype="uint8", shape=(None, None), padded=True)},
+    )
+    with (
+        nostall.DataLoader(
+            source, 4, epochs=1, shuffle=False, tiers=[], output="numpy", on_error=on_error
+        ) as loader,
+        pytest.raises(IoError) as told,
+    ):
+        list(loader)
+    assert told.value.errno == errno.ENOMEM
+    assert re.search(
+        rf"\(sample 1\): field area: padded to its 1 x {long} values, a batch of 4 needs \d+ bytes, "
+        r"of which \d+ are zeros, and .* are in use, .*leave the sample out",
+        str(told.value),
+    ), told.value
 
 
 def test_buckets_of_a_field_have_batches_of_its_length(tmp_path: Path) -> None:
