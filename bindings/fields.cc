@@ -17,6 +17,7 @@
 #include "fields/program.h"
 #include "held.h"
 #include "module.h"
+#include "text.h"
 
 namespace nb = nanobind;
 using namespace nostall;
@@ -50,11 +51,12 @@ class PythonDecoder : public fields::Decoder {
       return take(shape, std::as_bytes(std::span(values.data(), values.size())));
     } catch (nb::python_error& error) {
       const nb::object errors = nb::module_::import_("nostall.errors");
-      const auto text = [&] { return nb::cast<std::string>(nb::str(error.value())); };
+      const nb::handle value = error.value();
       if (error.matches(errors.attr("CorruptionError")))
-        return Error(ErrorKind::corruption, text());
+        return Error(ErrorKind::corruption, bindings::text_of(value));
       const bool told = error.matches(errors.attr("TransformError"));
-      return Error(ErrorKind::transform, told ? text() : error.what());
+      return Error(ErrorKind::transform,
+                   told ? bindings::text_of(value) : bindings::traceback_of(value));
     }
   }
 

@@ -12,6 +12,7 @@
 
 #include "base/error.h"
 #include "collective/two_level.h"
+#include "text.h"
 
 namespace nostall::bindings {
 
@@ -63,7 +64,7 @@ class PythonLeaders final : public collective::Leaders {
     try {
       function();
     } catch (nanobind::python_error& error) {
-      const std::string why = nanobind::cast<std::string>(nanobind::str(error.value()));
+      const std::string why = text_of(error.value());
       raised_ = std::current_exception();
       throw Error(ErrorKind::peer, "the connection between nodes failed: " + why);
     }

@@ -12,6 +12,7 @@
 #include "base/error.h"
 #include "held.h"
 #include "source/stopping.h"
+#include "text.h"
 
 namespace nb = nanobind;
 
@@ -38,7 +39,7 @@ Answer answer_of(nb::handle item) {
   Answer a;
   if (PyObject_IsInstance(item.ptr(), PyExc_BaseException) == 1) {
     a.error = error_of(item);
-    a.why = nb::cast<std::string>(nb::str(item));
+    a.why = text_of(item);
     return a;
   }
   a.array.emplace();
@@ -48,10 +49,6 @@ Answer answer_of(nb::handle item) {
     a.why = "a reader in Python gave neither bytes nor an exception";
   }
   return a;
-}
-
-std::string error_text(nb::python_error& error) {
-  return nb::cast<std::string>(nb::str(error.value()));
 }
 
 // Ctrl-C is meant for the program: what was being read fails, and the interrupt comes again where the
@@ -95,7 +92,7 @@ class PythonStorage : public records::Storage {
         for (size_t i = 0; i < ranges.size(); ++i) fill(ranges[i], answer_of(answers[i]));
       } catch (nb::python_error& error) {
         pass_on_interrupt(error);
-        fail(ranges, error_of(error.value()), error_text(error));
+        fail(ranges, error_of(error.value()), text_of(error.value()));
       } catch (const std::exception& error) {
         fail(ranges, EIO, error.what());
       }
@@ -162,9 +159,11 @@ class CallbackSource : public source::Source {
   std::string describe(uint64_t sample) const override {
     const nb::gil_scoped_acquire gil;
     try {
-      return nb::cast<std::string>(describe_->get()(sample));
+      const nb::object name = describe_->get()(sample);
+      std::string text;
+      return nb::try_cast(name, text) ? text : text_of(name);
     } catch (nb::python_error& error) {
-      return "sample " + std::to_string(sample) + " (" + error_text(error) + ")";
+      return "sample " + std::to_string(sample) + " (" + text_of(error.value()) + ")";
     }
   }
   std::unique_ptr<source::Reader> make_reader(source::ReaderKind, unsigned) const override {
@@ -199,7 +198,7 @@ class CallbackSource : public source::Source {
       } catch (nb::python_error& error) {
         pass_on_interrupt(error);
         number = error_of(error.value());
-        why = error_text(error);
+        why = text_of(error.value());
       } catch (const std::exception& error) {
         why = error.what();
       }
@@ -247,7 +246,7 @@ stage::TakeMemory python_memory(nb::object take) {
     try {
       given = take->get()(bytes);
     } catch (nb::python_error& error) {
-      throw Error(ErrorKind::usage, "memory for a batch: " + error_text(error));
+      throw Error(ErrorKind::usage, "memory for a batch: " + text_of(error.value()));
     }
     const auto array = nb::cast<nb::ndarray<uint8_t, nb::c_contig, nb::device::cpu>>(given);
     if (array.nbytes() < bytes) throw std::bad_alloc();

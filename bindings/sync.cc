@@ -18,6 +18,7 @@
 #include "python_leaders.h"
 #include "seconds.h"
 #include "sync/gradient_engine.h"
+#include "text.h"
 #include "trace/trace.h"
 
 namespace nb = nanobind;
@@ -97,7 +98,7 @@ class Connection {
       function();
     } catch (nb::python_error& error) {
       throw Error(ErrorKind::peer,
-                  "the ranks' connection failed: " + nb::cast<std::string>(nb::str(error.value())));
+                  "the ranks' connection failed: " + bindings::text_of(error.value()));
     } catch (const nb::cast_error&) {
       throw Error(ErrorKind::usage, "the ranks' connection gave something that is not bytes");
     }

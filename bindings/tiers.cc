@@ -12,6 +12,7 @@
 #include "module.h"
 #include "python_store.h"
 #include "stage/node_reader.h"
+#include "text.h"
 
 namespace nb = nanobind;
 using namespace nostall;
@@ -62,9 +63,8 @@ class PythonStore : public tier::Store {
     return text;
   }
   static Error failed(nb::python_error& error) {
-    const nb::str text(error.value());
-    const nb::str type(error.type().attr("__name__"));
-    return Error(ErrorKind::io, std::string(type.c_str()) + ": " + text.c_str());
+    const std::string type = bindings::text_of(error.type().attr("__name__"));
+    return Error(ErrorKind::io, type + ": " + bindings::text_of(error.value()));
   }
 
   bindings::Held tier_;

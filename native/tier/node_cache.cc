@@ -1206,7 +1206,7 @@ int NodeCacheImpl::write(uint64_t sample, uint32_t sum, std::span<const std::byt
   try {
     spec.store->put(config_.dataset, sample, bytes);
     return 0;
-  } catch (const Error& e) {
+  } catch (const std::exception& e) {
     told = "cannot keep samples in the tier " + spec.path + ": " + e.what();
     return -EIO;
   }
@@ -1220,8 +1220,8 @@ Result<uint32_t> NodeCacheImpl::read(uint64_t sample, std::span<std::byte> into)
   }
   try {
     return spec.store->get(config_.dataset, sample, into) ? sample_sum(into) : 0;
-  } catch (const Error& e) {
-    return e;
+  } catch (const std::exception& e) {
+    return Error(ErrorKind::io, e.what());
   }
 }
 

@@ -379,6 +379,38 @@ def test_a_tier_that_raises_is_told_once_and_does_without(
     assert "cannot keep samples in the tier Full: OSError: [Errno 28] no room" in caplog.messages[0]
 
 
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("it has no text")
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ValueError("no room for /data/caf\udce9"), "ValueError: no room for /data/caf\\udce9"),
+        (Unspeakable(), "Unspeakable: Unspeakable"),
+    ],
+)
+def test_a_tier_may_raise_what_has_no_text(
+    source: nostall.CustomSource, caplog: pytest.LogCaptureFixture, error: Exception, told: str
+) -> None:
+    class Raises(Kept):
+        def put(self, key: str, data: bytes) -> None:
+            if key.endswith("/1"):
+                raise error
+            super().put(key, data)
+
+        def get(self, key: str) -> Any:
+            raise error
+
+    each = [data for data, _ in expected(range(40))]
+    with nostall.Tiers(source, Raises()) as tiers:
+        assert tiers.read(range(40)) == each
+        assert tiers.read(range(40)) == each
+    assert len(caplog.messages) == 1
+    assert f"in the tier Raises: {told}; the sample" in caplog.messages[0]
+
+
 class Forgets(Kept):
     def get(self, key: str) -> Any:
         return None if key.endswith("/1") else super().get(key)

@@ -28,7 +28,7 @@ class Doubled(Network):
     def _called(self, name: str) -> None:
         self.calls.append(name)
         if name == self._fails:
-            raise RuntimeError("the wire is cut")
+            raise RuntimeError("the wire is cut \udce9")
 
     def set_timeout(self, seconds: float) -> None:
         pass
@@ -98,8 +98,8 @@ def test_sums_go_through_the_connection(mode: str) -> None:
 @pytest.mark.parametrize(
     ("network", "words"),
     [
-        (Doubled(fails="allreduce"), "the wire is cut"),
-        (Doubled(fails="all_and"), "the wire is cut"),
+        (Doubled(fails="allreduce"), r"the wire is cut \\udce9"),
+        (Doubled(fails="all_and"), r"the wire is cut \\udce9"),
         (Doubled(shortens=True), "not bytes"),
     ],
 )
