@@ -1,7 +1,6 @@
 // nostall._native.memory_limits, kernels, and what a program of Python needs to end well.
 #include <dlfcn.h>
 #include <nanobind/stl/map.h>
-#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <map>
@@ -14,6 +13,7 @@
 #include "image/resample.h"
 #include "module.h"
 #include "plan/permutation.h"
+#include "text.h"
 
 namespace nb = nanobind;
 using namespace nostall;

@@ -3,7 +3,6 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
-#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <memory>
@@ -16,6 +15,7 @@
 #include "checkpoint/transfer.h"
 #include "checkpoint/write.h"
 #include "module.h"
+#include "text.h"
 
 namespace nb = nanobind;
 using namespace nostall;

@@ -2,7 +2,6 @@
 // are.
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/shared_ptr.h>
-#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
@@ -20,6 +19,7 @@
 #include "module.h"
 #include "python_leaders.h"
 #include "seconds.h"
+#include "text.h"
 #include "trace/trace.h"
 
 namespace nb = nanobind;

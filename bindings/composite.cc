@@ -4,7 +4,6 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
-#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <span>
@@ -13,6 +12,7 @@
 #include "module.h"
 #include "source/beside.h"
 #include "source/gather.h"
+#include "text.h"
 
 namespace nb = nanobind;
 using namespace nostall;

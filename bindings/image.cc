@@ -3,7 +3,6 @@
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
-#include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -19,6 +18,7 @@
 #include "mixture.h"
 #include "module.h"
 #include "scratch.h"
+#include "text.h"
 
 namespace nb = nanobind;
 

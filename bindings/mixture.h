@@ -1,13 +1,13 @@
 // What MixUp and CutMix drew for a batch, as Python gets it.
 #pragma once
 
-#include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 
 #include <string>
 #include <tuple>
 
 #include "image/mix.h"
+#include "text.h"
 
 namespace nostall::bindings {
 

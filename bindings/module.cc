@@ -1,15 +1,13 @@
 // The native module nostall._native: one file per room, errors mapped here and nowhere else.
 #include "module.h"
 
-#include <nanobind/stl/string.h>
-
-#include <cstring>
-#include <string>
+#include <string_view>
 #include <system_error>
 
 #include "base/error.h"
 #include "base/log.h"
 #include "base/refusal.h"
+#include "text.h"
 
 namespace nb = nanobind;
 
@@ -36,12 +34,15 @@ const char* python_class(nostall::ErrorKind kind) {
   return "BugError";
 }
 
+// For people: a path may be of bytes that are no text.
+nb::str shown(std::string_view text) {
+  return nb::steal<nb::str>(
+      PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "backslashreplace"));
+}
+
 void raise(nostall::ErrorKind kind, const char* what, int number = 0) {
   nb::object type = nb::module_::import_("nostall.errors").attr(python_class(kind));
-  // A path may be of bytes that are no text.
-  const auto size = static_cast<Py_ssize_t>(std::strlen(what));
-  const nb::object text = nb::steal(PyUnicode_DecodeUTF8(what, size, "backslashreplace"));
-  const nb::object error = type(text);
+  const nb::object error = type(shown(what));
   if (kind == nostall::ErrorKind::io && number > 0) nb::setattr(error, "errno", nb::int_(number));
   PyErr_SetObject(type.ptr(), error.ptr());
 }
@@ -69,7 +70,7 @@ NB_MODULE(_native, m) {
     const nb::gil_scoped_acquire gil;
     try {
       nb::object logger = nb::module_::import_("logging").attr("getLogger")("nostall");
-      logger.attr(level == nostall::LogLevel::warning ? "warning" : "info")(message);
+      logger.attr(level == nostall::LogLevel::warning ? "warning" : "info")(shown(message));
     } catch (nb::python_error& error) {
       error.discard_as_unraisable("nostall's log");
     }

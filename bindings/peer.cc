@@ -1,9 +1,8 @@
 // nostall._native.PeerTransport: the way to other nodes, before the loader has it.
 #include "peer.h"
 
-#include <nanobind/stl/string.h>
-
 #include "module.h"
+#include "text.h"
 
 namespace nb = nanobind;
 using namespace nostall;

@@ -5,7 +5,6 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
-#include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -21,6 +20,7 @@
 #include "plan/permutation.h"
 #include "plan/placement.h"
 #include "plan/stand_in.h"
+#include "text.h"
 
 namespace nb = nanobind;
 using namespace nostall;

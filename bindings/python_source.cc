@@ -3,7 +3,6 @@
 #include "python_source.h"
 
 #include <nanobind/ndarray.h>
-#include <nanobind/stl/string.h>
 
 #include <algorithm>
 #include <cstring>

@@ -4,7 +4,6 @@
 
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/shared_ptr.h>
-#include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 
 #include <memory>
@@ -14,6 +13,7 @@
 #include "arrays.h"
 #include "base/clock.h"
 #include "module.h"
+#include "text.h"
 
 namespace nb = nanobind;
 using namespace nostall;

@@ -6,7 +6,6 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
-#include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
@@ -19,6 +18,7 @@
 #include "records/formats.h"
 #include "records/lmdb.h"
 #include "source/index.h"
+#include "text.h"
 
 namespace nb = nanobind;
 using namespace nostall;
@@ -204,13 +204,8 @@ void bind_scans(nb::module_& m) {
             [&] { return records::scan_tars(*storage, keep, threads, reporter(progress)); });
         nb::list contents;
         for (const std::string& c : scan.contents) contents.append(nb::bytes(c.data(), c.size()));
-        nb::list names;
-        for (const std::string& n : scan.names) {
-          names.append(nb::steal(PyUnicode_DecodeUTF8(n.data(), static_cast<Py_ssize_t>(n.size()),
-                                                      "surrogateescape")));
-        }
         return nb::make_tuple(array_of(std::move(scan.file)), array_of(std::move(scan.offset)),
-                              array_of(std::move(scan.size)), names, contents);
+                              array_of(std::move(scan.size)), scan.names, contents);
       },
       nb::arg("storage"), nb::arg("keep"), nb::arg("threads"), nb::arg("progress").none(),
       "(file, offset, size, names, contents) of all regular members; contents of those whose name "
@@ -276,9 +271,14 @@ void bind_members(nb::module_& m) {
         });
         nb::list told;
         for (size_t i = 0; i < found.names.size(); ++i) {
+          const std::string& bytes = found.names[i];
           const std::string type(records::name_of(found.types[i]));
-          told.append(nb::make_tuple(found.names[i], type, found.lists[i] != 0, found.least[i],
-                                     found.most[i]));
+          // A name that is no UTF-8 cannot be that of a field.
+          const nb::object name = nb::steal(
+              PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), nullptr));
+          if (!name.is_valid()) throw nb::python_error();
+          told.append(
+              nb::make_tuple(name, type, found.lists[i] != 0, found.least[i], found.most[i]));
         }
         return nb::make_tuple(told, array_of(std::move(found.offset)),
                               array_of(std::move(found.length)));

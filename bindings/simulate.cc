@@ -3,11 +3,11 @@
 
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
-#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include "arrays.h"
 #include "module.h"
+#include "text.h"
 
 namespace nb = nanobind;
 using namespace nostall;

@@ -3,7 +3,6 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
-#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <optional>
@@ -15,6 +14,7 @@
 #include "source/scan.h"
 #include "source/sums.h"
 #include "source/view.h"
+#include "text.h"
 
 namespace nb = nanobind;
 using namespace nostall;

@@ -6,7 +6,6 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
-#include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 #include <unistd.h>
@@ -32,6 +31,7 @@
 #include "stage/node.h"
 #include "stage/node_reader.h"
 #include "stage/record.h"
+#include "text.h"
 
 namespace nb = nanobind;
 using namespace nostall;

@@ -1,9 +1,44 @@
-// What objects of Python say of themselves, as texts of the core.
+// Texts between Python and the core, in place of nanobind/stl/string.h.
+//
+// The core's texts are bytes, UTF-8 where they are text: the name of a file may be of any. In Python
+// they are what os.fsdecode makes of them where file names are UTF-8, and come back as they were.
 #pragma once
 
 #include <nanobind/nanobind.h>
 
 #include <string>
+
+namespace nanobind::detail {
+
+template <>
+struct type_caster<std::string> {
+  NB_TYPE_CASTER(std::string, const_name("str"))
+
+  bool from_python(handle from, uint32_t, cleanup_list*) noexcept {
+    if (!PyUnicode_Check(from.ptr())) return false;
+    Py_ssize_t size = 0;
+    const char* text = PyUnicode_AsUTF8AndSize(from.ptr(), &size);
+    if (text != nullptr) {
+      value.assign(text, static_cast<size_t>(size));
+      return true;
+    }
+    PyErr_Clear();
+    const object bytes = steal(PyUnicode_AsEncodedString(from.ptr(), "utf-8", "surrogateescape"));
+    if (!bytes.is_valid()) {
+      PyErr_Clear();
+      return false;
+    }
+    value.assign(PyBytes_AsString(bytes.ptr()), static_cast<size_t>(PyBytes_Size(bytes.ptr())));
+    return true;
+  }
+
+  static handle from_cpp(const std::string& text, rv_policy, cleanup_list*) noexcept {
+    return PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()),
+                                "surrogateescape");
+  }
+};
+
+}  // namespace nanobind::detail
 
 namespace nostall::bindings {
 

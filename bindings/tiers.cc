@@ -1,7 +1,6 @@
 // nostall._native.NodeReader, and tiers of the user's own.
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/shared_ptr.h>
-#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstring>

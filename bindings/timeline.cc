@@ -1,9 +1,9 @@
 // nostall._native.HorovodTimeline and TraceFilter: the hot part of timeline analytics.
-#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include "arrays.h"
 #include "module.h"
+#include "text.h"
 #include "timeline/horovod.h"
 #include "timeline/scanner.h"
 

@@ -4,7 +4,6 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
-#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <optional>
@@ -13,6 +12,7 @@
 #include "base/node_once.h"
 #include "module.h"
 #include "source/index.h"
+#include "text.h"
 #include "tokens/units.h"
 
 namespace nb = nanobind;

@@ -1,11 +1,11 @@
 // nostall._native.trace_*: recording what happens (native/trace/trace.h).
 #include "trace/trace.h"
 
-#include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 
 #include "arrays.h"
 #include "module.h"
+#include "text.h"
 
 namespace nb = nanobind;
 using namespace nostall;

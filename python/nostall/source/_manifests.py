@@ -196,7 +196,7 @@ def _paths(table: PathLike, column: str, values: Sequence[Any]) -> list[str | No
 
 def _encodable(path: str, where: Callable[[], str]) -> str:
     try:
-        path.encode()
+        path.encode(errors="surrogateescape")
     except UnicodeEncodeError as error:
         raise CorruptionError(f"{where()}: {path!r} is no path ({error})") from None
     return path

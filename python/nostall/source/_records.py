@@ -388,7 +388,7 @@ def records_paths(paths: Sequence[str], key: str, index: bool | PathLike) -> lis
     if index is not True:
         return [path_of(index, "index")]
     names = "\n".join([key, *(p.rsplit("/", 1)[-1] for p in paths)])
-    name = f".nostall-records-{hashlib.sha256(names.encode()).hexdigest()[:12]}"
+    name = f".nostall-records-{_hash(names)[:12]}"
     beside = []
     if not is_url(paths[0]):
         parent = os.path.dirname(paths[0])
@@ -399,5 +399,9 @@ def records_paths(paths: Sequence[str], key: str, index: bool | PathLike) -> lis
     folder = cache_folder()
     if folder is None:
         return [*beside, ""]
-    whole = hashlib.sha256("\n".join([key, *paths]).encode()).hexdigest()[:16]
+    whole = _hash("\n".join([key, *paths]))[:16]
     return [*beside, str(folder / f"{whole}.records")]
+
+
+def _hash(names: str) -> str:
+    return hashlib.sha256(names.encode(errors="surrogateescape")).hexdigest()

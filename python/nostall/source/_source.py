@@ -548,7 +548,7 @@ def index_path(root: str, index: bool | str | os.PathLike[str] = True) -> str:
         return ""
     import hashlib
 
-    name = hashlib.sha256(os.path.realpath(root).encode()).hexdigest()[:16]
+    name = hashlib.sha256(os.path.realpath(root).encode(errors="surrogateescape")).hexdigest()[:16]
     return str(cache / f"{name}.index")
 
 

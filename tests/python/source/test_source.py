@@ -17,8 +17,9 @@ import pytest
 from torchvision.datasets import ImageFolder as TorchvisionFolder
 
 import nostall
-from nostall import _native
-from nostall.errors import IoError, UsageError
+from nostall import _native, convert
+from nostall import transforms as t
+from nostall.errors import CorruptionError, IoError, UsageError
 from nostall.source._source import IMAGE_EXTENSIONS, index_path
 
 
@@ -59,6 +60,55 @@ def test_samples_are_those_of_torchvision_in_its_order(tmp_path: Path, seed: int
     assert [ours.describe(i) for i in range(len(ours))] == [p for p, _ in theirs.samples]
     assert ours.labels.tolist() == theirs.targets
     assert ours.sizes.tolist() == [os.path.getsize(p) for p, _ in theirs.samples]
+
+
+def test_names_of_files_may_be_of_any_bytes(image_folder: Path, tmp_path: Path) -> None:
+    image = next(image_folder.rglob("*.jpg")).read_bytes()
+    root = os.fsdecode(os.fsencode(tmp_path) + b"/donn\xe9es")
+    folder = Path(root, os.fsdecode(b"kl\xe9"))
+    folder.mkdir(parents=True)
+    for name in (b"a.jpg", b"b.jpg", b"caf\xe9.jpg"):
+        (folder / os.fsdecode(name)).write_bytes(image)
+    for _ in range(2):  # the second time from the stored listing
+        data = nostall.ImageFolder(root)
+        assert data.classes == [folder.name] and data.class_to_idx == {folder.name: 0}
+        assert data.describe(2) == str(folder / os.fsdecode(b"caf\xe9.jpg"))
+        assert data.read(2) == image
+    assert pickle.loads(pickle.dumps(data)).describe(2) == data.describe(2)
+    listed = nostall.FileList([data.describe(2), "a.jpg"], root=folder)
+    assert [listed.read(i) for i in range(2)] == [image, image]
+    columns = nostall.Files({"image": [data.describe(2)]})
+    assert columns.describe(0) == data.describe(2)
+    writers = {nostall.LMDB: convert.to_lmdb, nostall.TarShards: convert.to_tar}
+    for number, (kind, write) in enumerate(writers.items()):
+        store = tmp_path / f"store{number}"
+        write(data, store)
+        for _ in range(2):
+            written = kind(store)
+            assert written.classes == data.classes
+            assert [written.read(i) for i in range(3)] == [image] * 3
+
+
+def test_a_damaged_file_may_have_a_name_of_any_bytes(
+    image_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "data"
+    subprocess.run(["cp", "-r", str(image_folder), str(root)], check=True)
+    damaged = root / "class0" / os.fsdecode(b"caf\xe9.jpg")
+    damaged.write_bytes(b"no image")
+    data = nostall.ImageFolder(root, index=False)
+    bad = [data.describe(i) for i in range(len(data))].index(str(damaged))
+    steps = [t.Resize((8, 8)), t.ToTensor()]
+    options: dict[str, Any] = {"epochs": 1, "transforms": steps, "tiers": [], "output": "numpy"}
+    with nostall.DataLoader(data, 8, on_error="substitute", **options) as loader:
+        assert sum(len(images) for images, _ in loader) == len(data)
+        assert loader.stats().epochs[0].substituted == [bad]
+    assert any("caf\\xe9.jpg" in m or str(damaged) in m for m in caplog.messages)
+    with (
+        nostall.DataLoader(data, 8, **options) as loader,
+        pytest.raises(CorruptionError, match=r"caf\\xe9\.jpg"),
+    ):
+        list(loader)
 
 
 def holds(root: Path, index: Path) -> bool:
