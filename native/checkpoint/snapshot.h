@@ -67,7 +67,7 @@ struct Piece {
 };
 
 enum class Copying {
-  at_once,        // by finish
+  at_once,        // by finish: the blocks can be written more than once
   in_background,  // by a thread from now on, the rest by finish; lazily if there is no thread
   lazily,         // by copy and finish, as far as no writer has read it by then
 };

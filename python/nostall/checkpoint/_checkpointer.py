@@ -416,8 +416,7 @@ class Checkpointer:
             return None
         began = time.perf_counter()
         try:
-            now_or_later = now or bool(copies)  # not by a thread that begins at once
-            copying = _native.Copying.at_once if now_or_later else _native.Copying.in_background
+            copying = _native.Copying.at_once
             if window:
                 copying, why = choose_copying(self._window_seconds, self._background.write_seconds)
                 job.saved.copying = f"{copying.name}: {why}"

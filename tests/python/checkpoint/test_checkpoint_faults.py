@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import pytest
 from limits import refuse_threads
 
 import nostall
+from nostall.checkpoint._saved import Saved
 from nostall.checkpoint._store import Store
 from nostall.errors import CorruptionError
 
@@ -250,6 +253,42 @@ def test_a_caller_waits_for_no_copy_of_its_own_where_no_thread_can_be_started(
             assert saved is not None
             saved.wait("fast", 60)
             assert saved.copying == "lazily: no thread can be started to copy it"
+            found = ckpt.restore()
+            assert found is not None and (found.state["w"] == 2).all()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_the_durable_storage_takes_what_the_fast_one_did_not_where_no_thread_can_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            ckpt = nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable")
+            ckpt.save(state_of(1), 1, level="durable")  # starts the threads
+            background, failed = ckpt._background, threading.Event()
+            write, remember = background._write_file, ckpt._remember
+
+            def fail_at_the_end(store: Store, *args: Any) -> Any:
+                written = write(store, *args)
+                if store is not background.fast:
+                    return written
+                failed.set()
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+            def remember_late(saved: Saved) -> None:
+                remember(saved)
+                failed.wait(1)  # a writer that waits for no copy comes first
+
+            monkeypatch.setattr(background, "_write_file", fail_at_the_end)
+            monkeypatch.setattr(ckpt, "_remember", remember_late)
+            refuse_threads()
+            saved = ckpt.save(state_of(2), 2, level="durable")
+            assert saved is not None and saved.level == "durable"
             found = ckpt.restore()
             assert found is not None and (found.state["w"] == 2).all()
             status = 0
