@@ -260,6 +260,40 @@ class HostileTest : public Nodes {
     wire_->settle();
     return session;
   }
+  // A session in which the exchange asks for sample 0, and what the test has heard of that.
+  struct Asked {
+    Session session;
+    std::vector<std::byte> into;
+    std::shared_ptr<FetchGroup> group;
+    Header fetch;
+  };
+  Asked asked_session(uint32_t more_ranks_of_node_0 = 0) {
+    start(tier::TierKind::ram, more_ranks_of_node_0);
+    Asked asked{answering(), {}, {}, {}};
+    EXPECT_TRUE(reachable());
+    asked.group = begin_fetch(asked.into);
+    asked.fetch = hear_fetch(asked.session);
+    return asked;
+  }
+  Header hear_fetch(Session& session) {
+    const Header fetch = wire_->hear(Kind::fetch);
+    EXPECT_TRUE(session.open(fetch));
+    return fetch;
+  }
+  void answer(Session& session, const Header& fetch) {
+    Header reply = reply_to(fetch, bytes_of(fetch.sample));
+    wire_->say(session.seal(reply), bytes_of(fetch.sample));
+  }
+  // A session in which the test asks, and may do so from now on.
+  Session served() {
+    Session session = asking();
+    wire_->hear(Kind::welcome);
+    return session;
+  }
+  void say_push(Session& session, uint64_t sample) {
+    Header push = push_of(sample);
+    wire_->say(session.seal(push), bytes_of(sample));
+  }
   static Header message(Kind kind, uint64_t sample, uint64_t length = 0) {
     Header header;
     header.kind = kind;
@@ -314,8 +348,11 @@ class HostileTest : public Nodes {
     const auto group = begin_fetch(into);
     wire_->hear(Kind::fetch);
     wire_->pass(kSilence);
-    exchange_->finish(*group, {});
-    return group->requests[0].outcome;
+    return outcome_of(*group);
+  }
+  Outcome outcome_of(FetchGroup& group) {
+    exchange_->finish(group, {});
+    return group.requests[0].outcome;
   }
   bool push(uint64_t sample) {
     const auto bytes = std::make_shared<std::vector<std::byte>>(bytes_of(sample));
@@ -324,12 +361,8 @@ class HostileTest : public Nodes {
   void expect_fetched(Session& session) {
     std::vector<std::byte> into;
     const auto group = begin_fetch(into);
-    const Header asked = wire_->hear(Kind::fetch);
-    EXPECT_TRUE(session.open(asked));
-    Header reply = reply_to(asked, bytes_of(0));
-    wire_->say(session.seal(reply), bytes_of(0));
-    exchange_->finish(*group, {});
-    EXPECT_EQ(group->requests[0].outcome, Outcome::here);
+    answer(session, hear_fetch(session));
+    EXPECT_EQ(outcome_of(*group), Outcome::here);
     EXPECT_EQ(into, bytes_of(0));
   }
   std::vector<std::string> warnings() {

@@ -10,8 +10,7 @@ using testing::HasSubstr;
 TEST_F(HostileTest, WhoKnowsTheSecretIsServed) {
   start();
   put(*cache_, 1);
-  Session session = asking();
-  wire_->hear(Kind::welcome);
+  Session session = served();
   Header fetch = message(Kind::fetch, 1);
   wire_->say(session.seal(fetch));
   const Header reply = wire_->hear(Kind::reply);
@@ -28,8 +27,7 @@ TEST_F(HostileTest, AStrangerReadsNothingAndWritesNothing) {
   Header fetch = message(Kind::fetch, 1);
   wire_->say(session.seal(fetch));
   EXPECT_TRUE(refused(2));
-  Header push = push_of(3);
-  wire_->say(session.seal(push), bytes_of(3));
+  say_push(session, 3);
   EXPECT_TRUE(refused(3));
   EXPECT_EQ(exchange_->stats().served, 0u);
   EXPECT_EQ(cache_->state(3), tier::State::empty);
@@ -39,8 +37,7 @@ TEST_F(HostileTest, AStrangerReadsNothingAndWritesNothing) {
 TEST_F(HostileTest, RepeatedMessagesAreRefused) {
   start();
   put(*cache_, 1);
-  Session session = asking();
-  wire_->hear(Kind::welcome);
+  Session session = served();
   Header fetch = message(Kind::fetch, 1);
   const HeaderBytes sealed = session.seal(fetch);
   wire_->say(sealed);
@@ -80,8 +77,7 @@ TEST_F(HostileTest, ARankWithAnotherPlanIsRefused) {
 
 TEST_F(HostileTest, AMemberThatAsksForTheImpossibleIsDropped) {
   start();
-  Session session = asking();
-  wire_->hear(Kind::welcome);
+  Session session = served();
   Header fetch = message(Kind::fetch, kSamples);
   wire_->say(session.seal(fetch));
   EXPECT_TRUE(dropped());
@@ -90,8 +86,7 @@ TEST_F(HostileTest, AMemberThatAsksForTheImpossibleIsDropped) {
 
 TEST_F(HostileTest, APushOfWrongBytesIsDroppedAndLeavesTheSampleEmpty) {
   start();
-  Session session = asking();
-  wire_->hear(Kind::welcome);
+  Session session = served();
   Header push = push_of(1);
   push.crc ^= 1;
   wire_->say(session.seal(push), bytes_of(1));
@@ -101,8 +96,7 @@ TEST_F(HostileTest, APushOfWrongBytesIsDroppedAndLeavesTheSampleEmpty) {
 
 TEST_F(HostileTest, APushOfAnotherLengthIsDropped) {
   start();
-  Session session = asking();
-  wire_->hear(Kind::welcome);
+  Session session = served();
   Header push = message(Kind::push, 1, 3);
   wire_->say(session.seal(push), std::vector<std::byte>(3));
   EXPECT_TRUE(dropped());
@@ -111,8 +105,7 @@ TEST_F(HostileTest, APushOfAnotherLengthIsDropped) {
 TEST_F(HostileTest, AFetchThatBringsBytesIsDropped) {
   start();
   put(*cache_, 1);
-  Session session = asking();
-  wire_->hear(Kind::welcome);
+  Session session = served();
   Header fetch = message(Kind::fetch, 1, 10);
   wire_->say(session.seal(fetch), std::vector<std::byte>(10));
   EXPECT_TRUE(dropped());
@@ -123,8 +116,7 @@ TEST_F(HostileTest, AFileThatCannotBeReadIsAnsweredByNever) {
   start(tier::TierKind::file);
   put(*cache_, 1);
   files_.errors["pread"] = EIO;
-  Session session = asking();
-  wire_->hear(Kind::welcome);
+  Session session = served();
   Header fetch = message(Kind::fetch, 1);
   wire_->say(session.seal(fetch));
   EXPECT_EQ(wire_->hear(Kind::reply).status, Status::never);
@@ -136,10 +128,8 @@ TEST_F(HostileTest, AFileThatCannotBeReadIsAnsweredByNever) {
 TEST_F(HostileTest, AFileThatCannotBeWrittenCostsTheSampleAlone) {
   start(tier::TierKind::file);
   files_.errors["pwrite"] = EIO;
-  Session session = asking();
-  wire_->hear(Kind::welcome);
-  Header push = push_of(1);
-  wire_->say(session.seal(push), bytes_of(1));
+  Session session = served();
+  say_push(session, 1);
   EXPECT_TRUE(eventually([&] { return cache_->state(1) == tier::State::failed; }));
   EXPECT_THAT(warnings(), Contains(HasSubstr("Input/output error; the sample is read from")));
   EXPECT_EQ(exchange_->nodes_alive(), 2u);
@@ -148,38 +138,44 @@ TEST_F(HostileTest, AFileThatCannotBeWrittenCostsTheSampleAlone) {
 TEST_F(HostileTest, WhatAFileTierHasNoTimeForIsNotTaken) {
   arrange_ = [](ExchangeConfig& config, plan::Ownership&) { config.push_bytes = 700'000; };
   start(tier::TierKind::file);
-  Session session = asking();
-  wire_->hear(Kind::welcome);
-  const auto push = [&](uint64_t sample) {
-    Header header = push_of(sample);
-    wire_->say(session.seal(header), bytes_of(sample));
-  };
+  Session session = served();
   files_.held = true;
-  for (const uint64_t sample : {3, 9, 15}) push(sample);
+  for (const uint64_t sample : {3, 9, 15}) say_push(session, sample);
   EXPECT_TRUE(eventually([&] { return exchange_->stats().redundant == 1; }));
   EXPECT_EQ(cache_->state(3), tier::State::filling);
   EXPECT_EQ(cache_->state(9), tier::State::filling);
   EXPECT_EQ(cache_->state(15), tier::State::empty);
-  // What does not arrive takes no room.
-  wire_->torn = true;
-  push(1);
-  wire_->settle();
-  wire_->torn = false;
   files_.held = false;
   files_.held.notify_all();
-  EXPECT_TRUE(eventually([&] { return cache_->state(9) == tier::State::ready; }));
-  push(15);
+  EXPECT_TRUE(eventually([&] { return exchange_->stats().received == 2; }));
+  say_push(session, 15);
   EXPECT_TRUE(eventually([&] { return cache_->state(15) == tier::State::ready; }));
   EXPECT_TRUE(eventually([&] { return exchange_->stats().received == 3; }));
   EXPECT_EQ(exchange_->stats().redundant, 1u);
+}
+
+TEST_F(HostileTest, WhatDoesNotArriveTakesNoRoomBeforeAFileTier) {
+  arrange_ = [](ExchangeConfig& config, plan::Ownership&) { config.push_bytes = 700'000; };
+  start(tier::TierKind::file);
+  Session session = served();
+  wire_->torn = true;
+  for (const uint64_t sample : {3, 9}) say_push(session, sample);
+  wire_->settle();
+  wire_->torn = false;
+  files_.held = true;
+  for (const uint64_t sample : {3, 9}) say_push(session, sample);
+  wire_->settle();
+  EXPECT_EQ(exchange_->stats().redundant, 0u);
+  files_.held = false;
+  files_.held.notify_all();
+  EXPECT_TRUE(eventually([&] { return exchange_->stats().received == 2; }));
 }
 
 class TierTest : public HostileTest, public testing::WithParamInterface<tier::TierKind> {};
 
 TEST_P(TierTest, APushThatDoesNotMatchItsChecksumLeavesTheSampleEmpty) {
   start(GetParam());
-  Session session = asking();
-  wire_->hear(Kind::welcome);
+  Session session = served();
   Header push = push_of(1);
   push.crc ^= 1;
   wire_->say(session.seal(push), bytes_of(1));
@@ -190,12 +186,8 @@ TEST_P(TierTest, APushThatDoesNotMatchItsChecksumLeavesTheSampleEmpty) {
 TEST_P(TierTest, APushOfAnotherContentThanThisNodeReadIsNotTaken) {
   start(GetParam());
   EXPECT_TRUE(cache_->sums().agrees(1, sample_sum(bytes_of(2))));
-  Session session = asking();
-  wire_->hear(Kind::welcome);
-  for (const uint64_t sample : {1, 2}) {
-    Header push = push_of(sample);
-    wire_->say(session.seal(push), bytes_of(sample));
-  }
+  Session session = served();
+  for (const uint64_t sample : {1, 2}) say_push(session, sample);
   EXPECT_TRUE(eventually([&] { return cache_->state(2) == tier::State::ready; }));
   EXPECT_EQ(cache_->state(1), tier::State::empty);
   EXPECT_EQ(exchange_->stats().dropped_ranks, 0u);
@@ -203,11 +195,9 @@ TEST_P(TierTest, APushOfAnotherContentThanThisNodeReadIsNotTaken) {
 
 TEST_P(TierTest, WhatIsThereAlreadyOrNeverWillBeIsAnsweredAtOnce) {
   start(GetParam());
-  Session session = asking();
-  wire_->hear(Kind::welcome);
+  Session session = served();
   put(*cache_, 1);
-  Header push = push_of(1);
-  wire_->say(session.seal(push), bytes_of(1));
+  say_push(session, 1);
   EXPECT_TRUE(eventually([&] { return exchange_->stats().redundant == 1; }));
   cache_->reject(1);
   for (const auto& [sample, status] :
@@ -243,27 +233,18 @@ TEST_F(HostileTest, WithoutMemoryASampleFailsAndTheProcessGoesOn) {
 class AnswerTest : public HostileTest {
  protected:
   // Asks for sample 0, which the test's node owns, and lets the test answer.
-  Outcome ask(std::function<void(Session&, const Header&)> answer) {
-    start();
-    Session session = answering();
-    EXPECT_TRUE(reachable());
-    const auto group = begin_fetch(into_);
-    const Header fetch = wire_->hear(Kind::fetch);
-    EXPECT_TRUE(session.open(fetch));
-    answer(session, fetch);
-    exchange_->finish(*group, {});
-    return group->requests[0].outcome;
+  Outcome ask(const std::function<void(Session&, const Header&)>& reply) {
+    asked_.emplace(asked_session());
+    reply(asked_->session, asked_->fetch);
+    return outcome_of(*asked_->group);
   }
-  std::vector<std::byte> into_;
+  std::optional<Asked> asked_;
 };
 
 TEST_F(AnswerTest, TheRightBytesArrive) {
-  EXPECT_EQ(ask([&](Session& session, const Header& fetch) {
-              Header reply = reply_to(fetch, bytes_of(0));
-              wire_->say(session.seal(reply), bytes_of(0));
-            }),
+  EXPECT_EQ(ask([&](Session& session, const Header& fetch) { answer(session, fetch); }),
             Outcome::here);
-  EXPECT_EQ(into_, bytes_of(0));
+  EXPECT_EQ(asked_->into, bytes_of(0));
 }
 
 TEST_F(AnswerTest, WrongBytesAreNotTaken) {
@@ -300,21 +281,17 @@ TEST_F(AnswerTest, AnAnswerToNoRequestIsPassedOver) {
               Header stray = reply_to(fetch, bytes_of(0));
               stray.request += 1;
               wire_->say(session.seal(stray), bytes_of(0));
-              Header reply = reply_to(fetch, bytes_of(0));
-              wire_->say(session.seal(reply), bytes_of(0));
+              answer(session, fetch);
             }),
             Outcome::here);
-  EXPECT_EQ(into_, bytes_of(0));
+  EXPECT_EQ(asked_->into, bytes_of(0));
   EXPECT_EQ(exchange_->stats().dropped_ranks, 0u);
 }
 
 TEST_F(AnswerTest, ASecondAnswerWhileTheFirstArrivesIsNotTaken) {
   EXPECT_EQ(ask([&](Session& session, const Header& fetch) {
               wire_->stalled = true;
-              for (int i = 0; i < 2; ++i) {
-                Header reply = reply_to(fetch, bytes_of(0));
-                wire_->say(session.seal(reply), bytes_of(0));
-              }
+              for (int i = 0; i < 2; ++i) answer(session, fetch);
               wire_->wait_for_held(1);
               // Until the transfer is given up: its connection must end first.
               for (int i = 0; i < 2; ++i) wire_->pass(kSilence);
@@ -374,11 +351,9 @@ TEST_F(StallTest, ARankThatTakesNoPushIsDropped) {
 TEST_F(StallTest, ARankThatNeverEndsAPushIsDropped) {
   start();
   answering(0);
-  Session session = asking();
-  wire_->hear(Kind::welcome);
+  Session session = served();
   wire_->stalled = true;
-  Header push = push_of(1);
-  wire_->say(session.seal(push), bytes_of(1));
+  say_push(session, 1);
   wire_->wait_for_held(1);
   wire_->pass(kSilence);
   EXPECT_EQ(exchange_->nodes_alive(), 1u);
@@ -408,8 +383,7 @@ TEST_F(StallTest, ANodeThatHangsCostsOneTimeout) {
   const auto group = begin_fetch(into);
   wire_->settle();
   wire_->pass(kSilence);
-  exchange_->finish(*group, {});
-  EXPECT_EQ(group->requests[0].outcome, Outcome::failed);
+  EXPECT_EQ(outcome_of(*group), Outcome::failed);
   EXPECT_EQ(exchange_->stats().dropped_ranks, 1u);
 }
 
@@ -424,53 +398,35 @@ TEST_F(StallTest, AnswersThatComeOneAfterTheOtherAreNotLate) {
   for (const uint64_t sample : {0, 2, 4, 6, 8}) {
     into[sample / 2].resize(sizes_[sample]);
     groups.push_back(exchange_->begin({{sample, into[sample / 2], nullptr, Outcome::waiting}}));
-    asked.push_back(wire_->hear(Kind::fetch));
-    ASSERT_TRUE(session.open(asked.back()));
+    asked.push_back(hear_fetch(session));
   }
-  const auto outcome = [&](size_t i) {
-    exchange_->finish(*groups[i], {});
-    return groups[i]->requests[0].outcome;
-  };
   // One is left out.
   for (const size_t i : {0u, 2u}) {
     wire_->pass(kTimeout / 2);
-    Header reply = reply_to(asked[i], bytes_of(2 * i));
-    wire_->say(session.seal(reply), bytes_of(2 * i));
-    ASSERT_EQ(outcome(i), Outcome::here);
+    answer(session, asked[i]);
+    ASSERT_EQ(outcome_of(*groups[i]), Outcome::here);
     wire_->settle();
     ASSERT_EQ(exchange_->stats().dropped_ranks, 0u) << i;
   }
   // What was overtaken is late one timeout after the last answer before it.
   wire_->pass(kTimeout / 2 + 1s);
   EXPECT_TRUE(dropped());
-  EXPECT_EQ(outcome(1), Outcome::failed);
-  EXPECT_EQ(outcome(4), Outcome::failed);
+  EXPECT_EQ(outcome_of(*groups[1]), Outcome::failed);
+  EXPECT_EQ(outcome_of(*groups[4]), Outcome::failed);
 }
 
 // A second for each 4 MiB.
 TEST_F(StallTest, ALargePayloadHasMoreTime) {
-  start();
-  Session session = answering();
-  ASSERT_TRUE(reachable());
-  std::vector<std::byte> into;
-  const auto group = begin_fetch(into);
-  const Header asked = wire_->hear(Kind::fetch);
-  ASSERT_TRUE(session.open(asked));
+  auto [session, into, group, asked] = asked_session();
   wire_->pass(kTimeout + 50ms);  // of 300 KB
   EXPECT_EQ(exchange_->stats().dropped_ranks, 0u);
   wire_->pass(50ms);
   EXPECT_TRUE(dropped());
-  exchange_->finish(*group, {});
-  EXPECT_EQ(group->requests[0].outcome, Outcome::failed);
+  EXPECT_EQ(outcome_of(*group), Outcome::failed);
 }
 
 TEST_F(StallTest, AStopEndsWhatIsAsked) {
-  start();
-  Session session = answering();
-  ASSERT_TRUE(reachable());
-  std::vector<std::byte> into;
-  const auto group = begin_fetch(into);
-  ASSERT_TRUE(session.open(wire_->hear(Kind::fetch)));
+  auto [session, into, group, asked] = asked_session();
   std::stop_source stop;
   stop.request_stop();
   const auto begin = std::chrono::steady_clock::now();
@@ -535,8 +491,7 @@ TEST_F(ReturnTest, ARankThatIsLostIsAnsweredStill) {
   start();
   put(*cache_, 1);
   answering();
-  Session asks = asking();
-  wire_->hear(Kind::welcome);
+  Session asks = served();
   lose();
   Header wanted = message(Kind::fetch, 1);
   wire_->say(asks.seal(wanted));
@@ -565,16 +520,9 @@ TEST_F(ReturnTest, WhatStoodStillBeforeDoesNotCountAfterwards) {
 }
 
 TEST_F(ReturnTest, AFetchThatStoodStillBeforeDoesNotCountAfterwards) {
-  start();
-  Session session = answering();
-  ASSERT_TRUE(reachable());
+  auto [session, into, group, asked] = asked_session();
   wire_->stalled = true;
-  std::vector<std::byte> into;
-  const auto group = begin_fetch(into);
-  const Header asked = wire_->hear(Kind::fetch);
-  ASSERT_TRUE(session.open(asked));
-  Header reply = reply_to(asked, bytes_of(0));
-  wire_->say(session.seal(reply), bytes_of(0));
+  answer(session, asked);
   wire_->wait_for_held(1);
   wire_->pass(kSilence);
   ASSERT_TRUE(alone());
@@ -605,8 +553,7 @@ TEST_F(ReturnTest, ARankThatKnocksIsAskedAgainAtOnceAndServed) {
   answering();
   put(*cache_, 1);
   lose();
-  Session asks = asking();
-  wire_->hear(Kind::welcome);
+  Session asks = served();
   const Header hello = wire_->hear(Kind::hello);
   Header wanted = message(Kind::fetch, 1);
   wire_->say(asks.seal(wanted));

@@ -15,11 +15,6 @@ class RefusalTest : public HostileTest {
   // Sample 1 belongs to this node, 3 has no place there, 5 belongs to nobody.
   static constexpr uint64_t kMine = 1, kUnplaced = 3, kNobodys = 5;
 
-  Session served() {
-    Session session = asking();
-    wire_->hear(Kind::welcome);
-    return session;
-  }
   Status answer_to(Session& session, uint64_t sample) {
     Header wanted = message(Kind::fetch, sample);
     wire_->say(session.seal(wanted));
@@ -33,11 +28,7 @@ class RefusalTest : public HostileTest {
     while (hello.to != rank);
     return hello;
   }
-  Outcome outcome_of(std::vector<Fetch> requests) {
-    const auto group = exchange_->begin(std::move(requests));
-    exchange_->finish(*group, {});
-    return group->requests[0].outcome;
-  }
+  Outcome outcome_of_one(const Fetch& request) { return outcome_of(*exchange_->begin({request})); }
 };
 
 TEST_F(RefusalTest, ARankWhoseAddressIsOfNoUseIsLostWithTheReason) {
@@ -102,8 +93,7 @@ TEST_F(RefusalTest, WhatIsBeingFilledIsNotThereYetAndIsNotTakenTwice) {
   ASSERT_TRUE(cache_->claim(kMine));
   Session session = served();
   EXPECT_EQ(answer_to(session, kMine), Status::not_yet);
-  Header pushed = push_of(kMine);
-  wire_->say(session.seal(pushed), bytes_of(kMine));
+  say_push(session, kMine);
   EXPECT_TRUE(eventually([&] { return exchange_->stats().redundant == 1; }));
   EXPECT_EQ(cache_->state(kMine), tier::State::filling);
 }
@@ -122,8 +112,7 @@ TEST_F(RefusalTest, ASampleWithoutAPlaceIsNeverThereAndNotTaken) {
   start();
   Session session = served();
   EXPECT_EQ(answer_to(session, kUnplaced), Status::never);
-  Header pushed = push_of(kUnplaced);
-  wire_->say(session.seal(pushed), bytes_of(kUnplaced));
+  say_push(session, kUnplaced);
   EXPECT_TRUE(eventually([&] { return exchange_->stats().redundant == 1; }));
   EXPECT_EQ(exchange_->nodes_alive(), 2u);
 }
@@ -132,8 +121,7 @@ TEST_F(RefusalTest, APushIsNotTakenWhereTheTierGetsNoMemory) {
   files_.errors["allocate"] = ENOSPC;
   start();
   Session session = served();
-  Header pushed = push_of(kMine);
-  wire_->say(session.seal(pushed), bytes_of(kMine));
+  say_push(session, kMine);
   EXPECT_TRUE(eventually([&] { return cache_->state(kMine) == tier::State::failed; }));
   EXPECT_EQ(answer_to(session, kMine), Status::never);
   EXPECT_EQ(exchange_->stats().received, 0u);
@@ -155,13 +143,11 @@ TEST_P(TornTest, APushThatDoesNotArriveLeavesTheSampleEmpty) {
   start(GetParam());
   Session session = served();
   wire_->torn = true;
-  Header pushed = push_of(kMine);
-  wire_->say(session.seal(pushed), bytes_of(kMine));
+  say_push(session, kMine);
   wire_->settle();
   EXPECT_EQ(cache_->state(kMine), tier::State::empty);
   wire_->torn = false;
-  Header again = push_of(kMine);
-  wire_->say(session.seal(again), bytes_of(kMine));
+  say_push(session, kMine);
   EXPECT_TRUE(eventually([&] { return cache_->state(kMine) == tier::State::ready; }));
   EXPECT_EQ(exchange_->stats().dropped_ranks, 0u);
 }
@@ -170,18 +156,10 @@ INSTANTIATE_TEST_SUITE_P(Kinds, TornTest,
                          testing::Values(tier::TierKind::ram, tier::TierKind::file));
 
 TEST_F(RefusalTest, AnAnswerThatDoesNotArriveFailsItsFetchAlone) {
-  start();
-  Session session = answering();
-  ASSERT_TRUE(reachable());
-  std::vector<std::byte> into;
-  const auto group = begin_fetch(into);
-  const Header asked = wire_->hear(Kind::fetch);
-  ASSERT_TRUE(session.open(asked));
+  auto [session, into, group, asked] = asked_session();
   wire_->torn = true;
-  Header reply = reply_to(asked, bytes_of(0));
-  wire_->say(session.seal(reply), bytes_of(0));
-  exchange_->finish(*group, {});
-  EXPECT_EQ(group->requests[0].outcome, Outcome::failed);
+  answer(session, asked);
+  EXPECT_EQ(outcome_of(*group), Outcome::failed);
   EXPECT_EQ(exchange_->stats().dropped_ranks, 0u);
   wire_->torn = false;
   expect_fetched(session);
@@ -202,16 +180,9 @@ TEST_F(RefusalTest, ProgressPassesOverWhatDoesNotCome) {
 }
 
 TEST_F(RefusalTest, AnAnswerOfAnotherRankThanTheOneThatWasAskedIsNotTaken) {
-  start(tier::TierKind::ram, 1);
-  Session first = answering();
-  ASSERT_TRUE(reachable());
+  auto [session, into, group, asked] = asked_session(1);
   wire_->stalled = true;
-  std::vector<std::byte> into;
-  const auto group = begin_fetch(into);
-  const Header asked = wire_->hear(Kind::fetch);
-  ASSERT_TRUE(first.open(asked));
-  Header reply = reply_to(asked, bytes_of(0));
-  wire_->say(first.seal(reply), bytes_of(0));
+  answer(session, asked);
   wire_->wait_for_held(1);
   wire_->lose(0);
   Session second = answering_to(hello_to(2));
@@ -223,8 +194,7 @@ TEST_F(RefusalTest, AnAnswerOfAnotherRankThanTheOneThatWasAskedIsNotTaken) {
   expect_warning("lost rank 2: it answered 300000 bytes of sample 0");
   wire_->pass(kSilence);
   wire_->pass(kSilence);
-  exchange_->finish(*group, {});
-  EXPECT_EQ(group->requests[0].outcome, Outcome::failed);
+  EXPECT_EQ(outcome_of(*group), Outcome::failed);
 }
 
 TEST_F(RefusalTest, WhatIsNobodysOrThisNodesIsNotAskedForNorPushed) {
@@ -236,13 +206,13 @@ TEST_F(RefusalTest, WhatIsNobodysOrThisNodesIsNotAskedForNorPushed) {
   ASSERT_TRUE(reachable());
   for (const uint64_t sample : {kMine, kNobodys}) {
     std::vector<std::byte> into(sizes_[sample]);
-    EXPECT_EQ(outcome_of({{sample, into, nullptr, Outcome::waiting}}), Outcome::failed);
+    EXPECT_EQ(outcome_of_one({sample, into, nullptr, Outcome::waiting}), Outcome::failed);
     EXPECT_FALSE(exchange_->push_wanted(sample));
     EXPECT_FALSE(push(sample));
   }
   EXPECT_EQ(exchange_->where(kNobodys, 1), Where::source);
   std::vector<std::byte> wrong(sizes_[0] + 1);
-  EXPECT_EQ(outcome_of({{0, wrong, nullptr, Outcome::waiting}}), Outcome::failed);
+  EXPECT_EQ(outcome_of_one({0, wrong, nullptr, Outcome::waiting}), Outcome::failed);
   EXPECT_FALSE(exchange_->push_wanted(0)) << "its owner has all that it owns";
 }
 
@@ -290,23 +260,15 @@ TEST_F(RefusalTest, WithAGuessTheSourceIsTheOnlyOtherWay) {
 }
 
 TEST_F(RefusalTest, AStopEndsTheFetchesOfItsGroupAlone) {
-  start();
-  Session session = answering();
-  ASSERT_TRUE(reachable());
-  std::vector<std::byte> into, two(sizes_[2]);
-  const auto kept = begin_fetch(into);
-  const Header asked = wire_->hear(Kind::fetch);
-  ASSERT_TRUE(session.open(asked));
-  std::vector<std::byte> four(sizes_[4]);
+  auto [session, into, kept, asked] = asked_session();
+  std::vector<std::byte> two(sizes_[2]), four(sizes_[4]);
   const auto stopped =
       exchange_->begin({{2, two, nullptr, Outcome::waiting}, {4, four, nullptr, Outcome::waiting}});
-  ASSERT_TRUE(session.open(wire_->hear(Kind::fetch)));
-  const Header later = wire_->hear(Kind::fetch);
-  ASSERT_TRUE(session.open(later));
+  hear_fetch(session);
+  const Header later = hear_fetch(session);
   // What arrives already is waited for.
   wire_->stalled = true;
-  Header arriving = reply_to(later, bytes_of(4));
-  wire_->say(session.seal(arriving), bytes_of(4));
+  answer(session, later);
   wire_->wait_for_held(1);
   std::stop_source stop;
   stop.request_stop();
@@ -314,10 +276,8 @@ TEST_F(RefusalTest, AStopEndsTheFetchesOfItsGroupAlone) {
       std::async(std::launch::async, [&] { exchange_->finish(*stopped, stop.get_token()); });
   wire_->settle();
   wire_->stalled = false;
-  Header reply = reply_to(asked, bytes_of(0));
-  wire_->say(session.seal(reply), bytes_of(0));
-  exchange_->finish(*kept, {});
-  EXPECT_EQ(kept->requests[0].outcome, Outcome::here);
+  answer(session, asked);
+  EXPECT_EQ(outcome_of(*kept), Outcome::here);
   wire_->release();
   finished.get();
   EXPECT_EQ(stopped->requests[0].outcome, Outcome::failed);
@@ -331,8 +291,7 @@ TEST_F(RefusalTest, WhatWaitsForAConnectionFailsWithIt) {
   const auto group = begin_fetch(into);
   wire_->settle();
   wire_->lose(0);
-  exchange_->finish(*group, {});
-  EXPECT_EQ(group->requests[0].outcome, Outcome::failed);
+  EXPECT_EQ(outcome_of(*group), Outcome::failed);
   // Once is enough: nobody is warned of it again.
   wire_->lose(0);
   wire_->settle();
@@ -396,16 +355,9 @@ TEST_F(RefusalTest, AtItsEndARankServesThoseThatStillAsk) {
 }
 
 TEST_F(RefusalTest, ATransferThatNeverEndsDoesNotKeepItsRankFromLeaving) {
-  start();
-  Session session = answering();
-  ASSERT_TRUE(reachable());
-  std::vector<std::byte> into;
-  const auto group = begin_fetch(into);
-  const Header asked = wire_->hear(Kind::fetch);
-  ASSERT_TRUE(session.open(asked));
+  auto [session, into, group, asked] = asked_session();
   wire_->stalled = true;
-  Header reply = reply_to(asked, bytes_of(0));
-  wire_->say(session.seal(reply), bytes_of(0));
+  answer(session, asked);
   wire_->wait_for_held(1);
   wire_->ending = true;
   wire_ = nullptr;
