@@ -42,8 +42,10 @@ struct ExchangeConfig {
   std::string secret;                  // the same on all ranks, at least 16 bytes
   uint64_t plan = 0;                   // fingerprint: ranks with another one are refused
   uint64_t epoch_length = 1;           // samples in an epoch, as in first_access
-  // A rank that has not answered the next request, or ended the next payload, for this long and a second
-  // more for each 4 MiB of it is lost for now.
+  // A rank that has not answered the next request, or ended the next payload, is lost for now after
+  // this long and a second more for each 4 MiB of what it was asked for up to that request, and of
+  // the payloads that move between the two. So one that hangs is noticed after the time of its first
+  // request, and of the payloads that were on their way then.
   std::chrono::milliseconds timeout{10'000};
   // Of pushes on their way at once; above, push() waits. As many bytes of pushes may wait for this
   // node's file tier; above, pushes are not taken.

@@ -434,7 +434,10 @@ Delivery Exchange::Messenger::on_reply(const Header& header) {
                              std::to_string(fetch.sample));
     return {};
   }
+  Peer& peer = peers_.at(header.from);
   if (header.status != Status::here) {
+    peer.answered = time();
+    peer.answered_request = header.request;
     const bool never = header.status == Status::never;
     {
       const MutexLock lock(absent_mutex_);
@@ -447,28 +450,30 @@ Delivery Exchange::Messenger::on_reply(const Header& header) {
     conclude(*p.group, p.index, never ? Outcome::never : Outcome::not_yet);
     return {};
   }
-  pending.receiving = true;
   const std::span<std::byte> into = fetch.into;
-  return {into, [this, into, id = header.request, crc = header.crc](bool arrived) {
-            const auto ended = pending_.find(id);
-            if (ended == pending_.end()) return;
-            const Pending p = ended->second;
-            pending_.erase(ended);
-            const bool good = arrived && crc32c(into) == crc;
-            if (good) {
-              Peer& peer = peers_.at(p.rank);
-              peer.answered = time();
-              peer.answered_request = id;
-              ++count_.fetched;
-              count_.fetched_bytes += into.size();
-              count_.fetch_nanoseconds +=
-                  static_cast<uint64_t>(std::chrono::nanoseconds(time() - p.begun).count());
-            }
-            conclude(*p.group, p.index, good ? Outcome::here : Outcome::failed);
-            if (arrived && !good) {
-              lose(p.rank, "the bytes it sent do not match their CRC32C", true);
-            }
-          }};
+  Delivery delivery{
+      into, watched(header.from, into.size(),
+                    [this, &peer, into, id = header.request, crc = header.crc](bool arrived) {
+                      const auto ended = pending_.find(id);
+                      if (ended == pending_.end()) return;
+                      const Pending p = ended->second;
+                      pending_.erase(ended);
+                      const bool good = arrived && crc32c(into) == crc;
+                      if (good) {
+                        peer.answered = time();
+                        peer.answered_request = id;
+                        ++count_.fetched;
+                        count_.fetched_bytes += into.size();
+                        count_.fetch_nanoseconds += static_cast<uint64_t>(
+                            std::chrono::nanoseconds(time() - p.begun).count());
+                      }
+                      conclude(*p.group, p.index, good ? Outcome::here : Outcome::failed);
+                      if (arrived && !good) {
+                        lose(p.rank, "the bytes it sent do not match their CRC32C", true);
+                      }
+                    })};
+  pending.receiving = true;
+  return delivery;
 }
 
 }  // namespace nostall::peer

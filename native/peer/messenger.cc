@@ -432,15 +432,20 @@ void Exchange::Messenger::tick() {
   next_tick_ = now + kTick;
   std::vector<uint32_t> late;
   std::vector<uint64_t> endless;
+  std::map<uint32_t, uint64_t> asked;  // bytes that each rank has not begun to send
   for (auto& [id, p] : pending_) {
     const Peer& peer = peers_.at(p.rank);
-    // Answers come one after the other: what was asked for after the last one that came is not late.
     // A transfer of an earlier connection says nothing of the present one.
-    if (p.losses == peer.losses && id > peer.answered_request) {
-      const uint64_t bytes = p.group->requests[p.index].into.size();
-      p.deadline = std::max(p.deadline, peer.answered + patience(bytes));
+    const bool present = p.losses == peer.losses;
+    if (present) {
+      // Answers come one after the other, and payloads that move share the link: the deadline is that
+      // of all which may come first, since the last answer to what was asked for before.
+      uint64_t& first = asked[p.rank];
+      if (!p.receiving) first += p.group->requests[p.index].into.size();
+      const auto since = id > peer.answered_request ? std::max(p.begun, peer.answered) : p.begun;
+      p.deadline = std::max(p.deadline, since + patience(first + peer.moving_bytes));
     }
-    if (now >= p.deadline && p.losses == peer.losses) late.push_back(p.rank);
+    if (now >= p.deadline && present) late.push_back(p.rank);
     const bool lost = peer.link == Link::lost;
     if ((p.receiving || lost) && now >= p.deadline + config_.timeout) endless.push_back(id);
   }
@@ -462,7 +467,8 @@ void Exchange::Messenger::tick() {
           std::clamp<Clock::duration>((now - peer.since) / 4, kHelloOften, kHelloSeldom);
       if (now - peer.hello_at >= pause) retry_hello(rank);
     }
-    if (peer.link != Link::lost && peer.moving > 0 && now - peer.moved > patience(peer.largest)) {
+    if (peer.link != Link::lost && peer.moving > 0 &&
+        now - peer.moved > patience(peer.moving_bytes)) {
       late.push_back(rank);
     }
     if (peer.in && peer.link != Link::lost && peer.notified != progress) {
@@ -536,15 +542,13 @@ void Exchange::Messenger::end_waiting(Chosen&& chosen) {
 std::function<void(bool)> Exchange::Messenger::watched(uint32_t rank, uint64_t bytes,
                                                        std::function<void(bool)> done) {
   Peer& peer = peers_.at(rank);
-  if (peer.moving++ == 0) {
-    peer.moved = time();
-    peer.largest = 0;
-  }
-  peer.largest = std::max(peer.largest, bytes);
+  if (peer.moving++ == 0) peer.moved = time();
+  peer.moving_bytes += bytes;
   // Also if the transport throws, and never calls what it was given.
-  std::shared_ptr<Peer> moving(&peer, [this, losses = peer.losses](Peer* moved) {
+  std::shared_ptr<Peer> moving(&peer, [this, bytes, losses = peer.losses](Peer* moved) {
     if (moved->losses != losses) return;
     --moved->moving;
+    moved->moving_bytes -= bytes;
     moved->moved = time();
   });
   return [this, moving = std::move(moving), done = std::move(done)](bool ended_well) mutable {
@@ -584,6 +588,7 @@ void Exchange::Messenger::lose(uint32_t rank, const std::string& why, bool warn,
   if (peer.for_good) peer.in.reset();
   // A transfer may outlive its connection.
   peer.moving = 0;
+  peer.moving_bytes = 0;
   ++peer.losses;
   if (peer.link == Link::lost) return;
   const uint32_t owner = config_.node_of_rank[rank];

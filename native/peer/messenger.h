@@ -6,7 +6,6 @@
 #include <map>
 #include <optional>
 #include <thread>
-#include <unordered_map>
 #include <unordered_set>
 
 #include "peer/exchange.h"
@@ -71,9 +70,9 @@ class Exchange::Messenger final : public Receiver {
     std::vector<Waiting> waiting;  // for the session to be ready
     uint64_t losses = 0;           // how often its connection was dropped
     uint32_t moving = 0;           // payloads on their way to it or from it since then
-    uint64_t largest = 0;          // bytes of the largest of them, since there was none
+    uint64_t moving_bytes = 0;     // of all of them: they share the link
     Clock::time_point moved{};     // when one of them ended last, or the first began
-    // When the last payload that it was asked for arrived, and by which request.
+    // When it answered last, and which request.
     Clock::time_point answered{};
     uint64_t answered_request = 0;
   };
@@ -123,7 +122,7 @@ class Exchange::Messenger final : public Receiver {
   void end_waiting(Chosen&& chosen);
   // Calls `done` when a payload has ended; a rank with a payload that does not end is dropped.
   std::function<void(bool)> watched(uint32_t rank, uint64_t bytes, std::function<void(bool)> done);
-  // How long a rank may be silent where the next payload has so many bytes.
+  // How long a rank may be silent where so many bytes come before its next sign of life.
   Clock::duration patience(uint64_t bytes) const noexcept;
   void ask(const std::shared_ptr<FetchGroup>& group, size_t index);
   void conclude(FetchGroup& group, size_t index, Outcome outcome);
@@ -173,7 +172,7 @@ class Exchange::Messenger final : public Receiver {
 
   // Of the message thread alone.
   std::map<uint32_t, Peer> peers_;
-  std::unordered_map<uint64_t, Pending> pending_;
+  std::map<uint64_t, Pending> pending_;                 // in the order in which they were asked for
   std::vector<std::shared_ptr<FetchGroup>> abandoned_;  // transfers that never ended
   uint64_t next_request_ = 1;
   bool leaving_ = false;

@@ -694,8 +694,8 @@ _JOB = (
         "NOSTALL_PEER_TIMEOUT_MS",
         _integer(1, 2**31 - 1, "a number of milliseconds"),
         10_000,
-        "milliseconds without the next answer of a rank (250 more for each MiB of the sample) before "
-        "it is lost, until it answers again",
+        "milliseconds without the next answer of a rank (250 more for each MiB that is on its way) "
+        "before it is lost, until it answers again",
     ),
     _variable(
         "job.ucx_devices",

@@ -425,6 +425,82 @@ TEST_F(StallTest, ALargePayloadHasMoreTime) {
   EXPECT_EQ(outcome_of(*group), Outcome::failed);
 }
 
+// A request behind a large one: both have the time of the large one.
+TEST_F(StallTest, ARequestBehindALargeOneIsNotLate) {
+  start();
+  Session session = answering();
+  ASSERT_TRUE(reachable());
+  sizes_[0] = uint64_t{1} << 30;  // 256 s
+  // Not touched, as nothing arrives.
+  const std::unique_ptr<std::byte[]> large(new std::byte[sizes_[0]]);
+  std::vector<std::byte> small(sizes_[2]);
+  const auto first = exchange_->begin({{0, {large.get(), sizes_[0]}, nullptr, Outcome::waiting}});
+  const auto second = exchange_->begin({{2, small, nullptr, Outcome::waiting}});
+  for (int i = 0; i < 2; ++i) hear_fetch(session);
+  wire_->pass(kTimeout + 255s);
+  EXPECT_EQ(exchange_->stats().dropped_ranks, 0u);
+  wire_->pass(2s);
+  EXPECT_TRUE(dropped());
+  EXPECT_EQ(outcome_of(*first), Outcome::failed);
+  EXPECT_EQ(outcome_of(*second), Outcome::failed);
+}
+
+// Each has two seconds for its 8 MiB, and they share the link.
+TEST_F(StallTest, PayloadsThatMoveAtOnceHaveTheTimeOfAll) {
+  for (const bool pushed : {false, true}) {
+    start();
+    Session session = answering(pushed ? 0 : plan::kNever);
+    ASSERT_TRUE(pushed ? pushes_wanted() : reachable());
+    sizes_[0] = sizes_[2] = uint64_t{8} << 20;
+    wire_->stalled = true;
+    std::vector<std::byte> into[2];
+    std::vector<std::shared_ptr<FetchGroup>> groups;
+    for (const uint64_t sample : {0, 2}) {
+      if (pushed) {
+        EXPECT_TRUE(push(sample));
+        continue;
+      }
+      std::vector<std::byte>& to = into[sample / 2];
+      to.resize(sizes_[sample]);
+      groups.push_back(exchange_->begin({{sample, to, nullptr, Outcome::waiting}}));
+      answer(session, hear_fetch(session));
+    }
+    wire_->wait_for_held(2);
+    // The request of a small one does not come through before them.
+    std::vector<std::byte> small(sizes_[4]);
+    groups.push_back(exchange_->begin({{4, small, nullptr, Outcome::waiting}}));
+    hear_fetch(session);
+    wire_->pass(kTimeout + 3s);
+    EXPECT_EQ(exchange_->stats().dropped_ranks, 0u) << pushed;
+    wire_->pass(2s);
+    EXPECT_TRUE(dropped()) << pushed;
+    wire_->release();
+    for (const auto& group : groups) EXPECT_EQ(outcome_of(*group), Outcome::failed);
+    TearDown();
+    sizes_.clear();
+    SetUp();
+  }
+}
+
+// A rank that has nothing for this one is there all the same.
+TEST_F(StallTest, AnAnswerWithoutBytesIsOneToo) {
+  auto [session, into, group, asked] = asked_session();
+  std::vector<std::byte> small(sizes_[2]);
+  const auto later = exchange_->begin({{2, small, nullptr, Outcome::waiting}});
+  hear_fetch(session);
+  wire_->pass(kTimeout / 2);
+  Header reply = reply_to(asked, {});
+  reply.status = Status::not_yet;
+  wire_->say(session.seal(reply));
+  EXPECT_EQ(outcome_of(*group), Outcome::not_yet);
+  wire_->settle();
+  wire_->pass(kTimeout / 2 + 1s);
+  EXPECT_EQ(exchange_->stats().dropped_ranks, 0u);
+  wire_->pass(kTimeout / 2);
+  EXPECT_TRUE(dropped());
+  EXPECT_EQ(outcome_of(*later), Outcome::failed);
+}
+
 TEST_F(StallTest, AStopEndsWhatIsAsked) {
   auto [session, into, group, asked] = asked_session();
   std::stop_source stop;
