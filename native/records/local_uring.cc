@@ -22,8 +22,8 @@ namespace {
 // never more than 16 MiB.
 constexpr size_t kRegistered = 256 << 10;
 constexpr size_t kMostPinned = 64;
-// Of one direct read; the kernel's own limit lies a little below 2 GiB.
-constexpr size_t kMostAtOnce = size_t{1} << 30;
+// Of one read; the kernel's own limit lies a little below 2 GiB. A multiple of every alignment.
+constexpr uint64_t kMostAtOnce = uint64_t{1} << 30;
 constexpr unsigned kMostInFlight = 4096;  // a ring has 32768 entries at most
 
 class UringRanges : public RangeReader {
@@ -121,8 +121,8 @@ class UringRanges : public RangeReader {
     Slot& s = slots_[index];
     s.whole = &whole;
     s.direct = direct;
-    s.range =
-        direct && !in_place(whole) ? direct_part_of(whole, begun) : part_of(whole, begun, rest);
+    s.range = direct && !in_place(whole) ? direct_part_of(whole, begun)
+                                         : part_of(whole, begun, std::min(rest, kMostAtOnce));
     submit(s, index);
     free_.pop_back();
     return s.range.size();
@@ -137,8 +137,7 @@ class UringRanges : public RangeReader {
       }
       s.aligned = align(range.offset, range.size(), files_.alignment(range.file));
       bytes_ += s.aligned.length;
-      // A longer one is finished by a plain call.
-      const auto length = static_cast<unsigned>(std::min<size_t>(s.aligned.length, kMostAtOnce));
+      const auto length = static_cast<unsigned>(s.aligned.length);
       const int fd = files_.direct(range.file);
       s.in_place = in_place(range);
       const bool registered = pinned_ && index < kMostPinned && length <= kRegistered;

@@ -1,16 +1,21 @@
 // When files of this machine are read past the page cache.
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <array>
+#include <cerrno>
 #include <cstddef>
 #include <cstdlib>
 #include <string>
 
 #include "../readers.h"
+#include "../refuse.h"
 #include "../temporary.h"
 #include "base/file.h"
+#include "base/own.h"
 #include "records/ranges.h"
 
 namespace nostall::records {
@@ -62,6 +67,34 @@ TEST_F(DirectTest, FilesLargerThanMemoryTogetherPassThePageCache) {
   EXPECT_EQ(asked(*open_files({a}), true), has_uring() ? page : 5);
   EXPECT_EQ(asked(*open_files({a, b}), false), page);
   EXPECT_EQ(asked(*open_files({a, b}, Direct::never), true), 5u);
+}
+
+// More than one read brings: the next one goes on, past the page cache too.
+TEST_F(DirectTest, ALargeRangeIsReadOnce) {
+  constexpr uint64_t kShared = uint64_t{4} << 20, kSize = (uint64_t{1} << 30) + kShared;
+  const std::string large = file("large", kSize);
+  if (!has_direct(large) || !has_uring()) GTEST_SKIP() << "nothing to read past the page cache";
+  // Addresses for all of it, and the same memory again and again.
+  const Descriptor memory = memory_file("test").take();
+  ASSERT_EQ(::ftruncate(memory.get(), kShared), 0);
+  void* const addresses = ::mmap(nullptr, kSize, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  ASSERT_NE(addresses, MAP_FAILED);
+  auto* const begin = static_cast<std::byte*>(addresses);
+  for (uint64_t at = 0; at < kSize; at += kShared) {
+    ASSERT_EQ(::mmap(begin + at, kShared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED,
+                     memory.get(), 0),
+              begin + at);
+  }
+  const auto storage = open_files({large}, Direct::always);
+  with_refused({SYS_pread64, SYS_preadv}, EIO, [&] {
+    const auto reader = storage->make_reader(reader_kinds().back(), 2);
+    RangeRead range;
+    range.into = {begin, kSize};
+    reader->read({&range, 1});
+    EXPECT_EQ(range.error, 0);
+    EXPECT_EQ(reader->bytes_read(), kSize);
+  });
+  ::munmap(addresses, kSize);
 }
 
 }  // namespace
