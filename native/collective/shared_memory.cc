@@ -29,7 +29,7 @@ namespace nostall::collective {
 namespace {
 
 constexpr uint64_t kMagic = 0x31434c4c4f43534e;  // "NSCOLLC1"
-constexpr uint32_t kVersion = 8;
+constexpr uint32_t kVersion = 9;
 // Of the lock protocol, beyond any byte that could be read or written.
 constexpr uint64_t kFirstRank = (uint64_t{1} << 61) + 16;
 constexpr uint64_t kPage = 4096;

@@ -42,7 +42,9 @@ std::string describe_signature(uint64_t packed) {
            std::to_string(count);
   }
   text += " of ";
-  if (call != Call::reduce_scatterv) text += std::to_string(count) + " ";
+  const bool in_blocks = call == Call::reduce_scatterv;
+  const bool hashed = in_blocks || count >= kHashedCount;
+  if (!hashed) text += std::to_string(count) + " ";
   if (call == Call::broadcast || call == Call::allgather) {
     text += known ? "bytes of " + named : "bytes";
   } else if (known) {
@@ -51,8 +53,10 @@ std::string describe_signature(uint64_t packed) {
     text +=
         "elements of " + std::to_string(elements & 0x1fffu) + " bytes, an operation of the user";
   }
-  if (call == Call::reduce_scatterv) {
-    text += ", in blocks whose sizes have the hash " + std::to_string(count);
+  if (hashed) {
+    text +=
+        (in_blocks ? ", in blocks whose sizes have the hash " : ", whose number has the hash ") +
+        std::to_string(count);
   }
   if (call == Call::reduce || call == Call::broadcast) {
     text += (call == Call::reduce ? ", to rank " : ", from rank ") +
