@@ -1,14 +1,19 @@
 // The texts of errors that come from the operating system and the standard library.
 #include "base/error.h"
 
+#include <cerrno>
+
 #include "base/refusal.h"
 
 namespace nostall {
 
 Error io_error(const std::string& what, const std::string& path, int error_number) {
-  return Error(ErrorKind::io,
-               what + " " + path + ": " + std::generic_category().message(error_number),
-               error_number);
+  // Interrupted calls are made again (base/file.h): this one was, in vain.
+  const std::string why = error_number == EINTR
+                              ? "signals interrupted the call each time: make them rarer, those of "
+                                "a profiler for example"
+                              : std::generic_category().message(error_number);
+  return Error(ErrorKind::io, what + " " + path + ": " + why, error_number);
 }
 
 Error no_memory_to_unpack() {

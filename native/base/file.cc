@@ -117,6 +117,13 @@ int FileSystem::allocate(int fd, uint64_t offset, uint64_t size) {
   return 0;
 }
 
+int FileSystem::give_back(int fd, uint64_t offset, uint64_t size) {
+  return uninterrupted([&] {
+    return ::fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
+                       static_cast<off_t>(size));
+  });
+}
+
 int FileSystem::reserve(int fd, uint64_t size) {
   // Where signals come at short intervals the call may never come to its end.
   for (int tries = 0; tries < kTries; ++tries) {

@@ -48,8 +48,11 @@ class FileSystem {
   // Writes all of `from`; its size, or -errno.
   virtual int64_t pwrite(int fd, std::span<const std::byte> from, uint64_t offset);
   // Makes [offset, offset + size) of the file exist on its device; 0, or -errno (-ENOSPC, or -EINTR
-  // where signals come faster than memory does), which may leave a part of it there.
+  // where signals come faster than memory does), which may leave a part of it there: its owner gives
+  // that back.
   virtual int allocate(int fd, uint64_t offset, uint64_t size);
+  // Gives back what [offset, offset + size) has on its device, and makes it zeros; 0, or -errno.
+  virtual int give_back(int fd, uint64_t offset, uint64_t size);
   // Reserves room for the first `size` bytes, where the file system does so without writing zeros;
   // 0, or -errno (-EOPNOTSUPP where it does not).
   virtual int reserve(int fd, uint64_t size);

@@ -272,7 +272,8 @@ Error SharedMemory::end(const std::string& before) const {
   return {known ? h.end_kind : ErrorKind::peer, before + message, h.end_number};
 }
 
-std::optional<Error> SharedMemory::take_memory(int file, uint64_t offset, uint64_t bytes) const {
+std::optional<Error> SharedMemory::take_memory(int file, uint64_t offset, uint64_t bytes,
+                                               bool fresh) const {
   const std::string what = "no memory for " + std::to_string(bytes) + " more bytes ";
   struct stat own {
   }, directory{};
@@ -290,11 +291,8 @@ std::optional<Error> SharedMemory::take_memory(int file, uint64_t offset, uint64
   }
   const int error = FileSystem::real().allocate(file, offset, bytes);
   if (error == 0) return std::nullopt;
+  if (fresh) FileSystem::real().give_back(file, offset, bytes);
   return io_error(what + "in", config_.directory, -error);
-}
-
-void SharedMemory::allocate(uint64_t offset, uint64_t bytes) {
-  if (const auto error = take_memory(mapping_->fd(), offset, bytes)) throw *error;
 }
 
 bool SharedMemory::allocate_window(uint64_t step, uint64_t bytes) noexcept {
@@ -316,19 +314,22 @@ bool SharedMemory::allocate_window(uint64_t step, uint64_t bytes) noexcept {
 void SharedMemory::allocate_channel(uint32_t from, uint32_t to) {
   const auto there = channels_there_.begin() + (from == config_.rank ? to : ranks_ + from);
   if (*there) return;
-  allocate(channel(from, to), 2 * kLine + 2 * kChannelChunk);
+  // The other rank may have it already, and have sent something.
+  const auto error =
+      take_memory(mapping_->fd(), channel(from, to), 2 * kLine + 2 * kChannelChunk, false);
+  if (error) throw *error;
   *there = true;
 }
 
 void SharedMemory::allocate_arena(uint64_t offset, uint64_t bytes) {
-  allocate(arenas_ + config_.rank * arena_bytes_ + offset, bytes);
+  const uint64_t begin = arenas_ + config_.rank * arena_bytes_ + offset;
+  if (const auto error = take_memory(mapping_->fd(), begin, bytes)) throw *error;
 }
 
 void SharedMemory::release_arena(uint64_t offset, uint64_t bytes) noexcept {
   if (is_forked_child()) return;
-  ::fallocate(mapping_->fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
-              static_cast<off_t>(arenas_ + config_.rank * arena_bytes_ + offset),
-              static_cast<off_t>(bytes));
+  FileSystem::real().give_back(mapping_->fd(), arenas_ + config_.rank * arena_bytes_ + offset,
+                               bytes);
 }
 
 std::optional<uint64_t> SharedMemory::arena_offset(const void* data,

@@ -204,10 +204,11 @@ class SharedMemory {
   void check() const;
   void wait_for_all(std::chrono::steady_clock::time_point deadline,
                     std::chrono::nanoseconds timeout);
-  void allocate(uint64_t offset, uint64_t bytes);
-  // Makes so many bytes of the file exist; why it cannot. Memory in no directory has no size of a
-  // file system that would refuse it before a limit of memory ends the program.
-  std::optional<Error> take_memory(int file, uint64_t offset, uint64_t bytes) const;
+  // Makes so many bytes of the file exist, or none where they are `fresh`: without contents that are
+  // needed; why it cannot. Memory in no directory has no size of a file system that would refuse it
+  // before a limit of memory ends the program.
+  std::optional<Error> take_memory(int file, uint64_t offset, uint64_t bytes,
+                                   bool fresh = true) const;
 
   const SharedMemoryConfig config_;
   const uint32_t ranks_;

@@ -12,11 +12,12 @@
 //
 // Memory: the arena is a sparse file. A chunk is allocated before its first record is filled, if
 // every limit keeps its reserve; a refused chunk fails its samples until try_again(). Where a
-// reserve is in use, ease() gives chunks back, the last ones first: a chunk is marked `leaving`, so
-// that nothing more is filled there, its ready samples fail, and once no sample of it is being
-// filled and no view counted, its pages are freed. A reader counts itself before it looks at the
-// state, and ease() looks at the count after it has changed the state: one of them sees the other.
-// Each rank has counts of its own, so that those of a rank that died do not count.
+// reserve is in use, ease() gives chunks back, the last ones first, and always what is there of one
+// that could not be had whole: a chunk is marked `leaving`, so that nothing more is filled there, its
+// ready samples fail, and once no sample of it is being filled and no view counted, its pages are
+// freed. A reader counts itself before it looks at the state, and ease() looks at the count after it
+// has changed the state: one of them sees the other. Each rank has counts of its own, so that those
+// of a rank that died do not count.
 //
 // Halves: a word names the chunk that has the half. A rank says which chunks it uses before it looks
 // at the word; a rank that gives the half away marks the word, and then looks at what the others use:
@@ -371,6 +372,10 @@ class NodeCacheImpl final : public NodeCache {
     return readers_of(config_.local_world)[local_rank * words + place % words];
   }
   bool is_pinned(uint32_t place) const noexcept;
+  Range range_of_chunk(uint64_t chunk) const noexcept {
+    const uint64_t begin = chunk * chunk_bytes_;
+    return {begin, std::min(chunk_bytes_, arena_bytes_ - begin)};
+  }
   // Of a sample of the RAM tier, or a place, in the arena. The memory of places is shared.
   Range range_of(uint64_t entry) const noexcept {
     if (entry < sizes_.size()) {
@@ -437,7 +442,6 @@ class NodeCacheImpl final : public NodeCache {
 
   bool is_used(uint64_t chunk) const noexcept;
   bool have_chunk(uint64_t chunk, size_t tier);
-  std::optional<std::string> allocate_chunk(uint64_t chunk, bool modest);
   std::optional<std::string> refusal(uint64_t size, bool modest) const;
   void watch();
   void ease();
@@ -1009,31 +1013,28 @@ bool NodeCacheImpl::have_chunk(uint64_t chunk, size_t tier) {
   std::atomic<uint32_t>& word = chunk_words_[chunk];
   auto seen = static_cast<Chunk>(word.load());
   if (seen == Chunk::untouched) {
+    const auto [begin, size] = range_of_chunk(chunk);
+    auto why = refusal(size, config_.tiers[tier].modest);
+    seen = why ? Chunk::refused : Chunk::there;
     // Two ranks may both ask for the same memory: the second call changes nothing.
-    const auto refused = allocate_chunk(chunk, config_.tiers[tier].modest);
+    const int error = why ? 0 : -files_.allocate(arena_.fd(), begin, size);
+    if (error != 0) {
+      seen = Chunk::leaving;  // ease() gives back what is there of it: others may be taking it too
+      why = io_error("cannot have " + std::to_string(size) + " more bytes in",
+                     config_.shm_directory, error)
+                .what();
+    }
     auto untouched = static_cast<uint32_t>(Chunk::untouched);
-    seen = refused ? Chunk::refused : Chunk::there;
     if (!word.compare_exchange_strong(untouched, static_cast<uint32_t>(seen))) {
       seen = static_cast<Chunk>(untouched);
     }
-    if (refused) {
-      warn(tier, "the RAM tier takes no more memory: " + *refused +
-                     "; the rest is read from the source: free memory or give the RAM tier a "
-                     "smaller size");
+    if (why) {
+      warn(tier, "the RAM tier takes no more memory: " + *why +
+                     "; the rest is read from the source" +
+                     (error == EINTR ? "" : ": free memory or give the RAM tier a smaller size"));
     }
   }
   return seen == Chunk::there;
-}
-
-// Why there is no memory for the chunk; nothing if there is.
-std::optional<std::string> NodeCacheImpl::allocate_chunk(uint64_t chunk, bool modest) {
-  const uint64_t begin = chunk * chunk_bytes_, size = std::min(chunk_bytes_, arena_bytes_ - begin);
-  if (auto refused = refusal(size, modest)) return refused;
-  const int error = files_.allocate(arena_.fd(), begin, size);
-  if (error == 0) return std::nullopt;
-  return io_error("no room for " + std::to_string(size) + " more bytes in", config_.shm_directory,
-                  -error)
-      .what();
 }
 
 // Which limit forbids so many bytes more. What its reserve holds is left to others: beyond it they,
@@ -1158,11 +1159,8 @@ bool NodeCacheImpl::is_read(const Leaving& leaving) const {
 
 // One that cannot be given back stays marked, and is tried again at the next look.
 bool NodeCacheImpl::give_back(uint64_t chunk) {
-  const uint64_t begin = chunk * chunk_bytes_, size = std::min(chunk_bytes_, arena_bytes_ - begin);
-  const int error = ::fallocate(arena_.fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
-                                static_cast<off_t>(begin), static_cast<off_t>(size)) == 0
-                        ? 0
-                        : errno;
+  const auto [begin, size] = range_of_chunk(chunk);
+  const int error = -files_.give_back(arena_.fd(), begin, size);
   if (error != 0 && !std::exchange(stuck_, true)) {
     log(LogLevel::warning, std::string(io_error("the RAM tier cannot give memory back to",
                                                 config_.shm_directory, error)

@@ -10,6 +10,7 @@
 #include <cerrno>
 #include <functional>
 
+#include "base/error.h"
 #include "base/own.h"
 
 namespace {
@@ -60,8 +61,22 @@ TEST_F(Allocate, TakesSmallPiecesWhereSignalsComeOften) {
 TEST_F(Allocate, EndsWhereSignalsNeverLetItEnd) {
   answer = [](off_t) { return EINTR; };
   EXPECT_EQ(FileSystem::real().allocate(file_.get(), 0, 32 * kMiB), -EINTR);
+  EXPECT_STREQ(io_error("cannot have 5 more bytes in", "/dev/shm", EINTR).what(),
+               "cannot have 5 more bytes in /dev/shm: signals interrupted the call each time: make "
+               "them rarer, those of a profiler for example");
   answer = [](off_t) { return ENOSPC; };
   EXPECT_EQ(FileSystem::real().allocate(file_.get(), 0, kMiB), -ENOSPC);
+}
+
+TEST_F(Allocate, WhatIsGivenBackIsZeros) {
+  ASSERT_EQ(FileSystem::real().allocate(file_.get(), 0, kMiB), 0);
+  const std::byte one{1};
+  ASSERT_EQ(FileSystem::real().pwrite(file_.get(), {&one, 1}, 8192), 1);
+  EXPECT_EQ(FileSystem::real().give_back(file_.get(), 4096, 8192), 0);
+  EXPECT_EQ(held(), kMiB - 8192);
+  std::byte there = one;
+  EXPECT_EQ(FileSystem::real().pread(file_.get(), {&there, 1}, 8192), 1);
+  EXPECT_EQ(there, std::byte{0});
 }
 
 }  // namespace

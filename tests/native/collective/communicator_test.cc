@@ -1,13 +1,18 @@
 // Collectives of ranks as threads: all sizes, algorithms and orders of arrival, and failures.
 #include "collective/communicator.h"
 
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <cstring>
+#include <filesystem>
+#include <functional>
 #include <numeric>
 #include <thread>
 
@@ -16,6 +21,17 @@
 #include "base/fnv.h"
 #include "collective/algorithms.h"
 #include "ranks.h"
+
+namespace {
+// What posix_fallocate gives in this thread for so many bytes; none: the system's answer.
+thread_local std::function<int(off_t size)> room_for;
+}  // namespace
+
+// In place of the C library's.
+extern "C" int posix_fallocate(int fd, off_t offset, off_t size) {
+  if (const int error = room_for ? room_for(size) : 0) return error;
+  return ::syscall(SYS_fallocate, fd, 0, offset, size) == 0 ? 0 : errno;
+}
 
 namespace nostall::collective {
 namespace {
@@ -412,6 +428,35 @@ TEST(Communicator, ReducesSharedBuffersInPlaceAndOthersWithThem) {
       c.release(out);
     }
     EXPECT_EQ(c.allocate(uint64_t{1} << 40), nullptr);
+  });
+}
+
+// A signal has it taken in pieces, and there is room for the first of them only.
+TEST(Communicator, AnAllocationThatFailsInItsMiddleTakesNothing) {
+  const auto held = [] {
+    uint64_t blocks = 0;
+    for (const auto& file : std::filesystem::directory_iterator("/proc/self/fd")) {
+      struct stat status {};
+      if (::stat(file.path().c_str(), &status) == 0)
+        blocks += static_cast<uint64_t>(status.st_blocks);
+    }
+    return blocks;
+  };
+  run_threads(2, [&](Communicator& c) {
+    c.barrier();
+    if (c.rank() == 0) {
+      const uint64_t before = held();
+      std::vector<int> answers = {ENOSPC, 0, EINTR};
+      room_for = [&](off_t) {
+        const int error = answers.back();
+        answers.pop_back();
+        return error;
+      };
+      EXPECT_THROW(c.allocate(4 << 20), Error);
+      room_for = nullptr;
+      EXPECT_EQ(held(), before);
+    }
+    c.barrier();
   });
 }
 
