@@ -8,10 +8,10 @@
 namespace nostall {
 
 Error io_error(const std::string& what, const std::string& path, int error_number) {
-  // Interrupted calls are made again (base/file.h): this one was, in vain.
+  // Interrupted calls are made again (base/file.h): what is told of was, in vain.
   const std::string why = error_number == EINTR
-                              ? "signals interrupted the call each time: make them rarer, those of "
-                                "a profiler for example"
+                              ? "signals interrupted the call: make them rarer, those of a "
+                                "profiler for example"
                               : std::generic_category().message(error_number);
   return Error(ErrorKind::io, what + " " + path + ": " + why, error_number);
 }

@@ -48,8 +48,8 @@ class FileSystem {
   // Writes all of `from`; its size, or -errno.
   virtual int64_t pwrite(int fd, std::span<const std::byte> from, uint64_t offset);
   // Makes [offset, offset + size) of the file exist on its device; 0, or -errno (-ENOSPC, or -EINTR
-  // where signals come faster than memory does), which may leave a part of it there: its owner gives
-  // that back.
+  // where signals come faster than memory does), which may leave a part of it there: whoever has it
+  // alone gives that back.
   virtual int allocate(int fd, uint64_t offset, uint64_t size);
   // Gives back what [offset, offset + size) has on its device, and makes it zeros; 0, or -errno.
   virtual int give_back(int fd, uint64_t offset, uint64_t size);

@@ -112,9 +112,14 @@ uint64_t MemoryLimit::left() const noexcept {
   return limit > taken ? limit - taken : 0;
 }
 
+uint64_t MemoryLimit::rest() const noexcept {
+  const uint64_t taken = used - std::min(used, cached);
+  return limit > taken ? limit - taken : 0;
+}
+
 uint64_t MemoryLimit::over() const noexcept {
-  const uint64_t taken = used - std::min(used, cached) + reserve();
-  return taken > limit ? taken - limit : 0;
+  const uint64_t free = rest();
+  return free < reserve() ? reserve() - free : 0;
 }
 
 std::string MemoryLimit::in_words() const {

@@ -30,6 +30,8 @@ struct MemoryLimit {
   // Bytes that may be taken now, and where nothing is in use.
   uint64_t left() const noexcept;
   uint64_t most() const noexcept { return limit - reserve(); }
+  // Bytes until the system refuses or kills.
+  uint64_t rest() const noexcept;
   // Bytes in use of what is never taken.
   uint64_t over() const noexcept;
   // How much of what is in use.

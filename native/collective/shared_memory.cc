@@ -303,11 +303,14 @@ bool SharedMemory::allocate_window(uint64_t step, uint64_t bytes) noexcept {
   const uint64_t wanted = std::min((bytes + piece - 1) / piece * piece, window_bytes_);
   const uint64_t begin = windows_ + (step % 2) * window_bytes_;
   try {
-    if (take_memory(mapping_->fd(), begin + there, wanted - there)) return false;
+    // Other ranks may have it already, and have written there.
+    if (take_memory(mapping_->fd(), begin + there, wanted - there, false)) return false;
   } catch (const std::bad_alloc&) {
     return false;
   }
-  have.store(wanted, std::memory_order_relaxed);
+  uint64_t known = there;
+  while (known < wanted && !have.compare_exchange_weak(known, wanted, std::memory_order_relaxed)) {
+  }
   return true;
 }
 

@@ -22,6 +22,8 @@ constexpr size_t kSlack = size_t{64} << 10;
 // From here on memory is mapped. glibc's malloc learns from blocks that come and go to keep those of up
 // to 32 MiB in its arenas, one for each thread, and gives little of that back.
 constexpr size_t kMapped = size_t{1} << 20;
+// None that is much larger serves: a few bytes must not take the slab of a batch.
+constexpr size_t most_for(size_t bytes) { return 2 * bytes + kSlack; }
 constexpr unsigned kLooks = 16;  // at free buffers, for one that lies in this processor's cache
 }  // namespace
 
@@ -36,22 +38,30 @@ std::shared_ptr<std::byte> take_from_heap(size_t bytes) {
           [](std::byte* p) { ::operator delete (p, std::align_val_t{kAlignment}); }};
 }
 
+BufferPool::Free::iterator BufferPool::fitting(size_t bytes) {
+  const auto found = free_.lower_bound(bytes);
+  return found != free_.end() && found->first <= most_for(bytes) ? found : free_.end();
+}
+
+bool BufferPool::has(size_t bytes) {
+  const MutexLock lock(mutex_);
+  return fitting(bytes) != free_.end();
+}
+
 std::shared_ptr<Buffer> BufferPool::take(size_t bytes) {
   const int here = ::sched_getcpu();
   std::unique_ptr<Buffer> buffer;
   {
     const MutexLock lock(mutex_);
-    // The smallest that fits, and none that is much larger: a few bytes must not take the slab of a
-    // batch.
-    auto best = free_.lower_bound(bytes);
-    const size_t most = 2 * bytes + kSlack;
+    auto best = fitting(bytes);
     auto near = best;
-    for (unsigned i = 0; i < kLooks && near != free_.end() && near->first <= most; ++i, ++near) {
+    for (unsigned i = 0; i < kLooks && near != free_.end() && near->first <= most_for(bytes);
+         ++i, ++near) {
       if (near->second->processor() != here) continue;
       best = near;
       break;
     }
-    if (best != free_.end() && best->first <= most) {
+    if (best != free_.end()) {
       buffer = std::move(best->second);
       free_bytes_ -= buffer->capacity();
       free_.erase(best);

@@ -82,16 +82,19 @@ bool Loader::Run::too_much_padding(Task& task, uint64_t bytes) {
   const uint64_t samples = task.items.size();
   const auto padding = config_.program->padding(task.ragged, samples, batch.laid);
   if (padding.bytes <= config_.staging_bytes) return false;
+  if (batch_pool_->has(bytes)) return false;
+  // What would end the program, not what a reserve is for: tiers give that back.
   std::vector<MemoryLimit> limits = MemoryLimits().read();
-  std::erase_if(limits, [](const MemoryLimit& l) { return l.kind == LimitKind::shared_memory; });
-  const auto refused = refusal(limits, bytes);
-  if (!refused) return false;
+  std::erase_if(limits, [bytes](const MemoryLimit& l) {
+    return l.kind == LimitKind::shared_memory || l.rest() >= bytes;
+  });
+  if (limits.empty()) return false;
   fail(task, batch.samples[padding.sample],
        Error(ErrorKind::io,
              (padding.field.empty() ? "" : "field " + padding.field + ": ") + "padded to its " +
                  padding.shape + " values, a batch of " + std::to_string(samples) + " needs " +
                  std::to_string(bytes) + " bytes, of which " + std::to_string(padding.bytes) +
-                 " are zeros, and " + *refused +
+                 " are zeros, and " + least(limits)->in_words() +
                  "; leave the sample out (nostall.Filter), give the field a size, or leave out "
                  "padded=True",
              ENOMEM));

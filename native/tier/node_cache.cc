@@ -12,12 +12,11 @@
 //
 // Memory: the arena is a sparse file. A chunk is allocated before its first record is filled, if
 // every limit keeps its reserve; a refused chunk fails its samples until try_again(). Where a
-// reserve is in use, ease() gives chunks back, the last ones first, and always what is there of one
-// that could not be had whole: a chunk is marked `leaving`, so that nothing more is filled there, its
-// ready samples fail, and once no sample of it is being filled and no view counted, its pages are
-// freed. A reader counts itself before it looks at the state, and ease() looks at the count after it
-// has changed the state: one of them sees the other. Each rank has counts of its own, so that those
-// of a rank that died do not count.
+// reserve is in use, ease() gives chunks back, the last ones first: a chunk is marked `leaving`, so
+// that nothing more is filled there, its ready samples fail, and once no sample of it is being
+// filled and no view counted, its pages are freed. A reader counts itself before it looks at the
+// state, and ease() looks at the count after it has changed the state: one of them sees the other.
+// Each rank has counts of its own, so that those of a rank that died do not count.
 //
 // Halves: a word names the chunk that has the half. A rank says which chunks it uses before it looks
 // at the word; a rank that gives the half away marks the word, and then looks at what the others use:
@@ -1015,15 +1014,15 @@ bool NodeCacheImpl::have_chunk(uint64_t chunk, size_t tier) {
   if (seen == Chunk::untouched) {
     const auto [begin, size] = range_of_chunk(chunk);
     auto why = refusal(size, config_.tiers[tier].modest);
-    seen = why ? Chunk::refused : Chunk::there;
-    // Two ranks may both ask for the same memory: the second call changes nothing.
+    // Two ranks may both ask for the same memory: the second call changes nothing. So what is there
+    // of a chunk that could not be had whole stays.
     const int error = why ? 0 : -files_.allocate(arena_.fd(), begin, size);
     if (error != 0) {
-      seen = Chunk::leaving;  // ease() gives back what is there of it: others may be taking it too
       why = io_error("cannot have " + std::to_string(size) + " more bytes in",
                      config_.shm_directory, error)
                 .what();
     }
+    seen = why ? Chunk::refused : Chunk::there;
     auto untouched = static_cast<uint32_t>(Chunk::untouched);
     if (!word.compare_exchange_strong(untouched, static_cast<uint32_t>(seen))) {
       seen = static_cast<Chunk>(untouched);

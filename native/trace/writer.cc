@@ -168,8 +168,9 @@ uint64_t Writer::finish(uint64_t events, uint64_t dropped) {
            ", \"dropped\": " + std::to_string(dropped) + "}}\n]}\n";
   compress(Z_FINISH);
   // Some file systems tell only here that there was no room.
-  if (::close(std::exchange(file_, -1)) != 0)
+  if (::close(std::exchange(file_, -1)) != 0 && errno != EINTR) {
     throw io_error("cannot write the trace", path_, errno);
+  }
   return bytes_;
 }
 
