@@ -205,8 +205,8 @@ class SharedMemory {
   void wait_for_all(std::chrono::steady_clock::time_point deadline,
                     std::chrono::nanoseconds timeout);
   // Makes so many bytes of the file exist, or none where they are `fresh`: this rank's alone, without
-  // contents that are needed; why it cannot. Memory in no directory has no size of a file system that would refuse it
-  // before a limit of memory ends the program.
+  // contents that are needed; why it cannot. Memory in no directory has no size of a file system that
+  // would refuse it before a limit of memory ends the program.
   std::optional<Error> take_memory(int file, uint64_t offset, uint64_t bytes,
                                    bool fresh = true) const;
 

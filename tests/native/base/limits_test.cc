@@ -100,6 +100,8 @@ TEST(MemoryLimit, OnlyWhatIsNotFreedUnderPressureUsesTheReserve) {
   EXPECT_EQ((MemoryLimit{LimitKind::cgroup, "", 8000, 7500}.over()), 500u);
   EXPECT_EQ((MemoryLimit{LimitKind::cgroup, "", 8000, 7500, 300}.over()), 200u);
   EXPECT_EQ((MemoryLimit{LimitKind::cgroup, "", 8000, 7500, 9000}.over()), 0u);
+  EXPECT_EQ((MemoryLimit{LimitKind::cgroup, "", 8000, 7500, 300}.rest()), 800u);
+  EXPECT_EQ((MemoryLimit{LimitKind::cgroup, "", 8000, 9000, 500}.rest()), 0u);
 }
 
 TEST_F(Limits, AContainersMountShowsAPartOfTheHierarchy) {
