@@ -62,7 +62,7 @@ TEST_F(Allocate, EndsWhereSignalsNeverLetItEnd) {
   answer = [](off_t) { return EINTR; };
   EXPECT_EQ(FileSystem::real().allocate(file_.get(), 0, 32 * kMiB), -EINTR);
   EXPECT_STREQ(io_error("cannot have 5 more bytes in", "/dev/shm", EINTR).what(),
-               "cannot have 5 more bytes in /dev/shm: signals interrupted the call each time: make "
+               "cannot have 5 more bytes in /dev/shm: signals interrupted the call: make "
                "them rarer, those of a profiler for example");
   answer = [](off_t) { return ENOSPC; };
   EXPECT_EQ(FileSystem::real().allocate(file_.get(), 0, kMiB), -ENOSPC);
