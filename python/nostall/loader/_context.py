@@ -88,9 +88,12 @@ class _Later:
     def find_spec(self, name: str, *more: Any) -> ModuleSpec | None:
         if name != "torch":
             return None
-        others = (finder for finder in list(sys.meta_path) if finder is not self)
-        found = (finder.find_spec(name, *more) for finder in others)
-        spec = next((spec for spec in found if spec is not None), None)
+        # As importlib, which passes over those that cannot find.
+        finds = (
+            getattr(each, "find_spec", None) for each in list(sys.meta_path) if each is not self
+        )
+        found = (find(name, *more) for find in finds if find is not None)
+        spec: ModuleSpec | None = next((spec for spec in found if spec is not None), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
