@@ -174,8 +174,9 @@ class TarShards(PartsStore):
             key, ending = split_name(name)
             if ending in self._image:
                 one = int(file[i]), key
-                # Texts are found by the key; without them it may come again, as a sample of its own.
-                if one in images and (keep or keys[-1] == one):
+                # Texts are found by the key; without them it may come again, as a sample of its own. A
+                # member of another ending is of the same sample.
+                if one in images and (keep or keys[-1] == one or images[one] != ending):
                     way = "each key may be there once"
                     if images[one] != ending:
                         way = f"name the one to read, as image=[{ending!r}]"

@@ -345,10 +345,13 @@ def test_a_key_may_come_again_where_no_text_is_found_by_it(tmp_path: Path, label
     twice = shard(tmp_path / "b.tar", [("a.jpg", b"1"), ("a.jpg", b"3")])
     with pytest.raises(UsageError, match=r"two images.*: each key may be there once"):
         nostall.TarShards(twice, label=label)
-    two = shard(tmp_path / "c.tar", [("a.jpg", b"1"), ("a.png", b"3")])
-    with pytest.raises(UsageError, match=r"two images.*image=\['png'\]"):
-        nostall.TarShards(two, label=label)
-    assert nostall.TarShards(two, label=label, image=["png"]).read(0) == b"3"
+    pairs = [("a.jpg", b"1"), ("a.png", b"3"), ("b.jpg", b"2"), ("b.png", b"4")]
+    for members in (pairs, [*pairs[::2], *pairs[1::2]]):
+        two = shard(tmp_path / "c.tar", members)
+        with pytest.raises(UsageError, match=r"sample 'a' has two images.*image=\['png'\]"):
+            nostall.TarShards(two, label=label, index=False)
+        masks = nostall.TarShards(two, label=label, image=["png"], index=False)
+        assert [masks.read(i) for i in range(2)] == [b"3", b"4"]
 
 
 def test_labels_that_are_no_integers_are_refused(tmp_path: Path) -> None:
