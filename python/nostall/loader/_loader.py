@@ -7,6 +7,7 @@ import collections
 import contextlib
 import enum
 import functools
+import inspect
 import itertools
 import keyword
 import logging
@@ -227,10 +228,15 @@ class _Epochs:
 
     def set_epoch(self, epoch: int) -> None:
         """Goes forward alone, and not after a state was loaded: with max_steps= Lightning counts an
-        epoch twice then."""
+        epoch twice then.
+
+        The loader of an evaluation is told the epoch of the training, which its own `epochs=` do
+        not count. A training's iteration is made before it is told, an evaluation's afterwards.
+        """
         loader = self._loader
         fresh = loader._loads == 0 and loader._options.steps is None
-        if fresh and epoch > loader._next_epoch():
+        counts = loader._is_awaited() or loader.epochs_total is None
+        if fresh and counts and epoch > loader._next_epoch():
             loader.set_epoch(epoch)
 
 
@@ -348,13 +354,13 @@ class DataLoader:
             )  # fmt: skip
         self._begin = self._position = (0, 0)  # of the placement; of the last batch
         self._samples_taken = 0  # in the last batch handed out
-        self._resumed = False
+        self._resumed = self._closed = False
         self._loads = 0  # of states: iterations that began before are over
         self._ended: int | None = None  # the epoch that the loaded state had just ended
         self._loader: _native.Loader | None = None
         self._process = 0  # that made it
         self._ahead: Ahead | None = None  # of the last iteration
-        self._closed = False
+        self._newest: Callable[[], Generator[Any, None, None] | None] = lambda: None  # iteration
         self._recorder = Recorder(self.world.rank, self.world.world_size, self.dataset.describe)
         if self._recipe.place is not None:
             self._recorder.device = self._recipe.place.waits
@@ -577,6 +583,11 @@ class DataLoader:
         self._resumed = False
         self._position = (epoch, 0)
 
+    def _is_awaited(self) -> bool:
+        """Whether somebody has an iteration that has not begun."""
+        newest = self._newest()
+        return newest is not None and inspect.getgeneratorstate(newest) == inspect.GEN_CREATED
+
     def _is_inside(self) -> bool:
         """Whether batches of the position's epoch are left."""
         epoch, batch = self._position
@@ -603,6 +614,7 @@ class DataLoader:
         # A loaded position stays one until a batch is taken: this iterator may never be used.
         self._position = place()
         _running.add(batches := self._batches_of(place, self._loads))
+        self._newest = weakref.ref(batches)
         return batches
 
     def _refuse_closed(self) -> None:

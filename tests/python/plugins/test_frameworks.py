@@ -297,6 +297,7 @@ import pytorch_lightning
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 import nostall
+from nostall.errors import UsageError
 warnings.simplefilter("ignore")
 
 EPOCHS = 4
@@ -354,6 +355,30 @@ for way, options in ways.items():
     for step, path in kept.items():
         rest = fit(folder / "again", str(path), **options)
         assert rest == mine[step:], (way, path.name, rest, mine[step:])
+# Loaders of evaluations have epochs of their own.
+class Checked(Model):
+    def __init__(self):
+        super().__init__(True)
+        self.checks = self.loader()
+        self.checked = 0
+    def loader(self, epochs=2):
+        return nostall.DataLoader(
+            data, 4, epochs=epochs, shuffle=False, tiers=[], batch="tuple")
+    def val_dataloader(self):
+        return self.checks
+    def validation_step(self, batch, _):
+        self.checked += 1
+    test_step = predict_step = validation_step
+model = Checked()
+trainer = pytorch_lightning.Trainer(
+    accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+    enable_model_summary=False, max_epochs=EPOCHS, check_val_every_n_epoch=2, num_sanity_val_steps=0)
+trainer.fit(model)
+assert model.checked == 2 * 3, model.checked
+for evaluate in (trainer.validate, trainer.test, trainer.predict):
+    model.checked = 0
+    evaluate(model, model.loader(1))
+    assert model.checked == 3, (evaluate, model.checked)
 # Longer than it was to be, from the end of its last epoch.
 last = str(*Path(sys.argv[1], "plain").glob("*=24.ckpt"))
 Model.epochs = EPOCHS + 1
@@ -361,6 +386,14 @@ rest = fit(sys.argv[1] + "/longer", last, max_epochs=EPOCHS + 1)
 with nostall.DataLoader(data, 2, epochs=EPOCHS + 1, tiers=[], batch="tuple") as loader:
     loader.set_epoch(EPOCHS)
     assert rest == [(EPOCHS, labels.tolist()) for _, labels in loader], rest
+# The loader has too few.
+for checkpoint in (None, str(*Path(sys.argv[1], "longer").glob("*=30.ckpt"))):
+    try:
+        fit(sys.argv[1] + "/short", checkpoint, max_epochs=EPOCHS + 2)
+    except UsageError as error:
+        assert f"this job of {EPOCHS + 1} epochs has" in str(error), error
+    else:
+        raise AssertionError(checkpoint)
 """
 
 

@@ -191,14 +191,13 @@ def test_a_trainer_sets_the_epoch_of_a_new_loader_through_its_sampler() -> None:
     with nostall.DataLoader(source, 2, epochs=3, tiers=[]) as loader:
         whole = [ids(epoch) for epoch in loader.epochs()]
         loader.batch_sampler.sampler.set_epoch(1)
+        loader.batch_sampler.sampler.set_epoch(3)
         with pytest.raises(UsageError, match="this job of 3 epochs has ended"):
             next(iter(loader))  # it goes back for nobody
     with nostall.DataLoader(source, 2, epochs=3, tiers=[]) as loader:
         batches = iter(loader)  # made before, as Lightning makes it
         loader.batch_sampler.sampler.set_epoch(1)
         assert ids(batches) == whole[1]
-        with pytest.raises(UsageError, match="has no epoch 3"):
-            loader.batch_sampler.sampler.set_epoch(3)
         loader.set_epoch(0)
         next(batches := iter(loader))
         state = loader.state_dict()
@@ -209,6 +208,28 @@ def test_a_trainer_sets_the_epoch_of_a_new_loader_through_its_sampler() -> None:
     with nostall.DataLoader(source, 2, steps=8, tiers=[]) as loader:
         loader.batch_sampler.sampler.set_epoch(1)
         assert ids(loader) == whole[0] + whole[1]
+    with nostall.DataLoader(source, 2, epochs=3, tiers=[]) as loader:
+        batches = iter(loader)
+        with pytest.raises(UsageError, match="has no epoch 3"):  # goes on, with too few epochs
+            loader.batch_sampler.sampler.set_epoch(3)
+
+
+def test_a_trainers_epoch_is_not_that_of_a_loader_for_evaluations() -> None:
+    """It is set before their iterations are made, and is the epoch of the training."""
+    source = nostall.Arrays({"id": np.arange(8)})
+    with nostall.DataLoader(source, 2, epochs=3, tiers=[]) as loader:
+        whole = [[batch["id"].tolist() for batch in epoch] for epoch in loader.epochs()]
+    for trained in ((0, 5, 10), (1, 3, 5), (2, 2, 2)):
+        with nostall.DataLoader(source, 2, epochs=3, tiers=[]) as loader:
+            seen = []
+            iter(loader)  # as Lightning looks whether it can
+            for epoch in trained:
+                loader.batch_sampler.sampler.set_epoch(epoch)
+                seen.append([batch["id"].tolist() for batch in loader])
+            assert seen == whole
+    with nostall.DataLoader(source, 2, tiers=[]) as loader:  # without an end it may follow
+        loader.batch_sampler.sampler.set_epoch(2)
+        assert [batch["id"].tolist() for batch in loader] == whole[2]
 
 
 def test_a_loader_that_was_made_before_the_ranks_met_is_refused() -> None:
