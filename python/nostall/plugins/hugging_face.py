@@ -72,7 +72,7 @@ def _uneven(loader: nostall.DataLoader) -> bool:
     batch, ranks = loader._options.global_batch_size, loader.world.world_size
     if batch is None:
         return False
-    last = 0 if loader.drop_last else len(loader.dataset) % batch
+    last = 0 if loader.drop_last else loader.plan.epoch_length % batch
     return bool(batch % ranks or last % ranks)
 
 
@@ -180,7 +180,8 @@ class FromLoader:
         return Loader(loader, self._names)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **options: Any) -> Any:
-        """As the trainer's; in its loss each sample of an `eval_loader` counts alike."""
+        """As the trainer's; in its loss each sample of an `eval_loader` counts alike, in processes of
+        one GPU."""
         me: Any = self
         trainer: Any = super()
         size = me.args.per_device_eval_batch_size

@@ -479,10 +479,14 @@ for summed, heard in ((3, 0), (2, 1)):
     assert len(told) == heard, told
 assert "3 batches is no multiple of gradient_accumulation_steps=2" in told[0], told
 # Of two ranks, whose parts the Trainer gathers.
-for samples, batch, refused in ((10, 4, False), (9, 3, True), (9, 4, True)):
+nine, eight = (dict(order=list(range(count)), shuffle=False) for count in (9, 8))
+for samples, batch, options, refused in (
+    (10, 4, {}, False), (9, 3, {}, True), (9, 4, {}, True), (9, 4, {"drop_last": True}, False),
+    (10, 4, nine, True), (9, 4, eight, False),
+):
     part = nostall.Subset(data, range(samples))
     with nostall.DataLoader(
-        part, global_batch_size=batch, rank=0, world_size=2, tiers=[]
+        part, global_batch_size=batch, rank=0, world_size=2, tiers=[], **options
     ) as inner:
         try:
             Trained(loader=inner, eval_loader=inner, model=Model(), args=arguments())
