@@ -263,7 +263,8 @@ class Source:
         why = ""
         if index != stored and not os.path.exists(kept):
             why = str(self.native.open_sums(f"{index}.sums"))
-        return why or str(self.native.open_sums(kept))
+        mine = str(self.native.open_sums(kept))
+        return why or mine
 
 
 def way_from(dataset: object) -> str:

@@ -381,6 +381,26 @@ def test_checksums_of_others_are_completed_elsewhere(
         again.read(3)
 
 
+def test_checksums_are_kept_where_those_of_others_do_not_fit(
+    make_folder: Callable[[int], Path], tmp_path: Path, read_only: Callable[[], Path]
+) -> None:
+    root = make_folder(3).rename(tmp_path / "data")
+    theirs = nostall.ImageFolder(root)
+    for sample in range(3):
+        theirs.read(sample)
+    theirs.keep_sums()
+    for image in root.rglob("*.jpg"):
+        image.write_bytes(image.read_bytes()[::-1])
+    cache = read_only()
+    mine = nostall.ImageFolder(root)
+    assert not any(mine.native.sums)
+    for sample in range(3):
+        mine.read(sample)
+    mine.keep_sums()
+    assert len([*cache.glob("*.sums")]) == 1
+    assert all(nostall.ImageFolder(root).native.sums)
+
+
 @pytest.mark.parametrize("learns", [False, True])
 def test_checksums_of_others_that_do_not_fit_are_found_so_once(
     tmp_path: Path, read_only: Callable[[], Path], learns: bool
