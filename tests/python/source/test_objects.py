@@ -369,8 +369,10 @@ def test_a_store_of_the_users_own_is_asked_for_the_etag_that_it_gave() -> None:
     from obstore.store import GCSStore, MemoryStore, S3Store
 
     known = [{"size": 3, "e_tag": "0x1F"}]
-    for store in (object(), MemoryStore()):
-        assert Ranges(["az://here/a"], store, known)._tags == ["0x1F"]
+    for store, scheme in ((object(), "s3"), (MemoryStore(), "s3"), (MemoryStore(), "az")):
+        assert Ranges([f"{scheme}://here/a"], store, known)._tags == ["0x1F"]
+    for scheme in ("az", "abfs"):  # around an AzureStore
+        assert Ranges([f"{scheme}://here/a"], object(), known)._tags == ['"0x1F"']
     for store in (GCSStore("here", skip_signature=True), S3Store("here", skip_signature=True)):
         assert Ranges(["s3://here/a"], store, known)._tags == ['"0x1F"']
 
