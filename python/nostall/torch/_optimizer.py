@@ -541,10 +541,19 @@ class _Distributed:
         """Gives what this rank has, so that every group is complete."""
         sync = self.gradient_sync
         for parameter in _parameters_of(self):
-            if id(parameter) not in sync._numbers and parameter.grad is not None:
+            gradient = parameter.grad
+            if id(parameter) in sync._numbers or gradient is None:
+                continue
+            told = f"a gradient of shape {list(parameter.shape)} is not reduced, for its parameter "
+            if parameter.requires_grad:
                 raise UsageError(
-                    f"a gradient of shape {list(parameter.shape)} is not reduced, for its parameter "
-                    "was frozen, or in no group, when the DistributedOptimizer was made: make it again"
+                    f"{told}was frozen, or in no group, when the DistributedOptimizer was made: make "
+                    "it again, with the same arguments"
+                )
+            # Torch updates by it all the same, each rank by its own; zeros are alike.
+            if gradient.is_sparse or gradient.any():
+                raise UsageError(
+                    f"{told}is frozen, and has it from before: set the parameter's grad to None"
                 )
         sync.make_dense()
         sync.finish()
@@ -651,7 +660,7 @@ def DistributedOptimizer(
 
     Args:
         optimizer: any torch optimizer; it keeps its class, state and schedulers. Also one that was
-            returned before, once other parameters are to be trained.
+            returned before, once other parameters are to be trained; the other arguments do not stay.
         named_parameters: as ``model.named_parameters()``; names for messages. All parameters of the
             optimizer if None.
         options: how gradients are reduced; the same on all ranks.

@@ -502,6 +502,41 @@ def test_parameters_that_are_trained_later() -> None:
         ]
 
 
+FROZEN = """
+from nostall.errors import UsageError
+model = Net()
+x, y = data(0, rank)
+loss_of(model(x), y).backward()
+model.a.requires_grad_(False)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+optimizer = nt.DistributedOptimizer(optimizer, model.named_parameters())
+loss_of(model(x), y).backward()
+refused = ""
+try:
+    optimizer.step()
+except UsageError as error:
+    refused = str(error)
+for parameter in model.a.parameters():
+    parameter.grad.zero_()
+optimizer.step()  # by zeros, on all ranks
+before = weights(model)
+optimizer.zero_grad()
+loss_of(model(x), y).backward()
+optimizer.step()
+after = weights(model)
+result = [refused, before, after]
+"""
+
+
+@pytest.mark.multi
+def test_a_gradient_from_before_the_freezing_moves_no_rank_from_the_others() -> None:
+    first, second = run_ranks(2, MODEL + FROZEN)
+    assert first == second
+    refused, before, after = first
+    assert refused.endswith("is frozen, and has it from before: set the parameter's grad to None")
+    assert before[:2] == after[:2] and before[2:] != after[2:]
+
+
 JOINED = """
 def job(batches, **options):
     torch.manual_seed(0)
