@@ -521,10 +521,11 @@ class Checkpointer:
             UsageError: the checkpoint is of another number of ranks, or does not fit `into`; of several
                 ranks all raise it, and change nothing but tensors of a device. Also of a torch module
                 that load_state_dict found to be another one.
-            IoError: an object store does not answer, or memory or open files are too few to read a
-                checkpoint: it is not passed over. Or a directory is not this job's any more, and the
-                newest checkpoint is nowhere else. Or a rank cannot read a directory, or does not see a
-                checkpoint that others see there, also not a minute later; all raise it.
+            IoError: an object store does not answer, or memory, open files or room are too little to
+                read a checkpoint of which no other tier has a copy: it is not passed over. Or a
+                directory is not this job's any more, and the newest checkpoint is nowhere else. Or a
+                rank cannot read a directory, or does not see a checkpoint that others see there, also
+                not a minute later; all raise it.
             PeerError: a load_state_dict has raised on another rank.
         """
         self._check_process()

@@ -63,23 +63,34 @@ class Search:
         Raises:
             CorruptionError: there are checkpoints, and all are damaged.
             UsageError: there is none of that step, or it is of another number of ranks.
-            UnreachableError: a store does not answer, or cannot be listed, or memory or descriptors are
-                too few to read it, or it is not the job's any more and may have a newer checkpoint than
-                the others; all ranks raise it.
+            UnreachableError: a store does not answer, or cannot be listed, or memory, descriptors or
+                room are too little to read a checkpoint that no other store has whole, or a store is
+                not the job's any more and may have a newer checkpoint than the others; all ranks raise
+                it.
         """
         choices, problems = self._choices(step)
         for problem in problems:
             _log.warning("passing over a checkpoint: %s", problem)
         superseded = [c for c in choices if not on_branch(c, self._top)]
+        unread: dict[str, str] = {}  # why, by the ids of what may be whole
         for number, choice in enumerate(choices):
             if step is None and choice in superseded:
                 break
             self._refuse_gone(step, choices[number:])
             store = next(s for s in self._stores if s.kind == choice.kind)
-            restored, problem = self._try(store, choice.step, choice.id, progress)
+            restored, problem, away = self._try(store, choice.step, choice.id, progress)
             if restored is not None:
                 return restored
-            self._damaged.add(choice.id)
+            if away:
+                unread[choice.id] = problem
+            elif choice.id in unread:
+                problem = f"{unread[choice.id]}; {problem}"
+            if choice.id in unread:
+                # An older one would be restored although this one may be whole, but for its other copy.
+                if choice.id not in [other.id for other in choices[number + 1 :]]:
+                    raise UnreachableError(problem)
+            else:
+                self._damaged.add(choice.id)
             problems.append(problem)
             _log.warning("passing over a checkpoint: %s", problem)
         self._refuse_gone(step, [])
@@ -215,7 +226,8 @@ class Search:
 
     def _try(
         self, store: Store, step: int, id: str, progress: Progress
-    ) -> tuple[Restored | None, str]:
+    ) -> tuple[Restored | None, str, bool]:
+        """What is restored, or why not on some rank, and whether what is there may be whole."""
         restored, problem, away, wrong = None, "", False, ""
         failed: Exception | None = None  # what says nothing of the checkpoint
         held = self._held.get(id) if self._nodes and store is self._nodes.store else None
@@ -258,10 +270,8 @@ class Search:
             raise UsageError(wrong)
         if unsure:
             raise PeerError(f"step {step} in {store.root} cannot be restored: {problem}")
-        if away:  # an older one would be restored although this one may be whole
-            raise UnreachableError(problem)
         if problem:
-            return None, problem
+            return None, problem, away
         leads = held is not None and self._nodes is not None and self._nodes.leader
         if held is not None and leads:
             # A node that is new has its ranks' parts now.
@@ -271,7 +281,7 @@ class Search:
                     store.publish(held.manifest)
             except (Error, OSError) as error:  # the state is restored all the same
                 _log.warning("%s has no manifest of step %d: %s", store.root, step, error)
-        return restored, problem
+        return restored, problem, False
 
     def _other_world(self, manifest: Manifest, store: Store) -> str:
         if manifest.replicated or manifest.world_size == self._world_size:

@@ -269,9 +269,10 @@ def _branch(stores: Sequence[Store], step: int | None, id: str | None, take_over
 def _dry_run(stores: Sequence[Store], step: int | None, rank: int) -> int:
     looked = view(stores, step)
     passed_over = bool(looked.problems)
+    unread: dict[str, UnreachableError] = {}  # by ids: an older one is not restored in their place
     for problem in looked.problems:
         print(f"passed over: {problem}")
-    for choice in looked.choices:
+    for number, choice in enumerate(looked.choices):
         found = choice.step
         if step is None and not on_branch(choice, looked.top):
             print(f"superseded: step {found}, save {choice.id}")
@@ -292,9 +293,13 @@ def _dry_run(stores: Sequence[Store], step: int | None, rank: int) -> int:
             with Bars() as bars:
                 show = functools.partial(bars.show, f"reading step {found}")
                 restored = read_part(store, manifest, rank, _THREADS, show)
-        except UnreachableError:  # an older one would be restored although this one may be whole
-            raise
         except (Error, OSError) as error:
+            if isinstance(error, UnreachableError):
+                unread[choice.id] = error
+            if choice.id in unread and choice.id not in [
+                c.id for c in looked.choices[number + 1 :]
+            ]:
+                raise unread[choice.id] from None
             print(f"passed over: {error}")
             continue
         print(

@@ -947,6 +947,48 @@ def test_a_limit_on_a_node_passes_over_no_checkpoint(
     assert World(2).run(work) == [2, 2]
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EMFILE])
+@pytest.mark.parametrize("durable", ["whole", "damaged"])
+def test_a_limit_on_a_node_leaves_the_durable_copy_to_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, durable: str
+) -> None:
+    monkeypatch.setenv("NOSTALL_HOST", "127.0.0.1")
+    make = checkpointer_of(tmp_path, world_size=2, durable=tmp_path / "durable")
+    limited, opened = threading.Event(), os.open
+
+    def limit(path: Any, *args: Any, **more: Any) -> int:
+        if limited.is_set() and Path(path).match("node1/*/*.partial"):
+            raise OSError(number, os.strerror(number))
+        return opened(path, *args, **more)
+
+    monkeypatch.setattr(os, "open", limit)
+
+    def work(rank: int, gather: Any) -> Any:
+        with make(rank, gather) as ckpt:
+            for step in (1, 2):
+                ckpt.save({"step": step}, step, level="durable")
+            ckpt.wait(60)
+            gather(b"")
+            if rank == 1:
+                (own,) = (tmp_path / "node1").glob("*2/rank-00001.*")
+                own.rename(tmp_path / "node0" / own.parent.name / own.name)
+                if durable == "damaged":
+                    (tmp_path / "durable" / own.parent.name / own.name).write_bytes(b"")
+                limited.set()
+            gather(b"")
+            found: Any = None
+            try:
+                found = ckpt.restore()
+            except UnreachableError as error:
+                assert "rank 1: " in str(error) and os.strerror(number) in str(error)
+            gather(b"")  # all listen until here
+            assert not ckpt._background.damaged
+            return found and (found.step, found.tier)
+
+    expected = (2, "durable") if durable == "whole" else None
+    assert World(2).run(work) == [expected] * 2
+
+
 def test_another_copy_is_taken_where_a_limit_hides_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

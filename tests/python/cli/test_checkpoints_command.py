@@ -237,6 +237,29 @@ def test_restore_dry_run_reads_as_a_restore_would(
     assert main(["checkpoints", "restore-dry-run", *tiers]) == 5
 
 
+@pytest.mark.parametrize("limited", ["fast", "both"])
+def test_restore_dry_run_takes_another_copy_of_what_a_limit_hides(
+    tiers: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    limited: str,
+) -> None:
+    opened = Store.open
+
+    def limit(store: Store, *arguments: Any) -> Any:
+        if limited in (store.kind, "both"):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return opened(store, *arguments)
+
+    monkeypatch.setattr(Store, "open", limit)
+    status = main(["checkpoints", "restore-dry-run", *tiers])
+    said = capsys.readouterr()
+    if limited == "both":  # no older one
+        assert status == IoError.exit_code and "ulimit -n" in said.err
+    else:
+        assert status == 0 and f"would restore step 3 from {tiers[1]}" in said.out
+
+
 def test_restore_dry_run_does_not_count_the_import_of_torch(tmp_path: Path) -> None:
     with nostall.Checkpointer(durable=tmp_path / "ckpt") as ckpt:
         ckpt.save({"w": (torch.zeros(9), 1)}, 1, level="durable")
