@@ -592,7 +592,9 @@ class Checkpointer:
         """The problems of all ranks; "" if none has any."""
         if self.world_size == 1:
             return problem
-        notes = [note.decode() for note in self._allgather(problem.encode())]
+        # It may name a path whose bytes are no UTF-8.
+        mine = problem.encode(errors="backslashreplace")
+        notes = [note.decode() for note in self._allgather(mine)]
         return "; ".join(f"rank {rank}: {note}" for rank, note in enumerate(notes) if note)
 
     def _begin_branch(self, manifest: files.Manifest, behind: bool) -> None:

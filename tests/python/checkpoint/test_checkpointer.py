@@ -1215,6 +1215,28 @@ def test_a_directory_that_one_rank_cannot_read_ends_the_restore_of_all(
     assert World(2).run(work) == [(1, 0), (1, 1)]
 
 
+def test_a_path_that_is_no_utf8_is_told_on_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    make = ranked(tmp_path, 2)
+
+    def refuse(store: Store, branch: Any) -> None:
+        raise IoError("cannot note the branch in /data/\udcff")
+
+    monkeypatch.setattr(Store, "note_branch", refuse)
+
+    def work(rank: int, gather: Any) -> Any:
+        with make(rank, gather) as ckpt:
+            for at in (1, 2):
+                ckpt.save(state_of(rank), at, level="durable")
+            ckpt.wait(60)
+            found = ckpt.restore(1)
+            return found and found.step
+
+    assert World(2).run(work) == [1, 1]
+    assert r"rank 0: cannot note the branch in /data/\udcff" in caplog.text
+
+
 @pytest.mark.parametrize(("step", "looks"), [(2, 3), (2, 99), (1, 99)])
 def test_a_checkpoint_that_a_rank_sees_late_is_looked_for_again(
     tmp_path: Path,
