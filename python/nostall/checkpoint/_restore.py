@@ -50,12 +50,13 @@ class Restored:
 
 
 class Choice(NamedTuple):
-    """A checkpoint that could be restored; `kind` is that of its store."""
+    """A checkpoint that could be restored; `kind` is that of its store, `name` that of its manifest."""
 
     step: int
     kind: str
     id: str
     order: tuple[int, float, str]
+    name: str
 
     @property
     def sequence(self) -> int:
@@ -73,8 +74,8 @@ class View:
     top: tuple[int, Ranges] | None
     # Directories that are not the job's any more: why.
     away: list[str] = field(default_factory=list)
-    # Of what is damaged or cannot be read: the kind of its store, and its step.
-    passed: list[tuple[str, int]] = field(default_factory=list)
+    # Of what is damaged or cannot be read: the kind of its store, its step, and its manifest's name.
+    passed: list[tuple[str, int, str]] = field(default_factory=list)
 
 
 def view(stores: Sequence[Store], step: int | None) -> View:
@@ -86,7 +87,7 @@ def view(stores: Sequence[Store], step: int | None) -> View:
     choices: list[Choice] = []
     problems: list[str] = []
     away: list[str] = []
-    passed: list[tuple[str, int]] = []
+    passed: list[tuple[str, int, str]] = []
     records: list[Record | None] = []
     for store in stores:
         try:
@@ -108,10 +109,12 @@ def view(stores: Sequence[Store], step: int | None) -> View:
             if damage or entry.manifest is None:
                 if damage:
                     problems.append(damage)
-                    passed.append((store.kind, entry.step))
+                    passed.append((store.kind, entry.step, entry.name))
             else:
                 manifest = entry.manifest
-                choices.append(Choice(entry.step, store.kind, manifest.id, manifest.order))
+                choices.append(
+                    Choice(entry.step, store.kind, manifest.id, manifest.order, entry.name)
+                )
     top = newest(records)
     last = (top.sequence, top.abandoned) if top is not None else None
     found = View([], [*away, *problems], last, away, passed)

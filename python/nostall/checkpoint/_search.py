@@ -127,7 +127,7 @@ class Search:
                 held = together([views[group[0]]["held"] for group in self._nodes.groups])
             whole = [h for h in held if not h.lost and step in (None, h.manifest.step)]
             choices += [
-                Choice(h.manifest.step, "fast", h.manifest.id, h.manifest.order) for h in whole
+                Choice(h.manifest.step, "fast", h.manifest.id, h.manifest.order, "") for h in whole
             ]
             choices = in_order(choices, self._top)
             unseen = self._unseen(choices, views, step)
@@ -196,9 +196,9 @@ class Search:
         """Which ranks do not see a checkpoint that is better than all that they have in common; or "".
 
         A network file system shows a file late to a machine that has looked for it before. A rank that
-        says what is wrong with the checkpoint, or with the directory, has seen what is there.
+        says what is wrong with its manifest, or with the directory, has seen what is there.
         """
-        seen = {Choice(c[0], c[1], c[2], tuple(c[3])) for v in views for c in v["choices"]}
+        seen = {Choice(c[0], c[1], c[2], tuple(c[3]), c[4]) for v in views for c in v["choices"]}
         for choice in in_order(seen.union(choices), self._top):
             if choices and choice.id == choices[0].id:
                 break
@@ -208,7 +208,7 @@ class Search:
                 rank
                 for rank, v in enumerate(views)
                 if not v["gone"]
-                and [choice.kind, choice.step] not in v["passed"]
+                and [choice.kind, choice.step, choice.name] not in v["passed"]
                 and choice.id not in [c[2] for c in v["choices"] if c[1] == choice.kind]
             ]
             if without:

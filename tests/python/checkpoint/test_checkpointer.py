@@ -1281,6 +1281,42 @@ def test_a_checkpoint_that_a_rank_sees_late_is_looked_for_again(
     assert len(pauses) == (1 if step == 1 else min(looks, len(_search._PAUSES)))
 
 
+def test_a_checkpoint_that_a_rank_sees_late_beside_a_damaged_one_is_looked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    make, rank1, inner = ranked(tmp_path, 2), threading.local(), Store.read
+
+    def read(store: Store, at: int, name: str) -> Any:
+        blind = getattr(rank1, "blind", 0) and name.startswith("manifest-")
+        return None if blind else inner(store, at, name)
+
+    def pause(seconds: float) -> None:
+        rank1.blind = max(0, getattr(rank1, "blind", 0) - 1)
+
+    monkeypatch.setattr(Store, "read", read)
+    monkeypatch.setattr(_search, "time", SimpleNamespace(sleep=pause))
+
+    def work(rank: int, gather: Any) -> Any:
+        with make(rank, gather) as ckpt:
+            for at in (1, 2):
+                ckpt.save(state_of(rank), at, level="durable")
+                ckpt.wait(60)
+                gather(b"")
+            if rank == 0:
+                for manifest in tmp_path.glob("*/*2/manifest.json"):
+                    manifest.write_bytes(b"{}")
+            gather(b"")
+            ckpt.save(state_of(20 + rank), 2, level="durable")
+            ckpt.wait(60)
+            gather(b"")
+            rank1.blind = 3 if rank == 1 else 0
+            found = ckpt.restore()
+            return found and found.state["step"]
+
+    assert World(2).run(work) == [20, 21]
+    assert "ranks [1] do not see the checkpoint of step 2" in caplog.text
+
+
 def test_a_manifest_that_one_rank_cannot_read_is_told_on_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
