@@ -567,7 +567,11 @@ class BackgroundWriter:
         assert self.fast is not None
         try:
             self.fast.check_owned()
-            return self.fast.lacks(manifest) or bool(self.fast.missing(manifest))
+            if self.fast.missing(manifest):
+                return True
+            # A damaged manifest may be its own: the parts are there.
+            damaged = any(entry.manifest is None for entry in self.fast.saves(manifest.step))
+            return not damaged and self.fast.lacks(manifest)
         except (Error, OSError):
             return False
 

@@ -397,9 +397,15 @@ class Store:
         return {}
 
     def lacks(self, manifest: Manifest) -> bool:
-        """Whether this save certainly is no checkpoint here: no manifest of it has its name."""
-        entries = [self.read(manifest.step, name) for name in (_MANIFEST, _aside(manifest.id))]
-        return all(e is None or (e.manifest and e.manifest.id != manifest.id) for e in entries)
+        """Whether this save was certainly not made complete here: no manifest of it has its name.
+
+        A damaged manifest.json is of another one, as `publish` puts its own beside that.
+        """
+        newest, aside = self.entry(manifest.step), self.read(manifest.step, _aside(manifest.id))
+        its = (
+            newest is not None and newest.manifest is not None and newest.manifest.id == manifest.id
+        )
+        return aside is None and not its and not (newest is not None and newest.unread)
 
     def missing(self, manifest: Manifest) -> str:
         """A part that is gone or of another size, found without reading; or nothing.

@@ -506,6 +506,30 @@ def test_a_copy_of_which_nothing_is_known_is_not_written_to(
     assert durable.has_all(copied) and copied.id == fast.manifests()[-1].id
 
 
+def test_a_save_that_fails_beside_what_is_damaged_is_given_up_on_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, manifest = Store(tmp_path, "durable"), Manifest(1, "aaaaaaaa-000001", 2, (), True)
+    store.make()
+    (store.prepare(1) / "manifest.json").write_bytes(b"{}")
+    monkeypatch.setattr(store, "publish", Raising(IoError("the disk is full")))
+    part = Part(0, part_name(0, manifest.id), 0, ())
+    assert store.commit(manifest, 0, part, timeout=60) == "the disk is full"
+    assert store.commit(manifest, 1, None, timeout=60) == "the disk is full"
+
+
+def test_a_fast_checkpoint_whose_manifest_is_damaged_is_not_given_up(tmp_path: Path) -> None:
+    fast, durable = two_tiers(tmp_path)
+    background, manifest = (
+        BackgroundWriter(fast, durable, 0, Settings(Keep(5))),
+        fast.manifests()[-1],
+    )
+    (fast.directory(3) / "manifest.json").write_bytes(b"{}")
+    assert not background._is_gone(manifest)
+    (fast.directory(3) / "manifest.json").unlink()
+    assert background._is_gone(manifest)
+
+
 @pytest.mark.parametrize("unknown", ["find", "check_owned"])
 def test_a_rank_does_not_take_a_copy_of_which_nothing_is_known_for_a_whole_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unknown: str
