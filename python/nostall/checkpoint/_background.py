@@ -21,7 +21,7 @@ from typing import Literal, TypeVar
 from nostall import _native
 from nostall.base._words import words_of
 from nostall.checkpoint._cleaner import Cleaner
-from nostall.checkpoint._drain import copy_all, read_back
+from nostall.checkpoint._drain import copy_all, find_copy, read_back
 from nostall.checkpoint._format import Manifest, Part
 from nostall.checkpoint._nodes import Nodes
 from nostall.checkpoint._place import Copy, LostStoreError, Pacing
@@ -590,7 +590,9 @@ class BackgroundWriter:
         try:
             if self.rank == 0:
                 durable.check_owned()  # nothing is copied in vain
-            there = durable.find(manifest.step, manifest.id)
+            there = (
+                find_copy(durable, manifest) if alone else durable.find(manifest.step, manifest.id)
+            )
             whole = there is not None and durable.has_all(there)
             if there is not None and not whole:
                 failed = f"{durable.root} lacks parts of step {manifest.step}"

@@ -8,34 +8,54 @@ from collections.abc import Callable
 
 from nostall import _native
 from nostall.checkpoint._format import Manifest, Part
+from nostall.checkpoint._place import UnreachableError
 from nostall.checkpoint._store import Store
-from nostall.errors import IoError, StoppedError
+from nostall.errors import IoError
+
+
+def find_copy(durable: Store, manifest: Manifest) -> Manifest | None:
+    """The manifest of a copy; None also where what is there cannot be read: one is made beside it.
+
+    Raises:
+        UnreachableError: `durable` does not answer, or what it takes to read it is missing.
+    """
+    try:
+        return durable.find(manifest.step, manifest.id)
+    except UnreachableError:
+        raise
+    except IoError:
+        return None
 
 
 def copy_all(
     durable: Store, manifest: Manifest, copy: Callable[[Part, str], None], attempt: int = 0
 ) -> None:
     """Copies each part by `copy(part, name)`, then makes the checkpoint complete in `durable`."""
-    before = durable.find(manifest.step, manifest.id)
+    before = find_copy(durable, manifest)
     taken = {part.name for part in before.parts} if before is not None else set()
     names = durable.copy_names(manifest, before, attempt)
     copies = tuple(dataclasses.replace(p, name=names[p.name]) for p in manifest.parts)
+    copied = False
     try:
         durable.make_step(manifest.step)
         for part in manifest.parts:
             copy(part, names[part.name])
+        copied = True
         durable.publish(dataclasses.replace(manifest, parts=copies))
-    except StoppedError:
-        raise
-    except Exception:
+    except BaseException:
         with contextlib.suppress(IoError):  # then they may be named
-            now = durable.find(manifest.step, manifest.id)
-            if durable.lacks(manifest) if now is None else now == before:
+            if not copied or _is_as(before, durable, manifest):
                 for part in copies:
                     durable.discard(manifest.step, part.name)
         raise
     for name in sorted(taken):
         durable.discard(manifest.step, name)
+
+
+def _is_as(before: Manifest | None, durable: Store, manifest: Manifest) -> bool:
+    """Whether certainly no other copy is complete than before."""
+    now = durable.find(manifest.step, manifest.id)
+    return durable.lacks(manifest) if now is None else now == before
 
 
 def read_back(durable: Store, step: int, part: Part, name: str, priority: _native.Priority) -> None:

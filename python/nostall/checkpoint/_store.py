@@ -643,10 +643,12 @@ class Store:
         A second attempt uses other names, because other ranks may still be giving up the first. So does
         a copy that takes the place of one with lost parts (`before`): until it is complete, nothing
         that the old manifest names is written to, and an interrupted copy is not taken for a whole one.
-        Nor is anything written to beside a manifest that is damaged: it may name any file.
+        Nor is anything written to beside a manifest that is damaged, or cannot be read: it may name any
+        file.
         """
         names = self._names(manifest.step)
-        known = before is None and all(e.manifest for e in self._saves(manifest.step, names))
+        saves = [e.manifest for e in self._saves(manifest.step, names)]
+        known = before is None and all(m is not None and m.id != manifest.id for m in saves)
         if known and not (attempt > 0 and manifest.world_size > 1):
             return {part.name: part.name for part in manifest.parts}
         taken = {*names, *(part.name for part in before.parts)} if before is not None else {*names}

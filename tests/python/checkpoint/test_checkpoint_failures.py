@@ -488,22 +488,59 @@ def test_a_copy_of_which_nothing_is_known_is_not_written_to(
 ) -> None:
     fast, durable = two_tiers(tmp_path)
     unread, directory = Unread(monkeypatch), durable.directory(3)
-    before = {p: p.stat() for p in directory.iterdir()}
-    unread.paths.add(directory / "manifest.json")
-    with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable", keep_fast=3) as ckpt:
-        with pytest.raises(IoError, match=r"step 3 stays in .*manifest\.json cannot be read"):
+    before = {p: p.stat().st_mtime_ns for p in directory.iterdir()}
+
+    def drain() -> dict[Path, int]:
+        with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable", keep_fast=3) as ckpt:
             ckpt.wait(60)
-        unread.paths.clear()
-        ckpt.wait(60)
-    assert {p: p.stat() for p in directory.iterdir()} == before
+        (copied,) = (m for m in durable.manifests() if m.step == 3)
+        assert durable.has_all(copied) and copied.id == fast.manifests()[-1].id
+        return {p: p.stat().st_mtime_ns for p in directory.iterdir()}
+
+    unread.paths.add(directory / "manifest.json")
+    after = drain()  # beside it
+    assert before.items() < after.items() and drain() == after
+    unread.paths.clear()
+    assert drain() == before
     # The copy of a damaged one gets other names: what is damaged may be mended by hand.
     (directory / "manifest.json").write_bytes(b"{}")
-    with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable", keep_fast=3) as ckpt:
-        ckpt.wait(60)
-    for path, stat in before.items():
-        assert path.name == "manifest.json" or path.stat().st_mtime_ns == stat.st_mtime_ns
-    (copied,) = (m for m in durable.manifests() if m.step == 3)
-    assert durable.has_all(copied) and copied.id == fast.manifests()[-1].id
+    before[directory / "manifest.json"] = (directory / "manifest.json").stat().st_mtime_ns
+    assert before.items() < drain().items()
+
+
+def test_a_copy_that_becomes_readable_while_it_is_drained_is_not_written_to(tmp_path: Path) -> None:
+    _, durable = two_tiers(tmp_path)
+    (manifest,) = (m for m in durable.manifests() if m.step == 3)
+    assert manifest.parts[0].name not in durable.copy_names(manifest, None, 0).values()
+
+
+@pytest.mark.parametrize("how", ["copy", "stop", "interrupt", "publish"])
+@pytest.mark.parametrize("there", ["damaged", "unread"])
+def test_a_drain_that_fails_beside_what_is_damaged_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, there: str
+) -> None:
+    fast, durable = two_tiers(tmp_path)
+    manifest, directory = fast.manifests()[-1], durable.directory(3)
+    if there == "damaged":
+        (directory / "manifest.json").write_bytes(b"{}")
+    else:
+        Unread(monkeypatch).paths.add(directory / "manifest.json")
+    before = {p.name for p in directory.iterdir()}
+    errors = {"stop": StoppedError("the job ends"), "interrupt": KeyboardInterrupt()}
+    error = errors.get(how, IoError("the disk is full"))
+
+    def copy(part: Part, name: str) -> None:
+        (directory / name).write_bytes(bytes(part.size))
+        if how != "publish":
+            raise error
+
+    if how == "publish":
+        monkeypatch.setattr(durable, "publish", Raising(error))
+    with pytest.raises(type(error)):
+        copy_all(durable, manifest, copy)
+    left = {p.name for p in directory.iterdir()} - before
+    # Where the manifest cannot be read it may be the one that was just published.
+    assert bool(left) == (how == "publish" and there == "unread")
 
 
 def test_a_save_that_fails_beside_what_is_damaged_is_given_up_on_all_ranks(
