@@ -235,15 +235,38 @@ def _remove(stores: Sequence[Store], steps: Sequence[int], take_over: bool) -> i
     return 0
 
 
+@contextlib.contextmanager
+def _noted(failed: list[Error | OSError]) -> Iterator[None]:
+    """Notes what fails in a ``with``, so that the other checkpoints have their turn."""
+    try:
+        yield
+    except (Error, OSError) as error:
+        failed.append(error)
+
+
+def _raise_all(failed: Sequence[Error | OSError]) -> None:
+    """What was noted, as one error."""
+    if len(failed) > 1:
+        kinds = CorruptionError, IoError
+        kind = next((k for k in kinds if any(isinstance(e, k) for e in failed)), IoError)
+        raise kind("; ".join(map(str, failed)))
+    if failed:
+        raise failed[0]
+
+
 def _remove_superseded(stores: Sequence[Store], take_over: bool) -> int:
     with _owning(stores, take_over):
         top, removed = view(stores, None).top, False
+        failed: list[Error | OSError] = []
         for store in stores:
             for manifest in store.manifests():
-                if top is not None and not is_past(manifest.sequence, *top):
+                if top is None or is_past(manifest.sequence, *top):
+                    continue
+                removed = True
+                with _noted(failed):
                     store.remove(manifest.step, manifest.id)
                     print(f"removed save {manifest.id} of step {manifest.step} from {store.root}")
-                    removed = True
+    _raise_all(failed)
     if not removed:
         print(f"no superseded saves in {_places(stores)}")
     return 0
@@ -350,9 +373,11 @@ def _drain(arguments: argparse.Namespace) -> int:
 
     with _owning([fast, durable], arguments.take_over):
         waiting = undrained(fast, durable, Keep(arguments.keep))
+        failed: list[Error | OSError] = []
         for manifest in waiting:
-            copy_all(durable, manifest, functools.partial(copy, manifest))
-            print(f"step {manifest.step}: {manifest.size} bytes are in {durable.root} now")
+            with _noted(failed):
+                copy_all(durable, manifest, functools.partial(copy, manifest))
+                print(f"step {manifest.step}: {manifest.size} bytes are in {durable.root} now")
         for entry in fast.entries():
             if entry.manifest is not None and not all(
                 fast.has(entry.step, part) for part in entry.manifest.parts
@@ -360,5 +385,6 @@ def _drain(arguments: argparse.Namespace) -> int:
                 print(
                     f"step {entry.step}: other nodes have parts of it; the job's next start drains it"
                 )
-        print(f"{counted(len(waiting), 'checkpoint')} drained")
+        print(f"{counted(len(waiting) - len(failed), 'checkpoint')} drained")
+    _raise_all(failed)
     return 0

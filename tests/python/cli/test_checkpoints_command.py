@@ -351,6 +351,43 @@ def test_drain_continues_without_a_training(
     assert capsys.readouterr().out.count("verified") == 2
 
 
+@pytest.mark.parametrize("failing", [(1,), (1, 2)])
+def test_what_fails_keeps_no_other_checkpoint_from_its_turn(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    failing: tuple[int, ...],
+) -> None:
+    fast, durable = Store(tmp_path / "fast", "fast"), Store(tmp_path / "durable", "durable")
+    with nostall.Checkpointer(fast.root, level="fast", keep=3) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save({"step": step}, step)
+    words = ["checkpoints", "drain", str(fast.root), str(durable.root)]
+    prepare, remove = Store.prepare, Store.remove
+
+    def refuse(store: Store, step: int, *more: Any) -> Any:
+        if step in failing:
+            raise IoError(f"step {step} is refused")
+        return remove(store, step, *more) if more else prepare(store, step)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "prepare", refuse)
+        assert main(words) == IoError.exit_code
+    said = capsys.readouterr()
+    assert "; ".join(f"step {step} is refused" for step in failing) in said.err
+    drained = [m.step for m in durable.manifests()]
+    assert drained == [step for step in (1, 2, 3) if step not in failing]
+    assert main(words) == 0
+    assert main(["checkpoints", "branch", str(durable.root), "--step", "1"]) == 0
+    failing = tuple(step + 1 for step in failing[:1])
+    words = ["checkpoints", "rm", str(durable.root), "--superseded"]
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "remove", refuse)
+        assert main(words) == IoError.exit_code
+    assert "step 2 is refused" in capsys.readouterr().err
+    assert [m.step for m in durable.manifests()] == [1, 2]
+
+
 @pytest.mark.parametrize("rate", ["300", "0.5B", "fast", ""])
 def test_drain_takes_the_rates_that_a_checkpointer_takes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], rate: str
