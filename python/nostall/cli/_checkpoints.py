@@ -223,6 +223,9 @@ def _remove(stores: Sequence[Store], steps: Sequence[int], take_over: bool) -> i
     with _owning(stores, take_over):
         for store in stores:
             for step in steps:
+                _refuse_whole_beside_damaged(store, step)
+        for store in stores:
+            for step in steps:
                 if step in store.steps():
                     store.remove_step(step)
                     missing.discard(step)
@@ -233,6 +236,20 @@ def _remove(stores: Sequence[Store], steps: Sequence[int], take_over: bool) -> i
         steps_ = ", ".join(map(str, sorted(missing)))
         raise UsageError(f"there is no step {steps_} in {_places(stores)}")
     return 0
+
+
+def _refuse_whole_beside_damaged(store: Store, step: int) -> None:
+    """Raises UsageError where a damaged save of a step may be meant, and good ones would go too."""
+    saves = store.saves(step)
+    damaged = [entry for entry in saves if entry.manifest is None]
+    good = [entry.manifest.id for entry in saves if entry.manifest is not None]
+    if damaged and good:
+        path = damaged[0].path / damaged[0].name
+        raise UsageError(
+            f"step {step} in {store.root} has the saves {', '.join(good)} beside a damaged one, and rm "
+            f"removes all of them: remove {path} alone, and the job's next start removes its parts; to "
+            "remove the others too, repeat this command then"
+        )
 
 
 @contextlib.contextmanager

@@ -351,6 +351,32 @@ def test_drain_continues_without_a_training(
     assert capsys.readouterr().out.count("verified") == 2
 
 
+def test_rm_takes_no_good_save_with_a_damaged_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = Store(tmp_path, "durable")
+    manifest, words = store.directory(1) / "manifest.json", ["checkpoints", "rm", str(tmp_path)]
+    for value in (1, 2):
+        with nostall.Checkpointer(durable=tmp_path, level="durable") as ckpt:
+            ckpt.save({"value": value}, 1)
+        if value == 1:
+            manifest.write_bytes(b"{}")
+            assert main(["checkpoints", "verify", str(tmp_path)]) == CorruptionError.exit_code
+    assert main([*words, "--step", "1"]) == UsageError.exit_code
+    (good,) = store.manifests()
+    said = capsys.readouterr().err
+    assert f"has the saves {good.id} beside a damaged one" in said
+    assert f"remove {manifest} alone" in said
+    manifest.unlink()
+    assert main(["checkpoints", "verify", str(tmp_path)]) == 0
+    with nostall.Checkpointer(durable=tmp_path) as ckpt:
+        found = ckpt.restore()
+        assert found is not None and found.state["value"] == 2
+    assert len(list(store.directory(1).iterdir())) == 2  # the part of the damaged one is gone
+    assert main([*words, "--step", "1"]) == 0
+    assert store.steps() == []
+
+
 @pytest.mark.parametrize("failing", [(1,), (1, 2)])
 def test_what_fails_keeps_no_other_checkpoint_from_its_turn(
     tmp_path: Path,
