@@ -90,8 +90,8 @@ class PythonStorage : public records::Storage {
         if (answers.size() != ranges.size()) throw std::runtime_error("wrong number of answers");
         for (size_t i = 0; i < ranges.size(); ++i) fill(ranges[i], answer_of(answers[i]));
       } catch (nb::python_error& error) {
-        pass_on_interrupt(error);
         fail(ranges, error_of(error.value()), text_of(error.value()));
+        pass_on_interrupt(error);
       } catch (const std::exception& error) {
         fail(ranges, EIO, error.what());
       }
@@ -195,9 +195,9 @@ class CallbackSource : public source::Source {
         for (size_t i = 0; i < requests.size(); ++i) fill(requests[i], answer_of(answers[i]));
         return;
       } catch (nb::python_error& error) {
-        pass_on_interrupt(error);
         number = error_of(error.value());
         why = text_of(error.value());
+        pass_on_interrupt(error);
       } catch (const std::exception& error) {
         why = error.what();
       }

@@ -52,6 +52,8 @@ inline std::string text_of(nanobind::handle object) noexcept {
   };
   nb::object bytes = encoded(nb::steal(PyObject_Str(object.ptr())));
   if (!bytes.is_valid()) {
+    // It may have come while str() was at work; it is the program's, not the text's.
+    if (PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();
     PyErr_Clear();
     bytes = encoded(nb::steal(PyObject_GetAttrString(object.type().ptr(), "__name__")));
   }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from nostall.errors import Error
 
 _HISSED = ("ss", "x", "sh", "tch")
@@ -10,6 +12,11 @@ _HISSED = ("ss", "x", "sh", "tch")
 def counted(number: int, thing: str) -> str:
     """As in "1 rank" and "1,000 ranks"; ``thing`` is the noun of one, after its adjectives."""
     return f"{number} {thing}" + ("" if number == 1 else "es" if thing.endswith(_HISSED) else "s")
+
+
+def printable(name: str) -> str:
+    """The name of a file as text, which goes to logs: bytes that are no UTF-8 as ``\\xNN``."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
 def words_of(error: Exception) -> str:

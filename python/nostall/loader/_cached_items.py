@@ -13,7 +13,15 @@ from nostall import _native
 from nostall.errors import CorruptionError, IoError, TransformError, UsageError
 from nostall.loader._context import Context
 from nostall.loader._in_turn import Composed
-from nostall.loader._python_transforms import Failed, Items, Late, PythonStage, Substituted, Work
+from nostall.loader._python_transforms import (
+    Failed,
+    Items,
+    Late,
+    PythonStage,
+    Substituted,
+    Work,
+    named,
+)
 from nostall.loader._records import RawBatch
 from nostall.observe import trace
 from nostall.source._item_record import is_left_out
@@ -141,9 +149,7 @@ class ItemStage(PythonStage):
     ) -> None:
         # What a kill would replace follows from the memory that was free, not from the data.
         if self._source.were_killed(sample):
-            raise TransformError(
-                f"{source.describe(sample)} (sample {sample}) cannot be made: {reason}"
-            ) from error
+            raise TransformError(f"{named(source, sample)} cannot be made: {reason}") from error
 
     def _empty(self, one: Any) -> Any:
         if isinstance(one, dict):

@@ -23,6 +23,7 @@ import numpy as np
 
 from nostall import _native
 from nostall.base import _children as children
+from nostall.base._words import printable
 from nostall.errors import CorruptionError, IoError, TransformError, UsageError
 from nostall.loader._context import Context
 from nostall.loader._feeder import Feeder
@@ -204,6 +205,11 @@ def _damaged(name: str, raw: NDArray[np.uint8]) -> bool:
     except CorruptionError:
         return True
     return False
+
+
+def named(source: Source, sample: int) -> str:
+    """A sample as messages name it."""
+    return f"{printable(source.describe(sample))} (sample {sample})"
 
 
 def takes_images(transforms: Any) -> bool:
@@ -431,7 +437,7 @@ class PythonStage:
                 continue
             bad = int(samples[i])
             self._refuse_fault(source, bad, work.samples[i], result)
-            message = f"{source.describe(bad)} (sample {bad}) cannot be used: {result.reason}"
+            message = f"{named(source, bad)} cannot be used: {result.reason}"
             if not self._substitute:
                 raise CorruptionError(
                     message + '; remove or repair the file, or pass on_error="substitute"'
@@ -468,7 +474,7 @@ class PythonStage:
                 if found is None:
                     continue
                 sample, code = int(batch.samples[found[1]]), codes[found[0]]
-                at_work = f"{source.describe(sample)} (sample {sample})"
+                at_work = named(source, sample)
                 if code != -signal.SIGKILL:
                     return TransformError(
                         f"transforms failed for {at_work}: their process "
@@ -503,7 +509,7 @@ class PythonStage:
             else ""
         )
         raise TransformError(
-            f"transforms failed for {name} (sample {sample}): {failed.reason}"
+            f"transforms failed for {named(source, sample)}: {failed.reason}"
             f"{self._of_bytes(name, raw)}{hint}" + (f"\n\n{failed.trace}" if failed.trace else "")
         ) from failed.error
 
@@ -518,8 +524,8 @@ class PythonStage:
         if not self._own_collate and (isinstance(results[0], _NO_ARRAYS) or results[0] is None):
             first = int(samples[0])
             raise UsageError(
-                f"the callable gives {type(results[0]).__name__} for {source.describe(first)} (sample "
-                f"{first}), which makes no array: pass collate=, which gets the list of such results"
+                f"the callable gives {type(results[0]).__name__} for {named(source, first)}, which "
+                "makes no array: pass collate=, which gets the list of such results"
             )
         try:
             return self._collate(results)
@@ -530,9 +536,8 @@ class PythonStage:
                 raise
             first, bad = int(samples[0]), int(samples[other])
             raise UsageError(
-                f"the callable gives shape {shapes[0]} for {source.describe(first)} (sample {first}) "
-                f"but {shapes[other]} for {source.describe(bad)} (sample {bad}): give one shape, or "
-                "pass collate="
+                f"the callable gives shape {shapes[0]} for {named(source, first)} but "
+                f"{shapes[other]} for {named(source, bad)}: give one shape, or pass collate="
             ) from error
 
     def _nothing(self, source: Source, batch: _native.Batch) -> Any:
@@ -614,8 +619,7 @@ class RecordStage(PythonStage):
 
     def _together(self, source: Source, batch: _native.Batch, results: list[Any]) -> Any:
         def describe(place: int) -> str:
-            sample = int(batch.samples[place])
-            return f"{source.describe(sample)} (sample {sample})"
+            return named(source, int(batch.samples[place]))
 
         data = self._of.together(batch, results, self.seed, describe)
         return self._collate(data) if self._own_collate else data

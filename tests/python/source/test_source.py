@@ -103,7 +103,7 @@ def test_a_damaged_file_may_have_a_name_of_any_bytes(
     with nostall.DataLoader(data, 8, on_error="substitute", **options) as loader:
         assert sum(len(images) for images, _ in loader) == len(data)
         assert loader.stats().epochs[0].substituted == [bad]
-    assert any("caf\\xe9.jpg" in m or str(damaged) in m for m in caplog.messages)
+    assert any("caf\\xe9.jpg" in m for m in caplog.messages)
     with (
         nostall.DataLoader(data, 8, **options) as loader,
         pytest.raises(CorruptionError, match=r"caf\\xe9\.jpg"),
