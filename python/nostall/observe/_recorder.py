@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from nostall import _native
-from nostall.base._words import counted
+from nostall.base._words import counted, printable
 from nostall.observe._stats import (
     ORIGINS,
     BatchRecords,
@@ -127,7 +127,7 @@ class Recorder:
     def _warn_of(self, epoch: EpochStats) -> None:
         first = epoch.substituted[0]
         try:
-            name = self._describe(first)
+            name = printable(self._describe(first))
         except Exception:  # a user's source may fail there too, and the epoch has ended well
             name = "one of the source"
         _log.warning(
