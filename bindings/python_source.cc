@@ -162,7 +162,9 @@ class CallbackSource : public source::Source {
       std::string text;
       return nb::try_cast(name, text) ? text : text_of(name);
     } catch (nb::python_error& error) {
-      return "sample " + std::to_string(sample) + " (" + text_of(error.value()) + ")";
+      const std::string why = text_of(error.value());
+      pass_on_interrupt(error);
+      return "sample " + std::to_string(sample) + " (" + why + ")";
     }
   }
   std::unique_ptr<source::Reader> make_reader(source::ReaderKind, unsigned) const override {

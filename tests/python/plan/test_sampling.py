@@ -266,7 +266,7 @@ def test_a_loader_of_steps(tmp_path: Path) -> None:
         assert len(batches) == 19
         assert taken(batches) == wanted[: 60 + 12]
         with pytest.raises(UsageError, match="this job of 19 steps has ended"):
-            iter(loader)
+            next(iter(loader))
         assert "steps=19" in repr(loader)
     with numbered(tmp_path, 30, steps=19, seed=2) as begun:
         batches = iter(begun)
@@ -293,7 +293,7 @@ def test_a_loader_of_steps(tmp_path: Path) -> None:
     with numbered(tmp_path, 30, steps=19, seed=2) as ended:
         ended.load_state_dict(state)
         with pytest.raises(UsageError, match="this job of 19 steps has ended"):
-            iter(ended)
+            next(iter(ended))
 
 
 def test_steps_that_end_within_an_epoch_can_be_extended(tmp_path: Path) -> None:
@@ -306,7 +306,7 @@ def test_steps_that_end_within_an_epoch_can_be_extended(tmp_path: Path) -> None:
     with numbered(tmp_path, 16, steps=6) as same:
         same.load_state_dict(state)
         with pytest.raises(UsageError, match="this job of 6 steps has ended"):
-            iter(same)
+            next(iter(same))
     with numbered(tmp_path, 16, steps=9) as longer:
         longer.load_state_dict(state)
         assert taken(longer) == wanted[24:36]
@@ -324,7 +324,7 @@ def test_steps_in_slices(tmp_path: Path) -> None:
         assert [len(part) for part in found] == [12, 12, 12, 4]
         assert [label for part in found for label in part] == wanted[:40]
         with pytest.raises(UsageError, match="this job of 10 steps has ended"):
-            iter(loader)
+            next(iter(loader))
 
 
 def test_growing_batches_of_drawn_orders(tmp_path: Path) -> None:
