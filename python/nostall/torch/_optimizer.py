@@ -152,6 +152,7 @@ class GradientSync:
     def ready(self, i: int, parameter: torch.Tensor) -> None:
         """Called when parameter i has its gradient."""
         if i in self._submitted:
+            self._follow_writes()
             raise UsageError(
                 f"the gradient of {self._names[i]} was computed again before optimizer.step(): "
                 f"pass backward_passes_per_step={self.passes + 1} or more, use no_sync() for all "
@@ -170,6 +171,9 @@ class GradientSync:
         if gradient.is_sparse:
             return  # gathered when the step ends
         self._give(i, gradient)
+
+    def _follow_writes(self) -> None:
+        """Orders what stores results after what was added to a gradient that is being reduced."""
 
     def _give(self, i: int, gradient: torch.Tensor) -> None:
         if self.options.check_finite:
