@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from nostall.errors import Error
 
 _HISSED = ("ss", "x", "sh", "tch")
@@ -16,7 +14,7 @@ def counted(number: int, thing: str) -> str:
 
 def printable(name: str) -> str:
     """The name of a file as text, which goes to logs: bytes that are no UTF-8 as ``\\xNN``."""
-    return os.fsencode(name).decode("utf-8", "backslashreplace")
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def words_of(error: Exception) -> str:

@@ -35,18 +35,22 @@ def copy_all(
     taken = {part.name for part in before.parts} if before is not None else set()
     names = durable.copy_names(manifest, before, attempt)
     copies = tuple(dataclasses.replace(p, name=names[p.name]) for p in manifest.parts)
+    # Names that nothing had before are of this copy alone; others may be of another job's.
+    own = all(names[part.name] != part.name for part in manifest.parts)
+    begun: list[str] = []
     copied = False
     try:
         durable.make_step(manifest.step)
         for part in manifest.parts:
+            begun.append(names[part.name])
             copy(part, names[part.name])
         copied = True
         durable.publish(dataclasses.replace(manifest, parts=copies))
     except BaseException:
         with contextlib.suppress(IoError):  # then they may be named
-            if not copied or _is_as(before, durable, manifest):
-                for part in copies:
-                    durable.discard(manifest.step, part.name)
+            if (own and not copied) or _is_as(before, durable, manifest):
+                for name in begun:
+                    durable.discard(manifest.step, name)
         raise
     for name in sorted(taken):
         durable.discard(manifest.step, name)

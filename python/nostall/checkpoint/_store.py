@@ -316,9 +316,16 @@ class Store:
         found: dict[str, Entry] = {}
         for name in (_MANIFEST, *sorted(filter(_OURS.fullmatch, aside))):
             entry = self.read(step, name)
-            if entry is not None:
-                found.setdefault(entry.manifest.id if entry.manifest else name, entry)
+            if entry is None:
+                continue
+            key = entry.manifest.id if entry.manifest else name
+            # A copy that was made beside what could not be read then may be the one that is whole.
+            if key not in found or (not self._is_whole(found[key]) and self._is_whole(entry)):
+                found[key] = entry
         return list(found.values())
+
+    def _is_whole(self, entry: Entry) -> bool:
+        return entry.manifest is not None and self.has_all(entry.manifest)
 
     def _names(self, step: int) -> list[str]:
         """What is in a step's directory, in order; nothing if there is none.
@@ -339,9 +346,9 @@ class Store:
             IoError: that is not known, as a manifest that may be its cannot be read.
         """
         found = [e for name in (_MANIFEST, _aside(id)) if (e := self.read(step, name)) is not None]
-        for entry in found:
-            if entry.manifest is not None and entry.manifest.id == id:
-                return entry.manifest
+        saves = [m for e in found if (m := e.manifest) is not None and m.id == id]
+        if saves:
+            return next((m for m in saves[:-1] if self.has_all(m)), saves[-1])
         for entry in found:
             entry.refuse_unread()
         return None
@@ -744,11 +751,11 @@ class Store:
             found = self._saves(step, names)
             for entry in found:
                 entry.refuse_unread()  # it may name the parts
-            entries = [e for e in found if e.manifest and e.manifest.id == id]
+            entries = [e for name in (_MANIFEST, _aside(id)) if (e := self.read(step, name))]
+            entries = [e for e in entries if e.manifest and e.manifest.id == id]
             parts = {p.name for e in entries if e.manifest for p in e.manifest.parts}
             _unlink(directory / entry.name for entry in entries)
             if entries:
-                _unlink([directory / _aside(id)])
                 sync_directory(directory)
             for name in names:
                 match = _OURS.fullmatch(name)
@@ -770,8 +777,8 @@ class Store:
             names = self._names(step)
             entries = self._saves(step, names)
             parts = {p.name for e in entries if e.manifest for p in e.manifest.parts}
-            _unlink(directory / entry.name for entry in entries)
             if entries:
+                _unlink(directory / name for name in (_MANIFEST, *(e.name for e in entries)))
                 sync_directory(directory)
             parts |= {name for name in names if _OURS.fullmatch(name)}
             _unlink(directory / name for name in sorted(parts))

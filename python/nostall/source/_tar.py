@@ -180,6 +180,8 @@ class TarShards(PartsStore):
                     way = "each key may be there once"
                     if images[one] != ending:
                         way = f"name the one to read, as image=[{ending!r}]"
+                        if keys[-1] != one:
+                            way += ", or rename the others if they are samples of their own"
                     raise UsageError(
                         f"{self.storage.paths[one[0]]}: sample {key!r} has two images, the "
                         f"second at offset {int(offset[i])}: {way}"

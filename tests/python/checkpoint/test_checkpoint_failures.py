@@ -483,6 +483,27 @@ def test_a_checkpoint_that_was_passed_over_stays_when_its_step_is_saved_again(
     assert steps_in(tmp_path) == [3] and not directory.exists()
 
 
+def test_a_whole_copy_stays_beside_one_that_has_lost_a_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast, durable = two_tiers(tmp_path)
+    unread, directory = Unread(monkeypatch), durable.directory(3)
+    lost = next(directory.glob("*.safetensors"))
+    unread.paths.add(directory / "manifest.json")
+    with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable", keep_fast=3) as ckpt:
+        ckpt.wait(60)
+    unread.paths.clear()
+    lost.unlink()
+    with nostall.Checkpointer(durable=tmp_path / "durable") as ckpt:  # what starts tidies up
+        found = ckpt.restore()
+        assert found is not None and found.step == 3
+    id = fast.manifests()[-1].id
+    copied = durable.find(3, id)
+    assert copied is not None and durable.has_all(copied)
+    durable.remove(3, id)
+    assert durable.find(3, id) is None and not directory.exists()
+
+
 def test_a_copy_of_which_nothing_is_known_is_not_written_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
