@@ -1217,6 +1217,8 @@ Result<uint32_t> NodeCacheImpl::read(uint64_t sample, std::span<std::byte> into)
   }
   try {
     return spec.store->get(config_.dataset, sample, into) ? sample_sum(into) : 0;
+  } catch (const Error& e) {
+    return e;
   } catch (const std::exception& e) {
     return Error(ErrorKind::io, e.what());
   }
