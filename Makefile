@@ -174,12 +174,15 @@ trainers-test: build
 
 # Servers of the protocols of S3, Azure and Google: Go compiles two of them for minutes, so they are no part
 # of `make test`.
+OBJECTS := tests/python/checkpoint/test_checkpoint_objects.py
 stores-test: build
 	@echo "making MinIO, Azurite and fake-gcs-server in build/stores"
 	@scripts/store-servers $(CURDIR)/$(BIN)/python
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/stores
+	@# MinIO checks the signatures of the headers that one test takes out
 	@NOSTALL_TESTS_S3=minio $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal \
-	  tests/python/checkpoint/test_checkpoint_objects.py tests/python/source/test_objects.py
+	  --deselect $(OBJECTS)::test_a_store_without_conditional_writes_is_refused \
+	  $(OBJECTS) tests/python/source/test_objects.py
 	@NOSTALL_TESTS_S3=minio PYTHONPATH=tests $(BIN)/python -m campaigns objects
 
 bench: build

@@ -1418,10 +1418,6 @@ def test_a_commit_of_which_nothing_is_known_keeps_its_part(
     assert kinds(bucket) == ["manifest", "rank"]
 
 
-@pytest.mark.skipif(
-    os.environ.get("NOSTALL_TESTS_S3", "moto") != "moto",
-    reason="needs moto: other servers check the signatures of headers",
-)
 @pytest.mark.parametrize("status", [0, 501])
 def test_a_store_without_conditional_writes_is_refused(
     proxy: Proxy, make: Any, status: int
