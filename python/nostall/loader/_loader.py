@@ -7,7 +7,6 @@ import collections
 import contextlib
 import enum
 import functools
-import inspect
 import itertools
 import keyword
 import logging
@@ -83,8 +82,8 @@ _made_of: dict[tuple[int, int, str], Iterator[int]] = collections.defaultdict(it
 
 # Attributes of torch's loader that other programs look for, and their replacements here.
 _SKIP = (
-    "its plan has the order. To go on in the middle of an epoch, give it its load_state_dict() instead "
-    "of skipping batches"
+    "its plan has the order, and set_epoch() is the loader's own. To go on in the middle of an epoch, "
+    "give it its load_state_dict() instead of skipping batches"
 )
 _OF_TORCH = {
     "sampler": _SKIP,
@@ -212,11 +211,30 @@ class Epoch:
         _refuse_subscript()
 
 
-class _Epochs:
-    """The batch sampler, and its sampler, to which Lightning tells the epoch that it begins.
+class _Told:
+    """The newest iteration of a loader, and whether an epoch was set through the sampler before it."""
 
-    Lightning loads no state into a loader at the end of an epoch, nor into one that it makes anew.
-    """
+    def __init__(self) -> None:
+        self._newest: Callable[[], object] = lambda: None
+        self.begun = True
+        self._set = self._set_before = False
+        self.counts_itself = False  # the loader, whatever epochs are set through the sampler
+
+    def make(self, batches: Generator[Any, None, None]) -> None:
+        """An iteration that has not begun."""
+        self._newest, self.begun = weakref.ref(batches), False
+        self._set_before, self._set = self._set, False
+
+    def is_awaited(self) -> bool:
+        """Notes that an epoch is set; whether it is for an iteration that was made already."""
+        early = not self.begun and not self._set_before
+        self.counts_itself |= early
+        self._set = True
+        return early and self._newest() is not None
+
+
+class _Epochs:
+    """The batch sampler, and its sampler, whose epoch loops and frameworks set."""
 
     def __init__(self, loader: DataLoader) -> None:
         self._loader = loader
@@ -227,16 +245,23 @@ class _Epochs:
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Goes forward alone, and not after a state was loaded: with max_steps= Lightning counts an
-        epoch twice then.
+        """Makes `epoch` the next one, by the rule of `DataLoader.batch_sampler`.
 
-        The loader of an evaluation is told the epoch of the training, which its own `epochs=` do
-        not count. A training's iteration is made before it is told, an evaluation's afterwards.
+        Lightning loads no state into a loader at the end of an epoch, nor into one that it makes
+        anew. With a state, and max_steps=, it counts an epoch twice.
         """
         loader = self._loader
-        fresh = loader._loads == 0 and loader._options.steps is None
-        counts = loader._is_awaited() or loader.epochs_total is None
-        if fresh and counts and epoch > loader._next_epoch():
+        if loader._options.steps is not None:
+            return
+        awaited = loader._told.is_awaited()
+        if not loader._told.counts_itself:
+            there = loader._position == (epoch, 0)  # which may be the end of the job
+            ended = loader._resumed and epoch == loader._ended
+            follows = ended or (epoch >= loader._position[0] and not there)
+        else:
+            takes = loader._loads == 0 and (awaited or loader.epochs_total is None)
+            follows = takes and epoch > loader._next_epoch()
+        if follows:
             loader.set_epoch(epoch)
 
 
@@ -360,7 +385,7 @@ class DataLoader:
         self._loader: _native.Loader | None = None
         self._process = 0  # that made it
         self._ahead: Ahead | None = None  # of the last iteration
-        self._newest: Callable[[], Generator[Any, None, None] | None] = lambda: None  # iteration
+        self._told = _Told()
         self._recorder = Recorder(self.world.rank, self.world.world_size, self.dataset.describe)
         if self._recipe.place is not None:
             self._recorder.device = self._recipe.place.waits
@@ -547,7 +572,18 @@ class DataLoader:
 
     @property
     def batch_sampler(self) -> _Epochs:
-        """For frameworks, which set the epoch of a loader's sampler; it has no samples."""
+        """For loops and frameworks that set the epoch of a loader's sampler; it has no samples.
+
+        ``batch_sampler.sampler.set_epoch(epoch)`` is `set_epoch`, but goes back to no epoch that is
+        over. With `steps` it does nothing.
+
+        Lightning sets the epoch of its training in the loaders of evaluations too, which `epochs`
+        does not count. Before it first does, it makes an iteration of each loader to see whether it
+        can. So a loader that has an iteration without a batch when its epoch is set counts its
+        epochs itself from then on. It takes the epoch only for an iteration that still waits for its
+        first batch and was made before an epoch was set, as a training's is, and only forward and
+        without a loaded state. One without `epochs` takes it for each iteration.
+        """
         return _Epochs(self)
 
     def set_epoch(self, epoch: int) -> None:
@@ -583,11 +619,6 @@ class DataLoader:
         self._resumed = False
         self._position = (epoch, 0)
 
-    def _is_awaited(self) -> bool:
-        """Whether somebody has an iteration that has not begun."""
-        newest = self._newest()
-        return newest is not None and inspect.getgeneratorstate(newest) == inspect.GEN_CREATED
-
     def _is_inside(self) -> bool:
         """Whether batches of the position's epoch are left."""
         epoch, batch = self._position
@@ -614,7 +645,7 @@ class DataLoader:
         # A loaded position stays one until a batch is taken: this iterator may never be used.
         self._position = place()
         _running.add(batches := self._batches_of(place, self._loads))
-        self._newest = weakref.ref(batches)
+        self._told.make(batches)
         return batches
 
     def _refuse_closed(self) -> None:
@@ -631,6 +662,7 @@ class DataLoader:
     ) -> Generator[Any, None, None]:
         self._refuse_closed()  # it may have been made before
         self._refuse_before_load(loads)
+        self._told.begun = True
         # Lightning makes the iterator, then sets the epoch, or finds that all epochs are over.
         epoch, start = self._position = place()
         if epoch >= self._last_epoch:

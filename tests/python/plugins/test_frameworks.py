@@ -329,10 +329,12 @@ def fit(folder, checkpoint=None, validated=False, every=None, **options):
         accelerator="cpu", callbacks=[keep], logger=False, default_root_dir=folder,
         enable_progress_bar=False, enable_model_summary=False, **options,
     )
-    model = Model(validated)
+    model = validated if isinstance(validated, Model) else Model(validated)
     trainer.fit(model, ckpt_path=checkpoint)
     return model.seen
+"""
 
+GOES_ON = """
 whole = fit(sys.argv[1] + "/whole", max_epochs=EPOCHS)
 assert [epoch for epoch, _ in whole] == [e for e in range(EPOCHS) for _ in range(6)]
 assert len({str(whole[6 * e : 6 * e + 6]).replace(f"({e},", "") for e in range(EPOCHS)}) == EPOCHS
@@ -396,11 +398,82 @@ for checkpoint in (None, str(*Path(sys.argv[1], "longer").glob("*=30.ckpt"))):
         raise AssertionError(checkpoint)
 """
 
+# Two validations in an epoch of a training. How many there were is in no checkpoint: after a resume a
+# loader of evaluations begins with its first epoch.
+VALIDATED = """
+EPOCHS, EACH = 3, 3
+
+def checks(epochs):
+    return nostall.DataLoader(data, 4, epochs=epochs, tiers=[], batch="tuple")
+
+with checks(8) as loader:
+    orders = [[labels.tolist() for _, labels in epoch] for epoch in loader.epochs()]
+with nostall.DataLoader(data, 2, epochs=EPOCHS, tiers=[], batch="tuple") as loader:
+    whole = [(e, b[1].tolist()) for e, epoch in enumerate(loader.epochs()) for b in epoch]
+
+class Checked(Model):
+    def __init__(self, epochs, fresh):
+        super().__init__(True)
+        self.checked, self.length, self.fresh, self.loader = [], epochs, fresh, checks(epochs)
+    epochs = EPOCHS
+    def val_dataloader(self):
+        return checks(self.length) if self.fresh else self.loader
+    def validation_step(self, batch, _):
+        self.checked.append(batch[1].tolist())
+    test_step = predict_step = validation_step
+    def in_epochs(self):
+        return [self.checked[i : i + 3] for i in range(0, len(self.checked), 3)]
+
+for fresh in (False, True):
+    for counted in (True, False):
+        # Checkpoints are written before or after the validation.
+        for every, sanity in ((EACH, 0), (EACH, -1), (None, 0)):
+            options = dict(
+                max_epochs=EPOCHS, val_check_interval=EACH, every=every, num_sanity_val_steps=sanity,
+                reload_dataloaders_every_n_epochs=int(fresh))
+            case = (fresh, counted, every, sanity)
+            folder = Path(sys.argv[1], str(case))
+            # A fresh loader has the two validations of an epoch, the first of all the sanity check too.
+            enough = (2 if fresh else 6) + (sanity != 0)
+            model = Checked(enough if counted else None, fresh)
+            assert fit(folder, validated=model, **options) == whole, case
+            found = model.in_epochs()
+            if counted and fresh:
+                first = enough  # Lightning takes the loader of the sanity check for the first epoch
+                assert found == orders[:first] + 2 * orders[:2], (case, found)
+            elif counted:
+                assert found == orders[:enough], (case, found)
+            assert len(found) == 6 + (sanity != 0), (case, found)
+            for path in folder.glob("*.ckpt"):
+                step = int(path.stem.partition("step=")[2])
+                left = (len(whole) - step) // EACH
+                model = Checked((2 if fresh else max(1, left)) if counted else None, fresh)
+                rest = fit(folder / "again", str(path), validated=model, **options)
+                assert rest == whole[step:], (case, path.name, rest)
+                found = model.in_epochs()
+                assert len(found) == left, (case, path.name, found)
+                if counted:
+                    own = orders[:left % 2] + left // 2 * orders[:2] if fresh else orders[:left]
+                    assert found == own, (case, path.name, found)
+# The loader of a training that was evaluated before.
+at_end = str(*Path(sys.argv[1], str((False, True, EACH, 0))).glob("*=12.ckpt"))
+model = Checked(1, False)
+trainer = pytorch_lightning.Trainer(
+    accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+    enable_model_summary=False, max_epochs=EPOCHS, limit_val_batches=3)
+train = model.train_dataloader()
+trainer.validate(model, train)
+model.train_dataloader = lambda: train
+trainer.fit(model, ckpt_path=at_end)
+assert model.seen == whole[12:], model.seen
+"""
+
 
 @pytest.mark.long
-def test_lightning_goes_on_from_the_end_of_an_epoch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("script", [GOES_ON, VALIDATED], ids=["goes on", "validated"])
+def test_lightning_goes_on_with_the_epochs_of_its_loaders(tmp_path: Path, script: str) -> None:
     needs("pytorch_lightning")
-    run = prefork.run(["-c", LIGHTNING, str(tmp_path)], torch=True, timeout=800)
+    run = prefork.run(["-c", LIGHTNING + script, str(tmp_path)], torch=True, timeout=800)
     assert run.returncode == 0, run.stderr
 
 

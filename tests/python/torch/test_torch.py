@@ -6,7 +6,7 @@ import itertools
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -175,61 +175,136 @@ def test_trainers_find_what_they_expect_of_an_iterable(image_folder: Path) -> No
     # Accelerate's skip_first_batches would read the samples through a loader of torch's, and Lightning
     # would replace the order for overfit_batches.
     assert not hasattr(loader, "sampler")
-    with pytest.raises(AttributeError, match=r"no sampler, .* load_state_dict"):
+    with pytest.raises(AttributeError, match=r"no sampler, .* set_epoch\(\) .* load_state_dict"):
         loader.sampler  # noqa: B018
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         loader.nonsense  # noqa: B018
     loader.close()
 
 
-def test_a_trainer_sets_the_epoch_of_a_new_loader_through_its_sampler() -> None:
-    source = nostall.Arrays({"id": np.arange(8)})
+EIGHT = nostall.Arrays({"id": np.arange(8)})
 
-    def ids(batches: Iterable[Any]) -> list[list[int]]:
-        return [batch["id"].tolist() for batch in batches]
 
-    with nostall.DataLoader(source, 2, epochs=3, tiers=[]) as loader:
-        whole = [ids(epoch) for epoch in loader.epochs()]
-        loader.batch_sampler.sampler.set_epoch(1)
-        loader.batch_sampler.sampler.set_epoch(3)
-        with pytest.raises(UsageError, match="this job of 3 epochs has ended"):
+def ids(batches: Iterable[Any]) -> list[list[int]]:
+    return [batch["id"].tolist() for batch in batches]
+
+
+def orders(epochs: int) -> list[list[list[int]]]:
+    with nostall.DataLoader(EIGHT, 2, epochs=epochs, tiers=[]) as loader:
+        return [ids(epoch) for epoch in loader.epochs()]
+
+
+def set_through_sampler(loader: nostall.DataLoader, epoch: int) -> None:
+    loader.batch_sampler.sampler.set_epoch(epoch)
+
+
+def test_a_loop_of_ones_own_sets_the_epoch_through_the_sampler() -> None:
+    whole = orders(5)
+    with nostall.DataLoader(EIGHT, 2, epochs=5, tiers=[]) as loader:
+        for epoch in (2, 4):  # goes on, and leaves one out
+            set_through_sampler(loader, epoch)
+            assert ids(loader) == whole[epoch]
+        set_through_sampler(loader, 5)  # for the next time, as some do at an epoch's end
+        with pytest.raises(UsageError, match="this job of 5 epochs has ended"):
+            next(iter(loader))
+    with nostall.DataLoader(EIGHT, 2, epochs=5, tiers=[]) as loader:
+        next(iter(loader))  # a sample batch
+        for epoch in range(5):
+            set_through_sampler(loader, epoch)
+            assert ids(loader) == whole[epoch]
+        set_through_sampler(loader, 1)
+        with pytest.raises(UsageError, match="this job of 5 epochs has ended"):
             next(iter(loader))  # it goes back for nobody
-    with nostall.DataLoader(source, 2, epochs=3, tiers=[]) as loader:
-        batches = iter(loader)  # made before, as Lightning makes it
-        loader.batch_sampler.sampler.set_epoch(1)
+    with nostall.DataLoader(EIGHT, 2, epochs=5, tiers=[]) as loader:
+        set_through_sampler(loader, 1)
+        iter(loader)  # of an epoch of no steps
+        set_through_sampler(loader, 3)
+        assert ids(loader) == whole[3]
+        with pytest.raises(UsageError, match="this job of 5 epochs has no epoch 9"):
+            set_through_sampler(loader, 9)
+    with nostall.DataLoader(EIGHT, 2, tiers=[]) as loader:
+        set_through_sampler(loader, 3)
+        assert ids(loader) == whole[3]
+
+
+@pytest.mark.parametrize("taken", [1, 4])
+def test_a_loop_of_ones_own_goes_on_where_the_loaded_state_is(taken: int) -> None:
+    whole = orders(4)
+    with nostall.DataLoader(EIGHT, 2, epochs=4, tiers=[]) as loader:
+        loader.set_epoch(1)
+        batches = iter(loader)
+        for _ in range(taken):
+            next(batches)
+        state = loader.state_dict()
+    for first in (0, 1):  # counted by the trainer from its own beginning, or from the job's
+        with nostall.DataLoader(EIGHT, 2, epochs=4, tiers=[]) as loader:
+            loader.load_state_dict(state)
+            set_through_sampler(loader, first)
+            rest = whole[2] if first == 0 and taken == 4 else whole[1][taken:]
+            assert ids(loader) == rest
+            set_through_sampler(loader, 3)
+            assert ids(loader) == whole[3]
+
+
+def test_lightning_sets_the_epoch_of_a_training_through_the_sampler() -> None:
+    """It makes an iteration to see whether it can, then that of the training, then sets the epoch."""
+    whole = orders(3)
+
+    def begin(loader: nostall.DataLoader) -> Iterator[Any]:
+        iter(loader)
+        return iter(loader)
+
+    with nostall.DataLoader(EIGHT, 2, epochs=3, tiers=[]) as loader:
+        batches = begin(loader)
+        set_through_sampler(loader, 1)
         assert ids(batches) == whole[1]
         loader.set_epoch(0)
         next(batches := iter(loader))
         state = loader.state_dict()
-    with nostall.DataLoader(source, 2, epochs=3, tiers=[]) as loader:
+    with nostall.DataLoader(EIGHT, 2, epochs=3, tiers=[]) as loader:
         loader.load_state_dict(state)
-        loader.batch_sampler.sampler.set_epoch(1)
-        assert ids(loader) == whole[0][1:]
-    with nostall.DataLoader(source, 2, steps=8, tiers=[]) as loader:
-        loader.batch_sampler.sampler.set_epoch(1)
-        assert ids(loader) == whole[0] + whole[1]
-    with nostall.DataLoader(source, 2, epochs=3, tiers=[]) as loader:
-        batches = iter(loader)
+        batches = begin(loader)
+        set_through_sampler(loader, 1)  # with max_steps= it counts an epoch twice
+        assert ids(batches) == whole[0][1:]
+    with nostall.DataLoader(EIGHT, 2, steps=8, tiers=[]) as loader:
+        batches = begin(loader)
+        set_through_sampler(loader, 1)
+        assert ids(batches) == whole[0] + whole[1]
+    with nostall.DataLoader(EIGHT, 2, epochs=3, tiers=[]) as loader:
+        batches = begin(loader)
         with pytest.raises(UsageError, match="has no epoch 3"):  # goes on, with too few epochs
-            loader.batch_sampler.sampler.set_epoch(3)
+            set_through_sampler(loader, 3)
+    with nostall.DataLoader(EIGHT, 2, epochs=3, tiers=[]) as loader:
+        begin(loader)
+        set_through_sampler(loader, 0)
+        assert ids(loader) == whole[0]  # of an evaluation
+        batches = begin(loader)  # and now of a training
+        set_through_sampler(loader, 2)
+        assert ids(batches) == whole[2]
 
 
-def test_a_trainers_epoch_is_not_that_of_a_loader_for_evaluations() -> None:
+@pytest.mark.parametrize("trained", [(0, 5, 10), (1, 3, 5), (2, 2, 2)])
+def test_a_trainings_epoch_is_not_that_of_a_loader_for_evaluations(
+    trained: tuple[int, ...],
+) -> None:
     """It is set before their iterations are made, and is the epoch of the training."""
-    source = nostall.Arrays({"id": np.arange(8)})
-    with nostall.DataLoader(source, 2, epochs=3, tiers=[]) as loader:
-        whole = [[batch["id"].tolist() for batch in epoch] for epoch in loader.epochs()]
-    for trained in ((0, 5, 10), (1, 3, 5), (2, 2, 2)):
-        with nostall.DataLoader(source, 2, epochs=3, tiers=[]) as loader:
+    whole = orders(3)
+    for goes_on in (False, True):
+        with nostall.DataLoader(EIGHT, 2, epochs=3, tiers=[]) as loader:
             seen = []
             iter(loader)  # as Lightning looks whether it can
+            if goes_on:
+                set_through_sampler(loader, trained[0])
+                kept = iter(loader)  # of the evaluation that was over before
             for epoch in trained:
-                loader.batch_sampler.sampler.set_epoch(epoch)
-                seen.append([batch["id"].tolist() for batch in loader])
+                set_through_sampler(loader, epoch)
+                kept = iter(loader)
+                seen.append(ids(kept))
             assert seen == whole
-    with nostall.DataLoader(source, 2, tiers=[]) as loader:  # without an end it may follow
-        loader.batch_sampler.sampler.set_epoch(2)
-        assert [batch["id"].tolist() for batch in loader] == whole[2]
+    with nostall.DataLoader(EIGHT, 2, tiers=[]) as loader:  # without an end it may follow
+        iter(loader)
+        set_through_sampler(loader, 2)
+        assert ids(loader) == whole[2]
 
 
 def test_a_loader_that_was_made_before_the_ranks_met_is_refused() -> None:
