@@ -227,7 +227,8 @@ class RecordReader : public source::Reader {
 
 uint64_t fingerprint_of(const RecordTable& table) {
   Fnv hash;
-  hash.text(table.kind).text(table.stamp).number(table.files.size());
+  const std::string_view stamp = table.stamp;
+  hash.text(table.kind).text(stamp.substr(0, stamp.find(kRules))).number(table.files.size());
   for (const StorageFile& f : table.files) {
     // The same data set may lie in another folder on another node.
     hash.text(std::string_view(f.path).substr(f.path.rfind('/') + 1)).number(f.size);

@@ -33,6 +33,9 @@ namespace nostall::records {
 inline constexpr uint32_t kRecordsMagic = 0x52534e31;  // "1NSR"
 inline constexpr uint32_t kNoPart = std::numeric_limits<uint32_t>::max();
 inline constexpr uint32_t kMostParts = 1024;
+// In a stamp, before the version of the rules by which a scan chose the samples. It is no part of the
+// fingerprint: of files in which the rules choose the same samples, states and tiers still hold.
+inline constexpr std::string_view kRules = " rules ";
 
 template <template <typename> typename Column>
 struct BasicTable {

@@ -74,6 +74,9 @@ def reading_of(given: ReadOptions | None) -> ReadOptions:
 
 # In a table's stamp, what follows is not a condition; the scan found it.
 FOUND = " found "
+# What follows is a condition, the version of the rules by which the scan chooses samples, but no part
+# of the fingerprint.
+RULES = " rules "
 
 
 _only_look: ContextVar[bool] = ContextVar("nostall only look at the index", default=False)

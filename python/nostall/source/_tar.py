@@ -15,6 +15,7 @@ from nostall.fields import Kind
 from nostall.source._parts import PartsStore, as_text, cover
 from nostall.source._records import (
     FOUND,
+    RULES,
     PathLike,
     Progress,
     ReadOptions,
@@ -110,6 +111,8 @@ class TarShards(PartsStore):
             raise UsageError("schema= says the kinds of fields, which members= names")
         named = label if isinstance(label, str) else "(function)" if label else ""
         stamp = f"image={','.join(self._image)} labels={named}"
+        if not isinstance(label, str):
+            stamp += f"{RULES}2"  # the second refuses a key that has images of two endings
         self._open(
             kind="tar",
             stamp=lambda: stamp,

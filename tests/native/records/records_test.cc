@@ -630,6 +630,7 @@ TEST(RecordSource, NamesSamplesAndDataSets) {
   EXPECT_EQ(prints.size(), 7u);
   another([](RecordTable& t) { t.files[0].path = "elsewhere/0"; });
   another([](RecordTable& t) { t.files[0].mtime_ns = 5; });
+  another([](RecordTable& t) { t.stamp += " rules 2"; });
   EXPECT_EQ(prints.size(), 7u);
 }
 

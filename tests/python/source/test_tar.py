@@ -354,6 +354,32 @@ def test_a_key_may_come_again_where_no_text_is_found_by_it(tmp_path: Path, label
         assert [masks.read(i) for i in range(2)] == [b"3", b"4"]
 
 
+def test_an_index_by_older_rules_is_made_again(tmp_path: Path) -> None:
+    """A node that has one is to find what a node without one finds."""
+    members = [("a.jpg", b"1"), ("b.jpg", b"2"), ("a.png", b"3"), ("b.png", b"4")]
+    path, index = shard(tmp_path / "a.tar", members), tmp_path / "index"
+
+    def store_older(image: list[str]) -> int:
+        source = nostall.TarShards(path, label=None, image=image[:1], index=False)
+        _, offset, size, names, _ = _native.scan_tar(
+            storage=source.storage, keep="", threads=1, progress=None
+        )
+        chosen = [i for i, name in enumerate(names) if name.endswith(tuple(image))]
+        stamp = f"image={','.join(image)} labels="
+        table = source._table("tar", stamp, offset=offset[chosen], length=size[chosen])
+        assert table.store(str(index))[0] == 0
+        return source._native_of(table, nostall.ReadOptions()).fingerprint
+
+    store_older(["jpg", "png"])
+    with pytest.raises(UsageError, match="sample 'a' has two images"):
+        nostall.TarShards(path, label=None, image=["jpg", "png"], index=index)
+    older = store_older(["png"])
+    again = [nostall.TarShards(path, label=None, image=["png"], index=index) for _ in range(2)]
+    assert [source.index_reused for source in again] == [False, True]
+    # States and tiers of the same samples still hold.
+    assert [source.native.fingerprint for source in again] == [older] * 2
+
+
 def test_labels_that_are_no_integers_are_refused(tmp_path: Path) -> None:
     webdataset(tmp_path / "a.tar", noise(3))
     with pytest.raises(UsageError, match="what label= returns must be integers, not float64"):
