@@ -22,8 +22,7 @@ from nostall.errors import IoError, UsageError
 from nostall.source import _hub as hub
 from nostall.source._flight import Flight, Overloaded, never
 
-_AZURE = ("az://", "abfs://")
-_SCHEMES = ("s3://", "s3a://", "gs://", *_AZURE, "http://", "https://", hub.SCHEME)
+_SCHEMES = ("s3://", "s3a://", "gs://", "az://", "abfs://", "http://", "https://", hub.SCHEME)
 # Classes of obstore's stores that ask a server.
 _SERVERS = ("S3Store", "GCSStore", "AzureStore", "HTTPStore")
 # Attempts for a range whose body ends early, which the client's own retries do not cover.
@@ -161,11 +160,11 @@ class Ranges:
             known = self._flight.ask(head, self._urls, stopped=lambda: bool(failures))
         if failures:  # the others that were asked for would fail alike
             raise failures[0]
-        for url, meta in zip(self._urls, known, strict=True):
+        for meta in known:
             if isinstance(meta, BaseException):
                 raise meta
             self.sizes.append(int(meta["size"]))
-            self._tags.append(_quoted(meta) if _wants_quotes(store, url) else meta.get("e_tag"))
+            self._tags.append(_quoted(meta) if _is_server(store) else meta.get("e_tag"))
             self.versions.append(_version(meta))
 
     def _store(self, url: str) -> Any:
@@ -211,13 +210,11 @@ class Ranges:
         return error
 
 
-def _wants_quotes(store: Any, url: str) -> bool:
-    """Whether a server wants the quotes; another store, as in memory, compares what it gave. One that
-    is not of obstore has them of its lists, but for Azure's."""
+def _is_server(store: Any) -> bool:
+    """Whether a server wants the quotes; another store, as in memory, compares what it gave. obstore
+    asks no store that is not of its classes."""
     known = {kind.__name__ for kind in type(store).__mro__ if kind.__module__ == "obstore.store"}
-    if known:
-        return not known.isdisjoint(_SERVERS)
-    return store is None or url.startswith(_AZURE)
+    return store is None or not known.isdisjoint(_SERVERS)
 
 
 def _quoted(meta: Any) -> str | None:

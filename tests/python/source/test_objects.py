@@ -366,15 +366,43 @@ def test_a_list_may_leave_out_the_quotes_of_etags(scheme: str) -> None:
 
 
 def test_a_store_of_the_users_own_is_asked_for_the_etag_that_it_gave() -> None:
-    from obstore.store import GCSStore, MemoryStore, S3Store
+    from obstore.store import AzureStore, GCSStore, MemoryStore, S3Store
+
+    class Mine(MemoryStore):
+        pass
+
+    class MyAzure(AzureStore):
+        pass
 
     known = [{"size": 3, "e_tag": "0x1F"}]
-    for store, scheme in ((object(), "s3"), (MemoryStore(), "s3"), (MemoryStore(), "az")):
-        assert Ranges([f"{scheme}://here/a"], store, known)._tags == ["0x1F"]
-    for scheme in ("az", "abfs"):  # around an AzureStore
-        assert Ranges([f"{scheme}://here/a"], object(), known)._tags == ['"0x1F"']
-    for store in (GCSStore("here", skip_signature=True), S3Store("here", skip_signature=True)):
-        assert Ranges(["s3://here/a"], store, known)._tags == ['"0x1F"']
+    for scheme in ("s3", "az"):
+        for store in (MemoryStore(), Mine()):
+            assert Ranges([f"{scheme}://here/a"], store, known)._tags == ["0x1F"]
+        for server in (
+            GCSStore("here", skip_signature=True),
+            S3Store("here", skip_signature=True),
+            MyAzure("here", account_name="mine", skip_signature=True),
+        ):
+            assert Ranges([f"{scheme}://here/a"], server, known)._tags == ['"0x1F"']
+    for store in (MemoryStore(), Mine()):
+        store.put("a", b"content")
+        ranges = Ranges(["az://here/a"], store)
+        assert bytes(ranges.read([(0, 1, 3)])[0]) == b"ont"
+
+
+def test_a_store_around_another_is_not_asked() -> None:
+    """So its ETags are nobody's concern."""
+    from obstore.store import MemoryStore
+
+    class Around:
+        def __init__(self) -> None:
+            self._store = MemoryStore()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._store, name)
+
+    with pytest.raises(IoError, match=r"az://here/a\.tar"):
+        Ranges(["az://here/a.tar"], Around())
 
 
 def test_a_database_that_is_replaced(bucket: Any, tmp_path: Path) -> None:
