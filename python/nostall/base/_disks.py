@@ -26,12 +26,17 @@ _log = logging.getLogger("nostall")
 
 @dataclass(frozen=True)
 class Mount:
-    """A mounted file system: its place, kind, device, and the device's number "major:minor"."""
+    """A mounted file system: its place, kind, device, and the device's number "major:minor".
+
+    `root` is the directory of it that is mounted, `options` are its own.
+    """
 
     place: str
     kind: str
     device: str
     number: str
+    root: str
+    options: str
 
     @property
     def is_disk(self) -> bool:
@@ -44,11 +49,15 @@ def mounts(table: str) -> list[Mount]:
     found = {}
     for line in table.splitlines():
         head, _, tail = line.partition(" - ")
-        number, place = (head.split(" ")[i] for i in (2, 4))
-        kind, device = tail.split(" ")[:2]
-        place = place.encode().decode("unicode_escape").encode("latin-1").decode("utf-8", "replace")
-        found[place] = Mount(place, kind, device, number)
+        number, root, place = head.split(" ")[2:5]
+        kind, device, options = tail.split(" ")[:3]
+        place = _unescaped(place)
+        found[place] = Mount(place, kind, device, number, _unescaped(root), options)
     return list(found.values())
+
+
+def _unescaped(path: str) -> str:
+    return path.encode().decode("unicode_escape").encode("latin-1").decode("utf-8", "replace")
 
 
 def mount_of(path: str, known: list[Mount]) -> Mount | None:

@@ -11,6 +11,16 @@ def stat(pid: int | str) -> list[str]:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
+def environment(pid: int) -> dict[str, str]:
+    """The variables that a process was started with and that are not empty; of another user's, none."""
+    try:
+        found = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return {}
+    variables = (os.fsdecode(v).partition("=") for v in found.split(b"\0"))
+    return {name: value for name, _, value in variables if value}
+
+
 def mark() -> dict[str, str]:
     """What tells this process from all others, with its number; `has_ended` reads it."""
     try:

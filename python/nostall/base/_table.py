@@ -285,7 +285,7 @@ _LOADER = (
         _or_none(_integer(1, 1024)),
         None,
         "threads of this rank that transform",
-        "the node's cores divided by its ranks",
+        "the rank's share of the cores",
         file=True,
     ),
     _loader(

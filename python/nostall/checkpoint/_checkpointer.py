@@ -46,6 +46,7 @@ from nostall.checkpoint._window import (
     tensors_of,
 )
 from nostall.errors import Error, IoError, PeerError, SignalExit, UsageError
+from nostall.job._cores import cores_of_rank
 from nostall.job._rendezvous import Rendezvous, exposed, find_rendezvous
 from nostall.job._world import AllGather, find_world
 from nostall.observe import trace
@@ -125,8 +126,7 @@ class Checkpointer:
         self.rank, self.world_size = world.rank, world.world_size
         self._name = f"checkpointer {next(_made)}"
         self._gathered = itertools.count()
-        cores = len(os.sched_getaffinity(0))
-        self._threads = chosen.threads or max(1, min(8, cores // world.most_here))
+        self._threads = chosen.threads or min(8, cores_of_rank(world.most_here))
         self.fast = Store(fast, "fast") if fast is not None else None
         self.durable = open_store(durable, "durable") if durable is not None else None
         begun = begin(

@@ -19,11 +19,13 @@ from nostall import __version__, _native
 from nostall.base import _options as options
 from nostall.base._sizes import defaults
 from nostall.base._table import TABLE
+from nostall.base._words import counted
 from nostall.cli import BENCHMARKS_FROM
 from nostall.cli import _mpi_library as mpi_library
 from nostall.cli import _run as run_command
 from nostall.errors import Error, UsageError
 from nostall.job import _cluster as cluster
+from nostall.job._cores import cores_of_rank, share
 from nostall.job._rendezvous import find_rendezvous
 from nostall.job._world import World, find_world
 
@@ -47,6 +49,14 @@ _UCX_VARIABLES = ("NOSTALL_UCX_LIBRARY", "NOSTALL_UCX_TLS", "NOSTALL_UCX_DEVICES
 _MEET_SECONDS = 60.0
 _NET = Path("/sys/class/net")
 _FUSE, _URING_SWITCH = Path("/dev/fuse"), Path("/proc/sys/kernel/io_uring_disabled")
+
+
+def _cores() -> str:
+    """Of this process, and what leaves it fewer than the machine has."""
+    with contextlib.suppress(UsageError):  # it is among the findings
+        found = share(find_world().most_here)
+        return f"{found.count}: {found.why}" if found.why else str(found.count)
+    return str(cores_of_rank(1))
 
 
 def _io_uring() -> str:
@@ -117,7 +127,7 @@ def meeting(world: World) -> Iterator[tuple[str, str]]:
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     mine = {
         "host": host,
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": cores_of_rank(world.most_here),
         "ucx": _ucx_problem() or f"UCX may take {_devices()}",
     }
     notes = [json.loads(note) for note in gather(json.dumps(mine).encode())]
@@ -126,7 +136,7 @@ def meeting(world: World) -> Iterator[tuple[str, str]]:
         here = [str(rank) for rank, note in enumerate(notes) if note["host"] == there["host"]]
         yield (
             f"on {there['host']}",
-            f"rank {', '.join(here)}; {there['cores']} cores; {there['ucx']}",
+            f"rank {', '.join(here)}; {counted(there['cores'], 'core')} each; {there['ucx']}",
         )
 
 
@@ -191,7 +201,7 @@ def fixes() -> Iterator[tuple[str, str]]:
 def findings() -> Iterator[tuple[str, str]]:
     """(what, how it stands) in the order of the way of a sample."""
     yield "nostall", f"{__version__}, Python {platform.python_version()}, {platform.release()}"
-    yield "cores", str(len(os.sched_getaffinity(0)))
+    yield "cores", _cores()
     yield "vector code", ", ".join(f"{use} by {by}" for use, by in _native.kernels().items())
     yield "io_uring", _io_uring()
     limits = _native.memory_limits()

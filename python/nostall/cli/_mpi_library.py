@@ -24,6 +24,7 @@ from nostall import __version__
 from nostall.base import _owned as owned
 from nostall.base._made_once import made_once
 from nostall.errors import IoError, UsageError
+from nostall.job._cores import cores_of_rank
 
 _PACKAGE = Path(__file__).parents[1]
 # As cmake/NostallRoom.cmake and the rooms' CMakeLists.txt have them.
@@ -264,7 +265,7 @@ def _compile(mpi: Mpi, folder: Path) -> bytes:
         _compiled([*common, *flags, "-c", str(source), "-o", made])
         return made
 
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(cores_of_rank(1)) as pool:
         objects = list(pool.map(compile_one, jobs))
     library = folder / "libnostall_mpi.so"
     link = ["-shared", "-pthread", "-Wl,--as-needed", *objects, *mpi.link, "-ldl", "-s"]

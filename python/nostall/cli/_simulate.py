@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nostall.errors import UsageError
+from nostall.job._cores import cores_of_rank
 
 if TYPE_CHECKING:
     from nostall.simulate._run import Mode
@@ -114,9 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
             grids,
             modes,
             state=arguments.state,
-            processes=len(os.sched_getaffinity(0))
-            if arguments.processes is None
-            else arguments.processes,
+            processes=cores_of_rank(1) if arguments.processes is None else arguments.processes,
             progress=_progress,
         )
         print(results.points_text(points))

@@ -9,7 +9,6 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from nostall.base import _process as process
 from nostall.errors import UsageError
@@ -138,9 +137,9 @@ def _found(env: Mapping[str, str]) -> World:
     """The place by what runs in this process, else by the launcher's variables."""
     group = joined_group()
     if group is None:
-        return _from_environment(env)
+        return from_environment(env)
     try:
-        launched = _from_environment(env)
+        launched = from_environment(env)
     except UsageError:  # what the variables say does not matter where it does not go with the group
         launched = _alone()
     if (launched.rank, launched.world_size) == (group.rank, group.world_size):
@@ -265,7 +264,8 @@ def _first_host(nodes: str) -> str | None:
     return None if first is None else re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])
 
 
-def _from_environment(env: Mapping[str, str]) -> World:
+def from_environment(env: Mapping[str, str]) -> World:
+    """The place that a launcher's variables say, of which none is empty."""
     for launcher, (rank, size, local_rank, local_size, job) in _LAUNCHERS.items():
         if launcher == "Slurm" and not under_srun(env):
             continue
@@ -280,7 +280,7 @@ def _from_environment(env: Mapping[str, str]) -> World:
         missing = [] if alone else [name for name in (local_rank, local_size) if name not in env]
         if launcher == "torchrun" and missing:
             # Set by hand, for torch.distributed, beside the variables of another launcher.
-            beside = _from_environment({k: v for k, v in env.items() if k != rank})
+            beside = from_environment({k: v for k, v in env.items() if k != rank})
             if beside.world_size == world_size:
                 return dataclasses.replace(beside, rank=_number(env, rank))
         names = [f"{name}={env[name]}" for name in job if name in env]
@@ -349,10 +349,6 @@ def _launching_process(variable: str) -> str:
     while True:
         fields = process.stat(pid)
         parent = int(fields[1])
-        try:
-            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except OSError:  # of another user
-            variables = []
-        if parent == 0 or not any(v.startswith(f"{variable}=".encode()) for v in variables):
+        if parent == 0 or variable not in process.environment(pid):
             return f"launched by {pid} {fields[19]}"
         pid = parent

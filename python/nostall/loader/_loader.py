@@ -30,6 +30,7 @@ from nostall.base._sizes import (
 )
 from nostall.base._words import counted
 from nostall.errors import PeerError, UsageError
+from nostall.job._cores import cores_of_rank
 from nostall.job._place import find_place
 from nostall.job._world import World, refuse_late_group
 from nostall.loader._ahead import Ahead, Made
@@ -498,8 +499,7 @@ class DataLoader:
         self._staging = usual.staging if staging == "auto" else parse_size(staging)
         self._reading = usual.reading
         self._device_bytes = parse_size(self._options.device_ahead)
-        cores = len(os.sched_getaffinity(0))
-        self._threads = self._options.threads or max(1, cores // ranks)
+        self._threads = self._options.threads or cores_of_rank(ranks)
 
     def _tell_of_second(self) -> None:
         """Warns where another loader of this process has the same data in tiers of its own."""

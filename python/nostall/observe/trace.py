@@ -31,6 +31,7 @@ from nostall.base import _device_clock
 from nostall.base import _options as options
 from nostall.base._garbage import Closer
 from nostall.errors import Error, IoError, UsageError
+from nostall.job._cores import cores_of_rank
 from nostall.job._world import find_world
 from nostall.observe import metrics
 
@@ -226,7 +227,7 @@ def describe(loader: Observed) -> dict[str, Any]:
         "command": _command(),
         "began": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "versions": _versions(),
-        "cores": len(os.sched_getaffinity(0)),
+        "rank_cores": cores_of_rank(loader.world.most_here),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "storage": _storage(str(getattr(loader.dataset, "root", ""))),
         **loader.settings(),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import random
 import zlib
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from nostall.base._garbage import Closer, end_with
 from nostall.base._sizes import parse_size
 from nostall.base._words import counted
 from nostall.errors import CorruptionError, TransformError, UsageError
+from nostall.job._cores import cores_of_rank
 from nostall.job._world import find_world
 from nostall.source._custom import SampleReader, native_source
 from nostall.source._item_record import FORMAT, left_out, modules_of
@@ -74,7 +74,7 @@ class Cached(Source):
         dataset: the data set. The worker processes have copies of it.
         then: called with each item, in the loader's threads or (``workers="processes"`` of the loader)
             processes; what it returns takes the item's place.
-        makers: worker processes of this rank; the node's cores divided among its ranks if None.
+        makers: worker processes of this rank; its share of the cores if None.
         max_bytes: the room for one item in tiers and buffers, in bytes or as in "2MiB". Larger items
             are made anew in each epoch. If None, the size of all items if some that are made at the
             start are of one size, else a quarter more than the largest of them.
@@ -119,7 +119,7 @@ class Cached(Source):
         self.version = version
         self.pickles = frozenset(pickles)
         self._name = type(dataset).__name__
-        count = makers if makers is not None else _cores()
+        count = makers if makers is not None else cores_of_rank(find_world().most_here)
         if count < 1:
             raise UsageError(f"makers={makers}: at least one process must make the items")
         self._makers = Makers(
@@ -233,8 +233,3 @@ class Cached(Source):
     def were_killed(self, sample: int) -> bool:
         """Whether processes were killed at an item, so that it was not made: it may be good."""
         return self._makers.were_killed(sample)
-
-
-def _cores() -> int:
-    """Cores of this rank."""
-    return max(1, len(os.sched_getaffinity(0)) // find_world().most_here)

@@ -26,6 +26,7 @@ import numpy as np
 
 from nostall import errors
 from nostall.errors import CorruptionError, Error, IoError, UsageError
+from nostall.job._cores import cores_of_rank
 from nostall.job._world import find_world
 from nostall.source._hugging_face import dataset_files
 from nostall.source._makers import MakeError, Makers
@@ -226,7 +227,7 @@ def tokenize(
         tracks: of ids, columns of numbers beside them, by the names of tracks: see `Tokens`.
         separator: between the documents of a plain text; None if each file is one.
         version: of a tokenizer or `chat` that is a function: change it when the function changes.
-        workers: processes; the node's cores divided among its ranks if None.
+        workers: processes; this rank's share of the cores if None.
         store: for URLs, an ``obstore.store`` that has them.
         progress: called with the number of parts that are done.
 
@@ -396,7 +397,7 @@ def _run(
     parts: _Parts, todo: Sequence[int], workers: int | None, progress: Progress | None
 ) -> None:
     if workers is None:
-        workers = len(os.sched_getaffinity(0)) // find_world().most_here
+        workers = cores_of_rank(find_world().most_here)
     count = max(1, min(workers, len(todo)))
     # A forked process has no threads of the client of an object store.
     remote = any(is_url(piece.path) for part in parts.parts for piece in part)

@@ -61,7 +61,7 @@ def made(rank: int = 0, name: str = "nfs") -> Rank:
         "ram_tier": 0, "file_tier": 0, "staging": 250 << 20, "io_buffers": 1, "decoding": 0,
     })  # fmt: skip
     settings = {
-        "threads": 1, "fetchers": 1, "cores": 1, "world_size": 1, "local_world_size": 1,
+        "threads": 1, "fetchers": 1, "rank_cores": 1, "world_size": 1, "local_world_size": 1,
         "dataset_bytes": 800_000_000, "tiers": [], "storage": f"/data, {name}",
         "memory_bytes": 8 << 30, "staging_bytes": 256 << 20,
     }  # fmt: skip
@@ -104,7 +104,7 @@ def test_the_headline_names_the_best_remedy_and_its_gain() -> None:
 def test_no_change_of_data_gains_more_than_was_waited_for_data() -> None:
     rank = made()
     loader = rank.loaders[0]
-    loader.settings.update(cores=4)
+    loader.settings.update(rank_cores=4)
     # 30 s of decoding beside other work made an epoch of 10 s wait for half a second.
     epochs = [replace(e, stall_seconds=0.5, decode_seconds=30.0) for e in loader.stats.epochs]
     rank.loaders[0] = replace(loader, stats=replace(loader.stats, epochs=epochs))
@@ -179,7 +179,7 @@ def without_remedy(threads: int = 1, cores: int = 1) -> Rank:
     """Of its 20 s it waits 4 for decoding and 1 for idle threads; its data lies in memory."""
     rank = made()
     (loader,) = rank.loaders
-    loader.settings.update(tiers=[("ram", 1 << 30, "")], threads=threads, cores=cores)
+    loader.settings.update(tiers=[("ram", 1 << 30, "")], threads=threads, rank_cores=cores)
     origins = {"source": OriginStats(), "ram": OriginStats(100, 800_000_000, 0.1)}
     epochs = [
         replace(e, stall_seconds=2.5, origins={**e.origins, **origins}) for e in loader.stats.epochs

@@ -180,7 +180,7 @@ def reason(run: Run) -> list[str]:
 
 def _reason_to_decode(run: Run, rows: Sequence[Term], settings: dict[str, Any]) -> list[str]:
     threads = int(settings.get("threads", 0))
-    cores = int(settings.get("cores", 0)) // int(settings.get("local_world_size", 1))
+    cores = int(settings.get("rank_cores", 0))
     if 0 < cores <= threads:
         whose = "" if run.alone else " of each rank"
         held = f"all {cores} cores{whose} decode" if cores > 1 else f"the only core{whose} decodes"
@@ -256,7 +256,7 @@ def _of_loader(run: Run, ranks: Sequence[Loader], named: bool) -> list[Advice]:
             gain([replace(t, read=0.0) if t.epoch == first else t for t in rows]),
         )  # fmt: skip
     threads = int(settings.get("threads", 0))
-    cores = int(settings.get("cores", 0)) // local
+    cores = int(settings.get("rank_cores", 0))
     if 0 < threads < cores:
         offer(
             f"threads={cores}",

@@ -39,7 +39,7 @@ _IDLE = (
 # What a report takes of a loader's settings.
 _SETTINGS: dict[str, Any] = {
     **dict.fromkeys(("host", "command", "began", "storage", "dataset"), str),
-    **dict.fromkeys(("threads", "fetchers", "cores", "world_size", "local_world_size"), int),
+    **dict.fromkeys(("threads", "fetchers", "rank_cores", "world_size", "local_world_size"), int),
     **dict.fromkeys(("samples", "dataset_bytes", "batch_size"), int),
     **dict.fromkeys(("memory_bytes", "staging_bytes"), int),
     "epochs": int | None,
