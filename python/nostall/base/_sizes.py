@@ -52,6 +52,11 @@ class TierSpec:
     # Of kind "file": the most reads in flight of each process; 0 is no limit.
     readers: int = 0
 
+    @property
+    def sort(self) -> str:
+        """The kind in words: "ram", "file", "kept file", or "own file"."""
+        return "own file" if self.own is not None else "kept file" if self.keep else self.kind
+
 
 class Limit(Protocol):
     """A limit of memory as `nostall._native.memory_limits` reads it, in bytes."""

@@ -902,7 +902,7 @@ class DataLoader:
             "fetchers": self._fetchers(),
             **self._recipe.settings(),
             "staging_bytes": self._staging,
-            "tiers": [[t.kind, t.capacity, t.path] for t in self._tiers],
+            "tiers": [[t.sort, t.capacity, t.path] for t in self._tiers],
         }
 
     def close(self) -> None:

@@ -229,6 +229,7 @@ def describe(loader: Observed) -> dict[str, Any]:
         "versions": _versions(),
         "rank_cores": cores_of_rank(loader.world.most_here),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory_left": min((x.left for x in _native.memory_limits()), default=0),
         "storage": _storage(str(getattr(loader.dataset, "root", ""))),
         **loader.settings(),
     }

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -276,6 +277,31 @@ def test_the_model_is_the_slowest_of_its_terms() -> None:
     assert tiers.share == pytest.approx(0.2)
     assert "keep" in kept.change
     assert kept.gain == pytest.approx(4.0)  # of the first one
+
+
+def test_tiers_that_are_advised_have_room() -> None:
+    def advised(**settings: Any) -> list[str]:
+        """Of the ranks of two hosts that share 16 GB of data, and of which one took some memory."""
+        ranks = [made(r) for r in range(4)]
+        for rank, left in zip(ranks, (20, 1, 10, 9), strict=True):
+            (loader,) = rank.loaders
+            own = {"world_size": 4, "local_world_size": 2, "host": f"h{rank.rank // 2}"}
+            own |= {"dataset_bytes": 16 << 30, "memory_left": left << 30}
+            loader.settings.update(own | settings)
+        return [a.change for a in advise(Run("run", ranks, None, []), most=9) if "tier" in a.change]
+
+    ram, keep = advised()
+    assert ram == 'tiers=["ram:8GiB"]'
+    assert keep.endswith('tiers=[..., "/local/disk:8GiB:keep"]')
+    assert advised(memory_left=9 << 30)[0] == 'tiers=["ram:5GiB", "/local/disk:8GiB"]'
+    assert advised(memory_left=0)[0] == 'tiers=["/local/disk:8GiB"]'
+
+    file, kept, own = (
+        advised(tiers=[(sort, 8 << 30, "/nvme")]) for sort in ("file", "kept file", "own file")
+    )
+    assert [change.endswith('mark it ":keep"') for change in file] == [True]
+    assert kept == []
+    assert [change.endswith(':keep"]') for change in own] == [True]
 
 
 def test_a_larger_buffer_is_not_advised_where_decoding_takes_the_time() -> None:

@@ -11,6 +11,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,25 @@ def test_a_loader_records_waits_reads_and_decodes(
     kept = json.loads((home / "rank0.0.run.json").read_text())
     assert kept["stats"]["source_bytes"] == stats.source_bytes
     assert kept["samples"] == len(loader.dataset)
+
+
+def test_the_record_says_which_tiers_there_are_and_what_memory_is_left(
+    image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Own(nostall.Tier):
+        def put(self, key: str, data: bytes) -> None:
+            pass
+
+        def get(self, key: str) -> None:
+            pass
+
+    tiers = ["ram:1MiB", f"{tmp_path / 'a'}:1MiB", f"{tmp_path / 'b'}:1MiB:keep", Own(1 << 20)]
+    limits = [SimpleNamespace(left=5000, most=9000), SimpleNamespace(left=3000, most=7000)]
+    with job(image_folder, tiers=tiers) as loader, monkeypatch.context() as patched:
+        patched.setattr("nostall._native.memory_limits", lambda: limits)
+        found = trace.describe(loader)
+    assert [row[0] for row in found["tiers"]] == ["ram", "file", "kept file", "own file"]
+    assert found["memory_left"] == 3000
 
 
 def test_nothing_is_recorded_unless_asked(image_folder: Path, tmp_path: Path) -> None:

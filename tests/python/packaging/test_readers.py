@@ -200,7 +200,7 @@ def test_records_of_runs(tmp_path: Path) -> None:
     record = {
         "format": 1, "kind": "run", "host": "a", "command": "train.py", "began": "today",
         "rank_cores": 2, "versions": {"python": "3"}, "memory_bytes": 8 << 30, "storage": "/data, nfs",
-        "threads": 1, "fetchers": 2,
+        "memory_left": 4 << 30, "threads": 1, "fetchers": 2,
         "rank": 0, "world_size": 1, "local_world_size": 1, "dataset": "ImageFolder",
         "samples": 16, "dataset_bytes": 16000, "batch_size": 8, "staging_bytes": 1 << 20,
         "tiers": [["ram", 4000, ""]], "stats": stats.to_dict(),

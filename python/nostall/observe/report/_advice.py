@@ -24,6 +24,8 @@ from nostall.observe.report._run import Loader, Run, percent
 # Of the staging buffer's bytes, at the most: beyond this it counts as full. A batch may not fit in the
 # rest.
 _FULL = 0.75
+# Of the memory that is left, at the most, for a tier: the training needs some too.
+_OF_MEMORY = 0.8
 
 
 @dataclass(frozen=True)
@@ -209,6 +211,27 @@ def _advice(
     return Advice(change + bound, remedy, why, gain, gain / total if total > 0 else 0.0, at_most)
 
 
+def _memory_left(ranks: Sequence[Loader]) -> float:
+    """What the tightest limit of memory left on the host with least, when its first rank began."""
+    hosts: dict[str, float] = {}
+    for settings in (x.settings for x in ranks):
+        if "memory_left" in settings:
+            host = str(settings.get("host", ""))
+            hosts[host] = max(hosts.get(host, 0.0), settings["memory_left"])
+    return min(hosts.values(), default=math.inf)
+
+
+def _tiers_for(size: float, memory: float) -> tuple[str, str]:
+    """The tiers of a node that hold `size` bytes where so much memory is left, as `Advice` has them."""
+    ram = size if size <= _OF_MEMORY * memory else memory / 2
+    tiers = [("ram", "a RAM tier", ram)] if ram > 0.01 * size else []
+    tiers += [("/local/disk", "a file tier", size)] if ram < size else []
+    return (
+        "tiers=[" + ", ".join(f'"{where}:{_size(n)}"' for where, _, n in tiers) + "]",
+        " and ".join(f"{what} of {_spaced(n)}" for _, what, n in tiers),
+    )
+
+
 def _of_loader(run: Run, ranks: Sequence[Loader], named: bool) -> list[Advice]:
     rows = terms(run, ranks)
     settings = next((x.settings for x in ranks if x.settings), {})
@@ -232,24 +255,19 @@ def _of_loader(run: Run, ranks: Sequence[Loader], named: bool) -> list[Advice]:
     size = int(settings.get("dataset_bytes", 0))
     held = sum(int(t[1]) for t in settings.get("tiers", []))
     if size and held * nodes < size:
-        each = size / nodes
-        memory = float(settings.get("memory_bytes", 0))
-        fits = not memory or each < 0.6 * memory
         offer(
-            f'tiers=["ram:{_size(each)}"]' if fits
-            else f'tiers=["ram:{_size(0.4 * memory)}", "/local/disk:{_size(each)}"]',
-            f"a RAM tier of {_spaced(each)}" if fits
-            else f"a RAM tier of {_spaced(0.4 * memory)} and a file tier of {_spaced(each)}",
+            *_tiers_for(size / nodes, _memory_left(ranks)),
             f"the tiers of {counted(nodes, 'node')} hold "
             f"{format_bytes(float(held * nodes))} of {format_bytes(float(size))}, "
             f"so every epoch reads the source again; epochs after the first would read nothing from it",
             gain([t if t.epoch == first else replace(t, read=0.0) for t in rows]),
-        )  # fmt: skip
-    kept = any(t[0] == "file" for t in settings.get("tiers", []))
-    if size and rows:
+        )
+    sorts = {t[0] for t in settings.get("tiers", [])}
+    if size and rows and "kept file" not in sorts:
         offer(
             "a file tier that is kept for the next job: " + (
-                'mark it ":keep"' if kept else f'tiers=[..., "/local/disk:{_size(size / nodes)}:keep"]'
+                'mark it ":keep"' if "file" in sorts
+                else f'tiers=[..., "/local/disk:{_size(size / nodes)}:keep"]'
             ),
             "a file tier kept from the job before",
             "the next job on the same data finds it, and its first epoch reads nothing from the source",

@@ -41,7 +41,7 @@ _SETTINGS: dict[str, Any] = {
     **dict.fromkeys(("host", "command", "began", "storage", "dataset"), str),
     **dict.fromkeys(("threads", "fetchers", "rank_cores", "world_size", "local_world_size"), int),
     **dict.fromkeys(("samples", "dataset_bytes", "batch_size"), int),
-    **dict.fromkeys(("memory_bytes", "staging_bytes"), int),
+    **dict.fromkeys(("memory_bytes", "memory_left", "staging_bytes"), int),
     "epochs": int | None,
     "versions": dict[str, str],
     "tiers": list[tuple[str, int, str]],
