@@ -24,10 +24,15 @@ constexpr int64_t kWordsNs = 5'000'000'000;
 // In which a rank that waited elsewhere in vain says so, before those who wait for it blame it.
 constexpr int64_t kGraceNs = 5'000'000'000;
 
-uint32_t usable_cores() noexcept {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  return ::sched_getaffinity(0, sizeof set, &set) == 0 ? static_cast<uint32_t>(CPU_COUNT(&set)) : 1;
+// Of all ranks together: a launcher may have bound each of them to cores of its own.
+uint32_t usable_cores(const SharedMemory& memory, uint32_t rank, uint32_t ranks) noexcept {
+  cpu_set_t all, set;
+  CPU_ZERO(&all);
+  for (uint32_t r = 0; r < ranks; ++r) {
+    const int process = r == rank ? 0 : memory.line(r).pid.load(std::memory_order_relaxed);
+    if (::sched_getaffinity(process, sizeof set, &set) == 0) CPU_OR(&all, &all, &set);
+  }
+  return static_cast<uint32_t>(CPU_COUNT(&all));
 }
 
 }  // namespace
@@ -40,7 +45,7 @@ Steps::Steps(SharedMemory& memory, uint32_t rank, uint32_t ranks, std::chrono::n
       timeout_(timeout),
       progress_(std::move(progress)),
       nap_(kShortestNap),
-      oversubscribed_(ranks > usable_cores()),
+      oversubscribed_(ranks > usable_cores(memory, rank, ranks)),
       spin_limit_ns_(oversubscribed_ ? 1'000 : 20'000),
       spin_ns_(spin_limit_ns_) {}
 

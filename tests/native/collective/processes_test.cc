@@ -11,6 +11,7 @@
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
+#include <memory>
 
 #include "../temporary.h"
 #include "base/clock.h"
@@ -18,6 +19,7 @@
 #include "collective/communicator.h"
 #include "collective/selection.h"
 #include "collective/shared_memory.h"
+#include "collective/steps.h"
 #include "ranks.h"
 
 namespace nostall::collective {
@@ -70,6 +72,51 @@ std::vector<int> on_a_full_file_system(const std::function<int(Communicator&)>& 
     });
   }).join();
   return results;
+}
+
+// Whether there are more ranks than cores, if both are bound to one core each.
+bool is_oversubscribed(const CommunicatorConfig& common, int mine, int other) {
+  const auto join = [&common](uint32_t rank, int core) noexcept {
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    CPU_SET(core, &set);
+    ::sched_setaffinity(0, sizeof set, &set);
+    SharedMemoryConfig config;
+    config.job = common.job;
+    config.rank = rank;
+    config.ranks = 2;
+    config.window_bytes = common.window_bytes;
+    config.arena_bytes = common.arena_bytes;
+    config.directory = common.directory;
+    return std::make_unique<SharedMemory>(config, common.timeout);
+  };
+  cpu_set_t before;
+  ::sched_getaffinity(0, sizeof before, &before);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::alarm(100);
+    const auto memory = join(1, other);
+    ::pause();  // until it is killed
+  }
+  const auto memory = join(0, mine);
+  const bool found = Steps(*memory, 0, 2, common.timeout, {}).oversubscribed();
+  ::sched_setaffinity(0, sizeof before, &before);
+  ::kill(child, SIGKILL);
+  ::waitpid(child, nullptr, 0);
+  return found;
+}
+
+TEST(Processes, HaveTheCoresThatAllOfThemAreBoundTo) {
+  cpu_set_t usable;
+  ASSERT_EQ(::sched_getaffinity(0, sizeof usable, &usable), 0);
+  std::vector<int> cores;
+  for (int core = 0; core < CPU_SETSIZE; ++core) {
+    if (CPU_ISSET(core, &usable)) cores.push_back(core);
+  }
+  if (cores.size() < 2) GTEST_SKIP() << "one core for all ranks";
+  const Directory directory;
+  EXPECT_TRUE(is_oversubscribed(directory.config(), cores[0], cores[0]));
+  EXPECT_FALSE(is_oversubscribed(directory.config(), cores[0], cores[1]));
 }
 
 TEST(Processes, ReduceTogetherAndLeaveNothing) {
