@@ -554,11 +554,12 @@ class _Distributed:
                     f"{told}was frozen, or in no group, when the DistributedOptimizer was made: make "
                     "it again, with the same arguments"
                 )
-            # Torch updates by it all the same, each rank by its own; zeros are alike.
+            # Torch updates by it all the same, each rank by its own.
             if gradient.is_sparse or gradient.any():
                 raise UsageError(
                     f"{told}is frozen, and has it from before: set the parameter's grad to None"
                 )
+            parameter.grad = None  # by zeros too, where other ranks may have none
         sync.make_dense()
         sync.finish()
         return sync
