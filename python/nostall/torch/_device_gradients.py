@@ -180,9 +180,6 @@ class StagedSync(_DeviceSync):
         memory = torch.empty_like(self._parameters[i], memory_format=torch.contiguous_format)
         self._stage(i, memory.detach(), False)
 
-    def _follow_writes(self) -> None:
-        follow(self._side, self._mine())
-
     def _stage(self, i: int, memory: torch.Tensor, present: bool) -> None:
         self._submitted[i] = memory
         follow(self._side, self._mine())

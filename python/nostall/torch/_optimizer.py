@@ -109,9 +109,13 @@ class GradientSync:
         # Hooks must not keep this object alive: the parameters hold them.
         me = weakref.ref(self)
         self._hooks = [
-            p.register_post_accumulate_grad_hook(_hook(me, i))
+            handle
             for i, p in enumerate(self._parameters)
             if p.requires_grad
+            for handle in (
+                p.register_hook(_hook(me, i, GradientSync.admit)),
+                p.register_post_accumulate_grad_hook(_hook(me, i, GradientSync.ready)),
+            )
         ]
         _all.add(self)
 
@@ -149,16 +153,18 @@ class GradientSync:
 
     # ------------------------------------------------------------------ while backward runs
 
-    def ready(self, i: int, parameter: torch.Tensor) -> None:
-        """Called when parameter i has its gradient."""
-        if i in self._submitted:
-            self._follow_writes()
+    def admit(self, i: int, _: torch.Tensor) -> None:
+        """Called before autograd adds to the gradient of parameter i: it may be under reduction."""
+        if i in self._submitted and _accumulates(self._parameters[i]):
             raise UsageError(
                 f"the gradient of {self._names[i]} was computed again before optimizer.step(): "
                 f"pass backward_passes_per_step={self.passes + 1} or more, use no_sync() for all "
                 "passes but the last, or, with a GradScaler, call optimizer.synchronize() "
                 "after each backward pass whose gradients may be left out"
             )
+
+    def ready(self, i: int, parameter: torch.Tensor) -> None:
+        """Called when parameter i has its gradient."""
         self._accumulated[i] = None
         if self._paused:
             return
@@ -171,9 +177,6 @@ class GradientSync:
         if gradient.is_sparse:
             return  # gathered when the step ends
         self._give(i, gradient)
-
-    def _follow_writes(self) -> None:
-        """Orders what stores results after what was added to a gradient that is being reduced."""
 
     def _give(self, i: int, gradient: torch.Tensor) -> None:
         if self.options.check_finite:
@@ -507,13 +510,25 @@ class GradientSync:
             self._release()
 
 
-def _hook(me: weakref.ref[GradientSync], i: int) -> Callable[[torch.Tensor], None]:
-    def ready(parameter: torch.Tensor) -> None:
+def _hook(
+    me: weakref.ref[GradientSync], i: int, call: Callable[[GradientSync, int, torch.Tensor], None]
+) -> Callable[[torch.Tensor], None]:
+    def hook(tensor: torch.Tensor) -> None:
         sync = me()
         if sync is not None:
-            sync.ready(i, parameter)
+            call(sync, i, tensor)
 
-    return ready
+    torch.utils.hooks.unserializable_hook(hook)
+    return hook
+
+
+def _accumulates(parameter: torch.Tensor) -> bool:
+    """Whether the pass under way adds to the parameter's gradient."""
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # torch.autograd.grad() hands this gradient out
+        return False
 
 
 def _pack(parts: dict[int, tuple[Any, Any]]) -> bytes:

@@ -161,6 +161,43 @@ def test_what_is_done_to_gradients_gives_the_same_bits() -> None:
     assert first["changing"] == second["changing"]
 
 
+REFUSED = """
+def train(refused, **options):
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    options = nt.SyncOptions(threshold=5000, fixed_order=True, timeout=60, **options)
+    optimizer = nt.DistributedOptimizer(optimizer, model.named_parameters(), options)
+    told = 0
+    for step in range(4):
+        optimizer.zero_grad()
+        backward(model, step)
+        if refused and rank == 0:
+            with contextlib.nullcontext() if step % 2 else optimizer.no_sync():
+                try:
+                    backward(model, step + 10)
+                except UsageError as error:
+                    told += "computed again" in str(error)
+            loss = sum(p.square().sum() for p in model.parameters())
+            torch.autograd.grad(loss, list(model.parameters()))  # adds to no gradient
+        optimizer.step()
+    return told, digest(model)
+result = [
+    [train(True, **options), train(False, **options)]
+    for options in ({"views": True}, {"views": False}, {"mode": "negotiated", "cycle": 0.001})
+]
+"""
+
+
+@pytest.mark.multi
+def test_a_pass_that_is_refused_on_one_rank_changes_no_gradient() -> None:
+    first, second = run_ranks(2, SETUP + REFUSED)
+    for one, other in zip(first, second, strict=True):
+        (told, refused), (_, expected) = one
+        assert told == 4 and refused == expected
+        assert other == [[0, expected]] * 2
+
+
 OTHERS = """
 import copy, pickle
 model, optimizer = make(True)
