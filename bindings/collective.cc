@@ -157,9 +157,19 @@ std::shared_ptr<Communicator> open(const std::string& job, uint32_t rank, uint32
   return std::make_shared<Communicator>(config);
 }
 
-// A call, from this rank's arrival to its end: what it takes longer than on others is waiting.
-trace::Kind kind(std::string_view operation) {
-  return trace::define("peers", operation, {"count"});
+// Whether this thread makes calls for others: these compute meanwhile, and record their own waits.
+thread_local bool serving = false;
+
+// As what the calling thread records a call: from this rank's arrival to its end, so that what it
+// takes longer than on others is waiting.
+struct Recorded {
+  trace::Kind peers, background;
+  trace::Kind here() const noexcept { return serving ? background : peers; }
+};
+
+Recorded kind(std::string_view operation) {
+  return {trace::define("peers", operation, {"count"}),
+          trace::define("background", operation, {"count"})};
 }
 
 // Operations that reduce elements.
@@ -171,7 +181,7 @@ void bind_reductions(nb::class_<Communicator>& communicator) {
                                          uint64_t count, const PyReducer& reducer,
                                          const std::string& algorithm, bool fixed) {
             bindings::without_gil([&] {
-              trace::Span span(recorded);
+              trace::Span span(recorded.here());
               span.values[0] = static_cast<int64_t>(count);
               self.allreduce(address(in), writable(out), count, reducer.get(),
                              options_of(algorithm, fixed));
@@ -191,7 +201,7 @@ void bind_reductions(nb::class_<Communicator>& communicator) {
             auto* const all = static_cast<std::byte*>(writable(data));
             try {
               bindings::without_gil([&] {
-                trace::Span span(recorded);
+                trace::Span span(recorded.here());
                 span.values[0] = static_cast<int64_t>(count);
                 const uint32_t parts = parts_of(count * op.element_bytes(), part_bytes, kMostParts);
                 two_level_allreduce(self, between ? &*between : nullptr,
@@ -214,7 +224,7 @@ void bind_reductions(nb::class_<Communicator>& communicator) {
                                       uint64_t count, const PyReducer& reducer, uint32_t root,
                                       const std::string& algorithm, bool fixed) {
             bindings::without_gil([&] {
-              trace::Span span(recorded);
+              trace::Span span(recorded.here());
               span.values[0] = static_cast<int64_t>(count);
               self.reduce(address(in), writable(out), count, reducer.get(), root,
                           options_of(algorithm, fixed));
@@ -234,7 +244,7 @@ void bind_moves(nb::class_<Communicator>& communicator) {
           [recorded = kind("broadcast")](Communicator& self, uintptr_t data, uint64_t bytes,
                                          uint32_t root, const std::string& type,
                                          const std::string& algorithm) {
-            trace::Span span(recorded);
+            trace::Span span(recorded.here());
             span.values[0] = static_cast<int64_t>(bytes);
             self.broadcast(writable(data), bytes, root, options_of(algorithm, false),
                            type_of(type));
@@ -249,7 +259,7 @@ void bind_moves(nb::class_<Communicator>& communicator) {
             const Order order = fixed ? Order::fixed : Order::any;
             const bool equal = counts.size() == 1;
             bindings::without_gil([&] {
-              trace::Span span(recorded);
+              trace::Span span(recorded.here());
               const auto rank = std::min<size_t>(self.rank(), counts.size() - 1);
               span.values[0] = static_cast<int64_t>(counts.empty() ? 0 : counts[rank]);
               if (equal) {
@@ -265,16 +275,19 @@ void bind_moves(nb::class_<Communicator>& communicator) {
           "counts[r] elements for rank r; one count is that of every rank.")
       .def(
           "allgather",
-          [](Communicator& self, uintptr_t in, uintptr_t out, uint64_t bytes,
-             const std::string& type) {
+          [recorded = kind("allgather")](Communicator& self, uintptr_t in, uintptr_t out,
+                                         uint64_t bytes, const std::string& type) {
+            trace::Span span(recorded.here());
+            span.values[0] = static_cast<int64_t>(bytes);
             self.allgather(address(in), writable(out), bytes, type_of(type));
           },
           nb::arg("source"), nb::arg("target"), nb::arg("bytes"), nb::arg("type"), no_gil,
           "`bytes` of each rank.")
       .def(
           "allgatherv",
-          [](Communicator& self, uintptr_t in, const std::vector<uintptr_t>& targets,
-             const std::vector<uint64_t>& bytes, const std::string& type) {
+          [recorded = kind("allgather")](
+              Communicator& self, uintptr_t in, const std::vector<uintptr_t>& targets,
+              const std::vector<uint64_t>& bytes, const std::string& type) {
             if (targets.size() != bytes.size()) {
               throw Error(ErrorKind::usage, "allgatherv needs as many targets as sizes");
             }
@@ -282,6 +295,9 @@ void bind_moves(nb::class_<Communicator>& communicator) {
             for (size_t r = 0; r < bytes.size(); ++r) {
               parts.push_back({writable(targets[r]), bytes[r]});
             }
+            trace::Span span(recorded.here());
+            span.values[0] =
+                static_cast<int64_t>(self.rank() < bytes.size() ? bytes[self.rank()] : 0);
             self.allgatherv(address(in), parts, type_of(type));
           },
           nb::arg("source"), nb::arg("targets"), nb::arg("bytes"), nb::arg("type"), no_gil,
@@ -308,8 +324,8 @@ void bind_collective(nb::module_& m) {
       .def_prop_ro("ranks", &Communicator::ranks)
       .def(
           "barrier",
-          [barrier = kind("barrier")](Communicator& self) {
-            const trace::Span span(barrier);
+          [recorded = kind("barrier")](Communicator& self) {
+            const trace::Span span(recorded.here());
             self.barrier();
           },
           no_gil)
@@ -341,6 +357,11 @@ void bind_collective(nb::module_& m) {
   m.def("open_communicator", &open, nb::arg("job"), nb::arg("rank"), nb::arg("ranks"),
         nb::arg("timeout"), nb::arg("window_bytes"), nb::arg("arena_bytes"), nb::arg("directory"),
         nb::arg("table"), no_gil, "Waits for all ranks.");
+  m.def(
+      "serve_collectives", [] { serving = true; },
+      "Collectives of the calling thread count as background from now on.");
+  m.def(
+      "serves_collectives", [] { return serving; }, "Whether those of the calling thread do.");
   m.def("address_of", &address_of, nb::arg("array"), "Where a NumPy array lies.");
   m.def("allocate_shared", &allocate, nb::arg("communicator"), nb::arg("bytes"),
         "Bytes that all ranks reach, or None if the arena has no room.");

@@ -18,7 +18,6 @@
 #include "seconds.h"
 #include "sync/gradient_engine.h"
 #include "text.h"
-#include "trace/trace.h"
 
 namespace nb = nanobind;
 using namespace nostall;
@@ -305,13 +304,7 @@ void bind_gradients(nb::class_<BoundEngine>& engine) {
           },
           nb::arg("tensor"), nb::arg("address"), nb::arg("present"),
           "The flat torch tensor in which the result will be after wait().")
-      .def(
-          "wait",
-          [recorded = trace::define("peers", "wait for gradients")](BoundEngine& self) {
-            const trace::Span span(recorded);
-            self.wait();
-          },
-          release)
+      .def("wait", &BoundEngine::wait, release)
       .def("wait_for", &BoundEngine::wait_for, nb::arg("tensor"), release)
       .def(
           "contributors",

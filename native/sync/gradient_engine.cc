@@ -24,6 +24,10 @@ using Clock = std::chrono::steady_clock;
 // What is under way when an engine is stopped gets this time, before it ends for all.
 constexpr std::chrono::seconds kGrace{1};
 
+// What a thread of the program waits for here.
+const trace::Kind kWait = trace::define("peers", "wait for gradients");
+const trace::Kind kExchange = trace::define("peers", "exchange values");
+
 std::string text_of(const TensorSpec& t) {
   return t.name + " (" + std::to_string(t.count) + " x " +
          std::string(collective::name_of(t.type)) +
@@ -128,6 +132,7 @@ void GradientEngine::set_plan(ReductionPlan plan) {
 
 std::vector<std::byte> GradientEngine::broadcast(std::span<const std::byte> bytes, uint32_t root) {
   check_usable("broadcast");
+  const trace::Span span(kExchange);
   const MutexLock lock(step_->mutex);
   check_quiet("broadcast");
   return step_->collectives->broadcast(bytes, root);
@@ -135,6 +140,7 @@ std::vector<std::byte> GradientEngine::broadcast(std::span<const std::byte> byte
 
 std::vector<std::vector<std::byte>> GradientEngine::all_gather(std::span<const std::byte> bytes) {
   check_usable("all_gather");
+  const trace::Span span(kExchange);
   const MutexLock lock(step_->mutex);
   check_quiet("all_gather");
   return step_->collectives->all_gather(bytes);
@@ -226,6 +232,7 @@ void GradientEngine::fill(uint32_t tensor, const Coordinator::Place& place, cons
 
 void GradientEngine::wait() {
   check_usable("wait");
+  const trace::Span span(kWait);
   MutexLock lock(step_->mutex);
   if (!step_->error && step_->submitted < step_->tensors.size()) {
     std::vector<uint32_t> absent;
@@ -251,7 +258,9 @@ void GradientEngine::wait_for(uint32_t tensor) {
     throw Error(ErrorKind::usage, "there is no gradient number " + std::to_string(tensor));
   }
   MutexLock lock(step_->mutex);
-  if (!step_->pending[tensor].reduced) step_->check_runs("wait_for");
+  if (step_->pending[tensor].reduced) return;
+  const trace::Span span(kWait);
+  step_->check_runs("wait_for");
   ++watchers_;
   while (!step_->pending[tensor].reduced && !step_->ended) step_->done.wait(lock);
   --watchers_;

@@ -29,6 +29,7 @@ from nostall.job._world import find_world
 from nostall.sync import WIRES, Ranks, Spec, SyncOptions, find_ranks, members_of
 from nostall.torch._device import Device, use_on
 from nostall.torch._optimizer import GradientSync
+from nostall.torch._waits import Wait
 
 _ALIGNED = 64  # bytes, of the gradients in a group
 
@@ -238,11 +239,13 @@ class StagedReduction:
             slab.copy_(tensor, non_blocking=True)
             copied.record(side)
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=[device])
+        wait = Wait.after_backward("allreduce")
 
         def reduce() -> None:
             try:
                 await_copy(copied)
                 dist.all_reduce(slab, group=self._group)
+                wait.end()
                 with on_stream(torch, side):
                     tensor.copy_(slab, non_blocking=True)
                     future.set_result([tensor])  # what waits for it waits for the copy

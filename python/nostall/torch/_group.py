@@ -45,6 +45,7 @@ from nostall.torch._calls import Calls, ended_with_program
 from nostall.torch._launch import fill_environment
 from nostall.torch._meeting import nodes_of_ranks
 from nostall.torch._mesh import Registered, connect, hang_up, registered
+from nostall.torch._waits import Wait, give
 
 _TYPES = {
     torch.float16: "float16",
@@ -124,14 +125,22 @@ class Options:
 class _Work(dist.Work):  # type: ignore[misc]
     """An operation under way; wait() raises what it raised. Waits count in `calls`."""
 
-    def __init__(self, future: Future[list[torch.Tensor]], calls: Calls) -> None:
+    def __init__(self, name: str, future: Future[list[torch.Tensor]], calls: Calls) -> None:
         super().__init__()
+        self._name = name
         self._future = future
         self._calls = calls
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Raises PeerError if a timeout is given and passes; the operation continues."""
-        if _is_set(timeout) and not self._future.done():
+        if not self._future.done():
+            with Wait(self._name):
+                self._wait(timeout)
+        self._future.wait()  # raises the operation's error, if any
+        return True
+
+    def _wait(self, timeout: timedelta | None) -> None:
+        if _is_set(timeout):
             assert timeout is not None
             over = threading.Event()
             self._future.add_done_callback(lambda _: over.set())
@@ -140,12 +149,9 @@ class _Work(dist.Work):  # type: ignore[misc]
                     f"the operation waited for was not done after {timeout.total_seconds():g} s; "
                     "it goes on: wait again, or raise the timeout of this wait"
                 )
-        if self._future.done():
-            self._future.wait()  # raises the operation's error, if any
-        else:
+        if not self._future.done():
             with self._calls.waiting():
                 self._future.wait()
-        return True
 
     def is_success(self) -> bool:
         return bool(self._future.done()) and self.exception() is None
@@ -163,7 +169,7 @@ class _Work(dist.Work):  # type: ignore[misc]
     def get_future(self) -> Future[list[torch.Tensor]]:
         # Native code (DDP's reducer) sees the error of this future. It takes a Python Future with an
         # exception for one with a result.
-        return self._future.then(lambda done: done.value())
+        return give(self._future, self._name, lambda done: done.value())
 
     def result(self) -> list[torch.Tensor]:
         return list(self._future.value())
@@ -231,7 +237,7 @@ class _Delegated(dist.Work):  # type: ignore[misc]
         done = True
         with self._calls.if_open() as is_open:
             if is_open:
-                with self._aborts.watching(self._doing):
+                with self._aborts.watching(self._doing), Wait(self._doing.name):
                     done = bool(self._work.wait() if limit is None else self._work.wait(limit))
                 if self._unfinished is not None:
                     self._unfinished.discard(self._work)
@@ -276,7 +282,7 @@ class _Delegated(dist.Work):  # type: ignore[misc]
 
     def get_future(self) -> Future[Any]:
         self._watch()
-        return self._work.get_future().then(self._value)
+        return give(self._work.get_future(), self._doing.name, self._value)
 
     def result(self) -> list[torch.Tensor]:
         if self._last is not None:
@@ -660,7 +666,8 @@ class Group(ProcessGroup):  # type: ignore[misc]
 
     def monitored_barrier(self, *arguments: Any, **named: Any) -> Any:
         self._refuse()
-        with self._calls, self._aborts.watching(Doing("monitored_barrier")):
+        doing = Doing("monitored_barrier")
+        with self._calls, self._aborts.watching(doing), Wait(doing.name):
             return self._inner_for("cpu").monitored_barrier(*arguments, **named)
 
     # Its end.
@@ -902,7 +909,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
                 _divide(result.detach(), self._size)
         future: Future[list[torch.Tensor]] = Future()
         future.set_result(list(results))
-        return _Work(future, self._calls)
+        return _Work(name, future, self._calls)
 
     def _refuse(self) -> None:
         """Raises if this process cannot use the group, as far as it knows."""
@@ -969,7 +976,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
                     future.set_result(work())
             finally:
                 self._finish_one()
-            return _Work(future, self._calls)
+            return _Work(name, future, self._calls)
 
         def run() -> None:
             try:
@@ -982,7 +989,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
                 self._finish_one()
 
         self._queue.put(run)
-        return _Work(future, self._calls)
+        return _Work(name, future, self._calls)
 
     def _finish_one(self) -> None:
         with self._lock:
@@ -990,6 +997,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
 
 
 def _serve(waiting: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    _native.serve_collectives()
     while (run := waiting.get()) is not None:
         run()
         del run  # drops the tensors and the group with it before the next wait

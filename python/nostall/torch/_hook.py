@@ -20,6 +20,7 @@ from typing import Any, Literal, Self
 import torch
 import torch.distributed as dist
 
+from nostall import _native
 from nostall.errors import UsageError
 from nostall.sync import WIRES
 from nostall.torch._group import Options
@@ -67,7 +68,9 @@ class BucketReducer:
         self.ranks = dist.get_world_size(self.group)
         self.given = group or dist.group.WORLD
         self._fixed = order == "fixed"
-        self._thread = ThreadPoolExecutor(1, "nostall-gradients")
+        self._thread = ThreadPoolExecutor(
+            1, "nostall-gradients", initializer=_native.serve_collectives
+        )
         self._reductions: dict[torch.device, Any] = {}
 
     def __enter__(self) -> Self:

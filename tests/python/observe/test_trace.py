@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import signal
+import threading
 import time
 import zlib
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ import pytest
 
 import nostall
 from nostall import trace
-from nostall.errors import CorruptionError, IoError, UsageError
+from nostall.errors import CorruptionError, Error, IoError, UsageError
 from nostall.loader.transforms import RandomResizedCrop, ToTensor
 from nostall.observe.report import _digest as digest
 from nostall.observe.timelines._stream import Source
@@ -180,6 +181,7 @@ def test_checkpoints_and_collectives_are_recorded(tmp_path: Path) -> None:
         checkpointer.wait()
     with Communicator(rank=0, size=1, job=f"trace {os.getpid()}") as node:
         node.allreduce(np.ones(10))
+        node.allgather(np.ones(10))
         node.barrier()
     GradientReducer({"x": np.zeros(2)})({"x": np.ones(2)})
     trace.stop()
@@ -189,8 +191,27 @@ def test_checkpoints_and_collectives_are_recorded(tmp_path: Path) -> None:
     assert ("background", "write checkpoint") in found
     assert ("background", "resume point, durable") in found
     assert found["peers", "allreduce"] == {"count": 10}
+    assert found["peers", "allgather"] == {"count": 80}
     assert ("peers", "barrier") in found
     assert ("peers", "wait for gradients") in found
+
+
+def test_the_wait_for_one_gradient_is_recorded(tmp_path: Path) -> None:
+    from nostall.sync import Ranks, SyncOptions, make_engine
+
+    trace.start(tmp_path, rank=0)
+    ranks = Ranks(0, 1, f"trace {os.getpid()}")
+    engine, _ = make_engine([("a", 1, "float32")], SyncOptions(), ranks)
+    engine.all_gather(b"")
+    threading.Timer(0.01, engine.stop).start()
+    with pytest.raises(Error):
+        engine.wait_for(0)  # it does not come
+    trace.stop()
+    got = digest.read(Source(tmp_path / "rank0.trace.json.gz")).category("peers")
+    assert {name: len(s.begin) for name, s in got.items()} == {
+        "exchange values": 1,
+        "wait for gradients": 1,
+    }
 
 
 def test_mistakes_are_told(tmp_path: Path) -> None:

@@ -61,6 +61,15 @@ def test_ddp_trains_to_the_bits_of_one_process(ranks: int) -> None:
     check("data_parallel", ranks)
 
 
+def test_a_trace_has_what_ddp_waits_for_and_not_what_is_reduced_meanwhile(tmp_path: Path) -> None:
+    check("waits_of_ddp", 2, TEST_TRACE=str(tmp_path))
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_trace_has_the_waits_for_asynchronous_work(nodes: int, tmp_path: Path) -> None:
+    check("waits_of_works", 2, TEST_TRACE=str(tmp_path), NODES=str(nodes))
+
+
 def test_fully_sharded_training_works() -> None:
     check("fully_sharded", 2)
 

@@ -6,6 +6,7 @@ Started by torch_job.py, or as a program under a launcher, with the function's n
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import os
 import random
@@ -20,6 +21,7 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -29,7 +31,11 @@ from torch.nn.parallel import DistributedDataParallel
 import nostall.torch
 from nostall.errors import PeerError, UsageError
 from nostall.job._world import find_world
+from nostall.observe import trace
+from nostall.observe.report import _digest as digest
+from nostall.observe.timelines._stream import Source
 from nostall.torch import _mesh as mesh
+from nostall.torch import _waits as waits
 from nostall.torch._aborts import Aborts
 
 torch.set_num_threads(1)
@@ -279,6 +285,125 @@ def data_parallel() -> None:
         optimizer.step()
     for a, b in zip(trained.module.parameters(), reference.parameters(), strict=True):
         assert torch.equal(a, b), (a - b).abs().max()
+
+
+class Calling(torch.autograd.Function):
+    """Calls a function in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, call: Callable[[], None]) -> torch.Tensor:
+        ctx.call = call
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.call()
+        return gradients[0], None
+
+
+def recorded(directory: str, work: Callable[[], object]) -> digest.Digest:
+    """What this rank records meanwhile."""
+    trace.start(directory, rank, size)
+    work()
+    dist.barrier()  # until then no thread serves
+    trace.stop()
+    return digest.read(Source(Path(directory, f"rank{rank}.trace.json.gz")))
+
+
+def waits_of_ddp() -> None:
+    """The training's waits count, and not what runs beside its backward pass."""
+    store = dist.distributed_c10d._get_default_store()
+    chosen: dict[str, Callable[[], object]] = {"first": int, "between": int}
+    begin = waits.Wait._begin_if_newest
+
+    def told(wait: waits.Wait) -> None:
+        begin(wait)
+        if rank == 1 and wait._began:
+            store.set("waits", "")
+
+    def between() -> None:
+        with trace.span("between"):
+            if rank == 0:  # the other rank's wait is for this one
+                store.get("waits")
+            else:  # its first bucket is under way, and waits for this rank's
+                store.set("computes", "")
+
+    class Parts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.near = torch.nn.Linear(50, 50, bias=False)
+            self.far = torch.nn.Linear(50, 50, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            inner = Calling.apply(self.near(x), lambda: chosen["between"]())
+            return Calling.apply(self.far(inner), lambda: chosen["first"]())
+
+    model = DistributedDataParallel(Parts(), bucket_cap_mb=0.001)
+
+    def step() -> None:
+        model(torch.ones(2, 50)).sum().backward()
+
+    step()
+    step()  # DDP has chosen its buckets
+    chosen["between"] = between
+    if rank == 0:
+        chosen["first"] = lambda: store.get("computes")
+    with mock.patch.object(waits.Wait, "_begin_if_newest", told):
+        found = recorded(os.environ["TEST_TRACE"], step)
+    peers, reductions = found.category("peers"), found.of("background", "allreduce")
+    between_at = found.of("compute", "between")
+    assert len(reductions.begin) == 2
+    assert set(peers) <= {"wait for allreduce", "barrier", "wait for barrier"}, peers
+    waited = found.of("peers", "wait for allreduce")
+    assert (waited.begin >= between_at.end).all()
+    if rank == 1:
+        assert len(waited.begin) == 1, found.spans
+        assert waited.end[0] >= reductions.end.max()
+        assert between_at.begin[0] < reductions.end.min()
+
+
+def waits_of_works() -> None:
+    """What is between the start of an operation and its wait does not count."""
+    store = dist.distributed_c10d._get_default_store()
+    began = waits.Wait._begin
+
+    def told(wait: waits.Wait) -> None:
+        began(wait)
+        store.set(f"waits {wait._operation}", "")
+
+    def meet(name: str, start: Callable[[], dist.Work]) -> None:
+        if rank == 0:
+            store.get(f"waits {name}")
+            start().wait()
+        else:
+            work = start()
+            with trace.span(f"beside {name}"):
+                pass
+            with mock.patch.object(waits.Wait, "_begin", told):
+                work.wait()
+
+    x = torch.ones(50)
+    send = functools.partial(dist.isend if rank == 0 else dist.irecv, x, 1 - rank)
+    calls: dict[str, Callable[[], dist.Work]] = {
+        "allreduce": lambda: dist.all_reduce(x, async_op=True),
+        "allgather": lambda: dist.all_gather([x.clone(), x.clone()], x, async_op=True),
+        "recv": send,
+    }
+
+    def work() -> None:
+        dist.all_gather([x.clone(), x.clone()], x)
+        for name, call in calls.items():
+            meet(name, call)
+
+    found = recorded(os.environ["TEST_TRACE"], work)
+    for name in calls if rank == 1 else ():
+        waited = found.of("peers", f"wait for {name}")
+        assert len(waited.begin), (name, list(found.spans))
+        assert waited.begin[-1] >= found.of("compute", f"beside {name}").end[0]
+    if os.environ["NODES"] == "1":
+        assert len(found.of("background", "allgather").begin) == 1
+        assert len(found.of("peers", "allgather").begin) == 1
+        assert len(found.of("background", "allreduce").begin) == 1
 
 
 def fully_sharded() -> None:
