@@ -456,7 +456,8 @@ class Checkpointer:
         """Copies what a save with `window` has not copied yet; returns at once if nothing is left."""
         if self._window is not None:
             window, self._window = self._window, None
-            self._window_seconds = window.close()
+            with _held():
+                self._window_seconds = window.close()
 
     def attach(self, optimizer: Any) -> None:
         """Before each step of this torch optimizer, copies what the step is about to change.
@@ -473,7 +474,11 @@ class Checkpointer:
         self._hooks.append(optimizer.register_step_pre_hook(before_step))
 
     def _before_step(self, optimizer: Any) -> None:
-        if self._window is not None and not self._window.reach(optimizer):
+        if self._window is None:
+            return
+        with _held():
+            left = self._window.reach(optimizer)
+        if not left:
             self.before_update()
 
     @contextlib.contextmanager
@@ -742,6 +747,11 @@ class Checkpointer:
             if kind in (None, GeneratorExit):
                 raise
             _log.error("%s", error)
+
+
+def _held() -> trace.span:
+    """Records how long an update is held back by a save's window."""
+    return trace.span("copy before an update", "checkpoint")
 
 
 def _as_number(metric: SupportsFloat | None) -> float | None:

@@ -27,7 +27,7 @@ import pytest
 import nostall
 import nostall.checkpoint._checkpointer
 import nostall.checkpoint._store
-from nostall import Keep, _native
+from nostall import Keep, _native, trace
 from nostall.base import _garbage
 from nostall.checkpoint import _begin, _search
 from nostall.checkpoint._background import BackgroundWriter
@@ -39,6 +39,8 @@ from nostall.checkpoint._search import Search
 from nostall.checkpoint._store import Store, part_name
 from nostall.checkpoint._window import choose_copying
 from nostall.errors import CorruptionError, IoError, PeerError, UsageError
+from nostall.observe.report import _digest as digest
+from nostall.observe.timelines._stream import Source
 
 
 def state_of(value: int, size: int = 1000) -> dict[str, Any]:
@@ -284,6 +286,31 @@ def test_what_changes_outside_of_updates_is_copied_by_the_save(tmp_path: Path) -
             for name, tensor in before.items():
                 assert torch.equal(found.state["model"][name], tensor), (step, name)
     assert saved.copying.startswith(("lazily", "in_background"))
+
+
+def test_the_copy_before_an_update_is_recorded(tmp_path: Path) -> None:
+    import torch
+
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.Adam(model.parameters())
+    trace.start(tmp_path / "run", rank=0)
+    try:
+        with nostall.Checkpointer(durable=tmp_path / "ckpt") as ckpt:
+            ckpt.attach(optimizer)
+            model(torch.ones(8)).sum().backward()
+            for window in (False, True):
+                ckpt.save({"model": model}, 1, window=window)
+                with trace.span(f"step, window={window}"):
+                    optimizer.step()
+    finally:
+        trace.stop()
+    found = digest.read(Source(tmp_path / "run" / "rank0.trace.json.gz"))
+    copies, step = (
+        found.of("checkpoint", "copy before an update"),
+        found.of("compute", "step, window=True"),
+    )
+    assert len(copies.begin)
+    assert (copies.begin >= step.begin).all() and (copies.end <= step.end).all()
 
 
 @pytest.mark.parametrize("copying", ["lazily", "in_background"])

@@ -358,6 +358,10 @@ def test_the_chart_of_waits_has_all_of_them_and_advice_fits() -> None:
     changes = [a.change for a in advise(run, most=9)]
     assert any("window=True" in c for c in changes)
     assert not any("in the background" in c for c in changes)
+    rank.digest.spans["checkpoint", "copy before an update"] = spans([19], [19.5])
+    changes = [a.change for a in advise(run, most=9)]
+    assert any(c.startswith("a larger every=") for c in changes)
+    assert not any("window=True" in c for c in changes)
 
 
 def test_what_was_not_recorded_is_not_called_zero() -> None:

@@ -132,20 +132,22 @@ def advise(run: Run, most: int = 2) -> list[Advice]:
             )
         )
     if run.checkpoints:
-        copied = any(
-            r.digest is not None and ("background", "write checkpoint") in r.digest.spans
-            for r in run.ranks
-        )
+        recorded = {kind for r in run.ranks if r.digest is not None for kind in r.digest.spans}
+        windowed = ("checkpoint", "copy before an update") in recorded
         change, remedy, why = (
-            ("save(..., window=True), or a larger every=",
-             "copying the state of checkpoints meanwhile (window=True)",
-             "training stood still while its state was copied; it is written in the background")
-            if copied
+            ("a larger every=",
+             "fewer checkpoints",
+             "training stood still although its state is copied meanwhile (window=True)")
+            if windowed
+            else ("save(..., window=True), or a larger every=",
+                  "copying the state of checkpoints meanwhile (window=True)",
+                  "training stood still while its state was copied; it is written in the background")
+            if ("background", "write checkpoint") in recorded
             else ("write checkpoints in the background, by nostall.Checkpointer",
                   "writing checkpoints in the background",
                   "training stood still while they were written")
         )  # fmt: skip
-        found.append(_advice(change, remedy, why, run.checkpoints * total, total))
+        found.append(_advice(change, remedy, why, run.checkpoints * total, total, windowed))
     worth = [a for a in found if a.share >= 0.01]
     return sorted(worth, key=lambda a: -a.gain)[:most]
 
