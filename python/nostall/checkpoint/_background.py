@@ -555,9 +555,7 @@ class BackgroundWriter:
             held = self.nodes.held(drain.manifest)
         with self._lock:
             self._postponed.append(
-                dataclasses.replace(
-                    drain, alone=True, held=held, attempt=drain.attempt + 1, problem=problem
-                )
+                dataclasses.replace(drain, alone=True, held=held, problem=problem)
             )
 
     def _is_gone(self, manifest: Manifest) -> bool:
@@ -626,7 +624,6 @@ class BackgroundWriter:
             self.durable,
             drain.manifest,
             lambda part, name: self._copy(drain, part, name),
-            drain.attempt,
         )
 
     def _drain_together(self, drain: Drain, failed: str) -> None:

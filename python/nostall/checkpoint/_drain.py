@@ -27,16 +27,12 @@ def find_copy(durable: Store, manifest: Manifest) -> Manifest | None:
         return None
 
 
-def copy_all(
-    durable: Store, manifest: Manifest, copy: Callable[[Part, str], None], attempt: int = 0
-) -> None:
+def copy_all(durable: Store, manifest: Manifest, copy: Callable[[Part, str], None]) -> None:
     """Copies each part by `copy(part, name)`, then makes the checkpoint complete in `durable`."""
     before = find_copy(durable, manifest)
     taken = {part.name for part in before.parts} if before is not None else set()
-    names = durable.copy_names(manifest, before, attempt)
+    names = durable.copy_names(manifest)
     copies = tuple(dataclasses.replace(p, name=names[p.name]) for p in manifest.parts)
-    # Names that nothing had before are of this copy alone; others may be of another job's.
-    own = all(names[part.name] != part.name for part in manifest.parts)
     begun: list[str] = []
     copied = False
     try:
@@ -48,7 +44,7 @@ def copy_all(
         durable.publish(dataclasses.replace(manifest, parts=copies))
     except BaseException:
         with contextlib.suppress(IoError):  # then they may be named
-            if (own and not copied) or _is_as(before, durable, manifest):
+            if not copied or _is_as(before, durable, manifest):
                 for name in begun:
                     durable.discard(manifest.step, name)
         raise

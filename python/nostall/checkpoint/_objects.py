@@ -641,9 +641,7 @@ class ObjectStore(Store):
     def part_name(self, part: Part, id: str) -> str:
         return _part_name(part, id, _TOGETHER)
 
-    def copy_names(
-        self, manifest: Manifest, before: Manifest | None, attempt: int
-    ) -> dict[str, str]:
+    def copy_names(self, manifest: Manifest) -> dict[str, str]:
         token = secrets.token_hex(8)
         return {part.name: _part_name(part, manifest.id, token) for part in manifest.parts}
 

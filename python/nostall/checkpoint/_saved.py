@@ -259,6 +259,5 @@ class Drain:
     manifest: Manifest
     saved: Saved | None = None
     alone: bool = False
-    attempt: int = 0
     held: Held | None = None  # where its parts are, if each node has its own
     problem: str = ""

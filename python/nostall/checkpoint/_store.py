@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import re
+import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -642,26 +643,13 @@ class Store:
         """Of the copy of a part that its own rank makes here, once for each save."""
         return part.name
 
-    def copy_names(
-        self, manifest: Manifest, before: Manifest | None, attempt: int
-    ) -> dict[str, str]:
+    def copy_names(self, manifest: Manifest) -> dict[str, str]:
         """By the names of parts, those of their copies that one rank makes here.
 
-        A second attempt uses other names, because other ranks may still be giving up the first. So does
-        a copy that takes the place of one with lost parts (`before`): until it is complete, nothing
-        that the old manifest names is written to, and an interrupted copy is not taken for a whole one.
-        Nor is anything written to beside a manifest that is damaged, or cannot be read: it may name any
-        file.
+        They are new each time: no manifest names them yet, and no attempt before still writes or
+        removes them.
         """
-        names = self._names(manifest.step)
-        saves = [e.manifest for e in self._saves(manifest.step, names)]
-        known = before is None and all(m is not None and m.id != manifest.id for m in saves)
-        if known and not (attempt > 0 and manifest.world_size > 1):
-            return {part.name: part.name for part in manifest.parts}
-        taken = {*names, *(part.name for part in before.parts)} if before is not None else {*names}
-        number = max(attempt, 1)
-        while not taken.isdisjoint(part_name(p.rank, manifest.id, number) for p in manifest.parts):
-            number += 1
+        number = 1 + secrets.randbelow(10**16)
         return {p.name: part_name(p.rank, manifest.id, number) for p in manifest.parts}
 
     def copy(self, source: Path, step: int, name: str, part: Part, pacing: Pacing) -> Copy:
@@ -1068,7 +1056,7 @@ def part_stays(reason: str, rank: int) -> PeerError:
     return PeerError(f"{reason}; it may still, so rank {rank}'s part stays")
 
 
-def part_name(rank: int, id: str, attempt: int = 0) -> str:
-    """Of a rank's file in one save, or in a further attempt to copy it."""
-    more = f".{attempt}" if attempt else ""
+def part_name(rank: int, id: str, copy: int = 0) -> str:
+    """Of a rank's file in one save, or in a copy of it with that number."""
+    more = f".{copy}" if copy else ""
     return f"rank-{rank:05d}.{id}{more}.safetensors"

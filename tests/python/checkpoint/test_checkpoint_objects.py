@@ -1074,7 +1074,7 @@ def test_a_late_manifest_without_parts_says_nothing_of_branches(
     first.own()
     (newest,) = first.manifests()
     lost, _ = one_part(tmp_path, step=2, sequence=first._first)
-    (name,) = first.copy_names(lost, None, 0).values()
+    (name,) = first.copy_names(lost).values()
     lost = dataclasses.replace(
         lost,
         parts=(dataclasses.replace(lost.parts[0], name=name),),
@@ -1131,7 +1131,7 @@ def test_what_was_given_up_is_removed_by_the_next_owner(
     bucket: Any, url: str, tmp_path: Path
 ) -> None:
     first, (manifest, path) = store_at(url), one_part(tmp_path, sequence=STRIDE)
-    names = first.copy_names(manifest, None, 0)
+    names = first.copy_names(manifest)
     first.copy(path, 1, *names.values(), manifest.parts[0], Pacing()).run()
     second = store_at(url)
     second.own()
@@ -1179,7 +1179,7 @@ def test_a_save_that_lost_a_part_still_says_what_it_does_not_continue(
 def under_way(store: ObjectStore, tmp_path: Path) -> Manifest:
     """What a job is about to put, whose part is there."""
     manifest, path = one_part(tmp_path, sequence=STRIDE)
-    (name,) = store.copy_names(manifest, None, 0).values()
+    (name,) = store.copy_names(manifest).values()
     store.copy(path, 1, name, manifest.parts[0], Pacing()).run()
     (part,) = manifest.parts
     return dataclasses.replace(manifest, parts=(dataclasses.replace(part, name=name),))
