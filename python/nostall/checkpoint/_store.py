@@ -89,6 +89,11 @@ class Entry:
     name: str = _MANIFEST
     unread: int = 0
 
+    @property
+    def id(self) -> str:
+        """Of the save; "" if that is not known."""
+        return self.manifest.id if self.manifest is not None else ""
+
     def refuse_unread(self) -> None:
         """Raises IoError where nothing is known of what is there."""
         if self.unread:
@@ -237,6 +242,14 @@ def _unlink(paths: Iterable[Path]) -> None:
         raise failed
 
 
+def _take_away(directory: Path, manifests: Sequence[str], others: Iterable[str]) -> None:
+    """Removes manifests first, durably, so that a checkpoint is never half there."""
+    _unlink(directory / name for name in manifests)
+    if manifests:
+        sync_directory(directory)
+    _unlink(directory / name for name in sorted(others))
+
+
 class Store:
     """A directory of checkpoints; `kind` ("fast", "durable") is for messages.
 
@@ -288,10 +301,6 @@ class Store:
         found = (_STEP.fullmatch(name) for name in names)
         return sorted(int(match[1]) for match in found if match)
 
-    def entry(self, step: int) -> Entry | None:
-        """The newest checkpoint of a step; None if none is complete, or it is being removed."""
-        return self.read(step, _MANIFEST)
-
     def read(self, step: int, name: str) -> Entry | None:
         """What the manifest of that name says."""
         path = self.directory(step)
@@ -309,19 +318,22 @@ class Store:
         names: list[str] = []
         with contextlib.suppress(IoError):  # the manifest's own reading says why
             names = self._names(step)
-        return self._saves(step, names)
+        return self._counting(self._read_each(step, _manifests_in(names)))
 
-    def _saves(self, step: int, names: Iterable[str]) -> list[Entry]:
-        """The same, given what is in the step's directory."""
-        aside = [n for n in names if n.startswith("manifest-") and n.endswith(".json")]
+    def _read_each(self, step: int, names: Iterable[str]) -> list[Entry]:
+        """What those of these manifests say that are there."""
+        return [entry for name in names if (entry := self.read(step, name)) is not None]
+
+    def _counting(self, entries: Iterable[Entry]) -> list[Entry]:
+        """One manifest of each save, and what is damaged or cannot be read.
+
+        A copy that was made beside a manifest.json of the save that could not be read counts, as it is
+        the later one and was read back; but not where that one alone is whole.
+        """
         found: dict[str, Entry] = {}
-        for name in (_MANIFEST, *sorted(filter(_OURS.fullmatch, aside))):
-            entry = self.read(step, name)
-            if entry is None:
-                continue
-            key = entry.manifest.id if entry.manifest else name
-            # A copy that was made beside what could not be read then may be the one that is whole.
-            if key not in found or (not self._is_whole(found[key]) and self._is_whole(entry)):
+        for entry in entries:
+            key = entry.id or entry.name
+            if key not in found or self._is_whole(entry) or not self._is_whole(found[key]):
                 found[key] = entry
         return list(found.values())
 
@@ -346,10 +358,10 @@ class Store:
         Raises:
             IoError: that is not known, as a manifest that may be its cannot be read.
         """
-        found = [e for name in (_MANIFEST, _aside(id)) if (e := self.read(step, name)) is not None]
-        saves = [m for e in found if (m := e.manifest) is not None and m.id == id]
-        if saves:
-            return next((m for m in saves[:-1] if self.has_all(m)), saves[-1])
+        found = self._read_each(step, (_MANIFEST, _aside(id)))
+        for entry in self._counting(found):
+            if entry.id == id:
+                return entry.manifest
         for entry in found:
             entry.refuse_unread()
         return None
@@ -409,11 +421,10 @@ class Store:
 
         A damaged manifest.json is of another one, as `publish` puts its own beside that.
         """
-        newest, aside = self.entry(manifest.step), self.read(manifest.step, _aside(manifest.id))
-        its = (
-            newest is not None and newest.manifest is not None and newest.manifest.id == manifest.id
+        return not any(
+            entry.name != _MANIFEST or entry.unread or entry.id == manifest.id
+            for entry in self._read_each(manifest.step, (_MANIFEST, _aside(manifest.id)))
         )
-        return aside is None and not its and not (newest is not None and newest.unread)
 
     def missing(self, manifest: Manifest) -> str:
         """A part that is gone or of another size, found without reading; or nothing.
@@ -599,13 +610,14 @@ class Store:
                 _log.warning("%s: %s", stays, error)
                 continue
             # Of that same list, so that no manifest is missed whose file is then taken for rubbish.
-            entries = self._saves(step, names)
+            entries = self._read_each(step, _manifests_in(names))
             if any(entry.manifest is None for entry in entries):
                 continue  # damaged: for the user to look at
-            keep = {*named, *(entry.name for entry in entries)}
+            keep = {*named}
+            counting = {entry.id: entry for entry in self._counting(entries)}
             for entry in entries:
-                assert entry.manifest is not None
-                keep |= {part.name for part in entry.manifest.parts}
+                if entry is counting[entry.id] or not self._is_whole(counting[entry.id]):
+                    keep |= {entry.name, *_parts_of([entry])}
             rubbish = [n for n in names if n not in keep and _OURS.fullmatch(n)]
             try:
                 _unlink(self.directory(step) / name for name in rubbish)
@@ -698,23 +710,31 @@ class Store:
         with self._changing, io_errors("complete the checkpoint in", directory):
             self._in_use.discard(manifest.step)
             self.check_owned()
-            before = self.entry(manifest.step)
+            found = self._read_each(manifest.step, (_MANIFEST, _aside(manifest.id)))
             sync_directory(directory)
             self.check_owned()  # which may have taken long
-            there = before.manifest if before is not None else None
-            if before is None or (there is not None and there.id == manifest.id):
-                _write_durably(directory / _MANIFEST, manifest.to_bytes())
-                return
-            if there is None or manifest.order < there.order:  # or a drain that comes late
+            newest = next((entry for entry in found if entry.name == _MANIFEST), None)
+            there = newest.manifest if newest is not None else None
+            late = there is not None and manifest.order < there.order  # a drain's
+            if newest is not None and (there is None or late):
                 _write_durably(directory / _aside(manifest.id), manifest.to_bytes())
                 return
-            stays = not is_past(there.sequence, manifest.sequence, manifest.abandoned)
-            if stays:
-                _write_durably(directory / _aside(there.id), there.to_bytes())
+            gone = {manifest.id}  # its copies that have lost parts
+            if there is not None and there.id != manifest.id:
+                found += self._read_each(manifest.step, (_aside(there.id),))
+                if is_past(there.sequence, manifest.sequence, manifest.abandoned):
+                    gone.add(there.id)
+                else:
+                    for entry in found:
+                        entry.refuse_unread()  # it may be the copy that is whole
+                    stays = next(e for e in self._counting(found) if e.id == there.id)
+                    if stays.name == _MANIFEST:
+                        _write_durably(directory / _aside(there.id), there.to_bytes())
             _write_durably(directory / _MANIFEST, manifest.to_bytes())
-            if not stays:
-                named = {part.name for part in manifest.parts}
-                _unlink(directory / p.name for p in there.parts if p.name not in named)
+            old = [entry for entry in found if entry.id in gone]
+            aside = [entry.name for entry in old if entry.name != _MANIFEST]
+            parts = _parts_of(old) - {part.name for part in manifest.parts}
+            _take_away(directory, aside, parts)
 
     def note_branch(self, branch: Branch) -> None:
         """Makes the begin of a branch durable."""
@@ -736,20 +756,12 @@ class Store:
         directory = self.directory(step)
         with self._changing, io_errors("remove the checkpoint in", directory):
             names = self._names(step)
-            found = self._saves(step, names)
-            for entry in found:
+            entries = self._read_each(step, dict.fromkeys([*_manifests_in(names), _aside(id)]))
+            for entry in entries:
                 entry.refuse_unread()  # it may name the parts
-            entries = [e for name in (_MANIFEST, _aside(id)) if (e := self.read(step, name))]
-            entries = [e for e in entries if e.manifest and e.manifest.id == id]
-            parts = {p.name for e in entries if e.manifest for p in e.manifest.parts}
-            _unlink(directory / entry.name for entry in entries)
-            if entries:
-                sync_directory(directory)
-            for name in names:
-                match = _OURS.fullmatch(name)
-                if match and match["id"] == id:
-                    parts.add(name)
-            _unlink(directory / name for name in sorted(parts))
+            its = [entry for entry in entries if entry.id == id]
+            ours = {m[0] for m in map(_OURS.fullmatch, names) if m and m["id"] == id}
+            _take_away(directory, [entry.name for entry in its], _parts_of(its) | ours)
             self._leave(step)
 
     def _leave(self, step: int) -> None:
@@ -763,13 +775,9 @@ class Store:
         directory = self.directory(step)
         with io_errors("remove the checkpoint in", directory):
             names = self._names(step)
-            entries = self._saves(step, names)
-            parts = {p.name for e in entries if e.manifest for p in e.manifest.parts}
-            if entries:
-                _unlink(directory / name for name in (_MANIFEST, *(e.name for e in entries)))
-                sync_directory(directory)
-            parts |= {name for name in names if _OURS.fullmatch(name)}
-            _unlink(directory / name for name in sorted(parts))
+            entries = self._read_each(step, _manifests_in(names))
+            ours = set(filter(_OURS.fullmatch, names))
+            _take_away(directory, [entry.name for entry in entries], _parts_of(entries) | ours)
             self._leave(step)
 
     def discard(self, step: int, name: str) -> None:
@@ -1043,6 +1051,17 @@ class Store:
 def _aside(id: str) -> str:
     """The manifest of a save whose step was saved again on another branch."""
     return f"manifest-{id}.json"
+
+
+def _manifests_in(names: Iterable[str]) -> list[str]:
+    """Of what is in a step's directory the names that manifests have, that of the newest save first."""
+    aside = [n for n in names if n.startswith("manifest-") and n.endswith(".json")]
+    return [_MANIFEST, *sorted(filter(_OURS.fullmatch, aside))]
+
+
+def _parts_of(entries: Iterable[Entry]) -> set[str]:
+    """The parts that manifests name."""
+    return {p.name for e in entries if e.manifest is not None for p in e.manifest.parts}
 
 
 def _save_of(manifest: Manifest) -> tuple[str, int]:

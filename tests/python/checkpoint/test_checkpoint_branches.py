@@ -472,7 +472,7 @@ def test_a_late_drain_of_an_old_branch_does_not_replace_the_new_save(tmp_path: P
     new = publish(save(9, 6, (6, 8)))
     old = publish(save(6, 6))
     replaced = publish(save(5, 6))
-    assert store.find(6, new.id) == new and store.entry(6) is not None
+    assert store.find(6, new.id) == new and store.read(6, "manifest.json") is not None
     assert [m.sequence for m in store.manifests()] == [9, 5, 6]
     store.clean()
     assert store.missing(old) == "" and store.missing(replaced) == ""
@@ -496,17 +496,17 @@ def test_retention_takes_no_manifest_that_comes_meanwhile(
     store.prepare(6)
     store.publish(old)
     store.prepare(6)  # for the new one
-    saves = Store._saves
+    read = Store._read_each
     publisher = threading.Thread(target=store.publish, args=(new,))
 
     def look_and_publish(looking: Store, step: int, names: Any) -> Any:
-        found = saves(looking, step, names)
+        found = read(looking, step, names)
         if not publisher.ident:
             publisher.start()
             publisher.join(0.5)  # it waits for the end of the removal
         return found
 
-    monkeypatch.setattr(Store, "_saves", look_and_publish)
+    monkeypatch.setattr(Store, "_read_each", look_and_publish)
     store.remove(6, old.id)
     publisher.join(60)
     assert store.find(6, new.id) == new

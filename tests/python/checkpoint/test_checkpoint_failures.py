@@ -533,8 +533,76 @@ def test_a_whole_copy_stays_beside_one_that_has_lost_a_part(
     id = fast.manifests()[-1].id
     copied = durable.find(3, id)
     assert copied is not None and durable.has_all(copied)
-    durable.remove(3, id)
-    assert durable.find(3, id) is None and not directory.exists()
+    # So it does when its step is saved again, on another branch or on its own.
+    with nostall.Checkpointer(durable=tmp_path / "durable", level="durable") as ckpt:
+        ckpt.restore(2)
+        ckpt.save(state_of(30), 3)
+    with nostall.Checkpointer(durable=tmp_path / "durable", level="durable") as ckpt:
+        assert durable.find(3, id) == copied and durable.has_all(copied)
+        again = ckpt.restore(3)
+        assert again is not None and again.state["step"] == 30
+        durable.remove(3, id)
+        assert durable.find(3, id) is None and len(list(directory.iterdir())) == 2
+
+
+def test_both_copies_of_a_save_go_when_its_step_is_saved_again(tmp_path: Path) -> None:
+    store, directory = Store(tmp_path, "durable"), Store(tmp_path, "durable").directory(3)
+    earlier = saved_empty(store, "aaaaaaaa-000001", sequence=5)
+    copy = dataclasses.replace(earlier, parts=(Part(0, part_name(0, earlier.id, 1), 0, ()),))
+    (directory / copy.parts[0].name).touch()
+    (directory / f"manifest-{copy.id}.json").write_bytes(copy.to_bytes())
+    assert store.find(3, copy.id) == copy and [e.manifest for e in store.saves(3)] == [copy]
+    for manifest in (earlier, copy):  # where both have lost parts too
+        (directory / manifest.parts[0].name).unlink()
+        assert [store.find(3, copy.id)] == [e.manifest for e in store.saves(3)]
+    later = saved_empty(store, "bbbbbbbb-000001", sequence=6)
+    names = [part_name(0, later.id), "manifest.json"]
+    assert store.manifests() == [later] and sorted(names) == sorted(content(directory))
+
+
+def saved_empty(store: Store, id: str, sequence: int) -> Manifest:
+    """A save of step 3 whose part has no bytes."""
+    part = Part(0, part_name(0, id), 0, ())
+    store.make()
+    (store.prepare(3) / part.name).touch()
+    manifest = Manifest(3, id, 1, (part,), sequence=sequence)
+    store.publish(manifest)
+    return manifest
+
+
+def test_a_save_is_removed_by_one_reading_of_its_manifests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reading fails that comes after the look that finds nothing wrong."""
+    store = Store(tmp_path, "durable")
+    manifest = saved_empty(store, "aaaaaaaa-000001", sequence=5)
+    read, readings = Path.read_bytes, 0
+
+    def scarce(path: Path) -> bytes:
+        nonlocal readings
+        readings += path.name == "manifest.json"
+        if readings > 1:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", scarce)
+    store.remove(3, manifest.id)
+    assert not store.directory(3).exists()
+
+
+def test_a_save_that_stays_is_not_written_over_by_what_may_be_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, unread = Store(tmp_path, "durable"), Unread(monkeypatch)
+    earlier = saved_empty(store, "aaaaaaaa-000001", sequence=5)
+    aside = store.directory(3) / f"manifest-{earlier.id}.json"
+    aside.write_bytes(b"of a copy")
+    unread.paths.add(aside)
+    newer = Manifest(3, "bbbbbbbb-000001", 1, (), sequence=9, abandoned=((5, 5),))
+    with pytest.raises(IoError, match=f"{aside} cannot be read"):
+        store.publish(newer)
+    unread.paths.clear()
+    assert aside.read_bytes() == b"of a copy" and store.find(3, earlier.id) == earlier
 
 
 def test_a_copy_of_which_nothing_is_known_is_not_written_to(
@@ -555,10 +623,13 @@ def test_a_copy_of_which_nothing_is_known_is_not_written_to(
     after = drain()  # beside it
     assert before.items() < after.items() and drain() == after
     unread.paths.clear()
-    assert drain() == before
-    # The copy of a damaged one gets other names: what is damaged may be mended by hand.
+    drained = [path for path in before if path.suffix == ".safetensors"]
+    # Of two whole ones that which was read back stays.
+    assert drain() == {path: when for path, when in after.items() if path not in drained}
+    # What is damaged may be mended by hand, and stays beside its copy.
+    (directory / f"manifest-{fast.manifests()[-1].id}.json").unlink()
     (directory / "manifest.json").write_bytes(b"{}")
-    before[directory / "manifest.json"] = (directory / "manifest.json").stat().st_mtime_ns
+    before = {p: p.stat().st_mtime_ns for p in directory.iterdir()}
     assert before.items() < drain().items()
 
 
@@ -1591,7 +1662,7 @@ def test_a_save_that_is_removed_at_once_is_told(
 def test_what_the_system_says_of_files_is_told(tmp_path: Path) -> None:
     fast, _, manifest = of_two_ranks(tmp_path)
     (fast.directory(2) / "manifest.json").mkdir(parents=True)
-    entry = fast.entry(2)
+    entry = fast.read(2, "manifest.json")
     assert entry is not None and entry.unread and "cannot be read: Is a directory" in entry.damage
     assert fast.files(3) == {} and len(fast.files(1)) == 2
     path = fast.directory(1) / manifest.parts[1].name

@@ -1056,7 +1056,7 @@ def test_a_word_is_taken_back_or_stands(tmp_path: Path, monkeypatch: pytest.Monk
     store.prepare(1)
     assert "rank 0 did not complete" in commit(1, 1, 0.0)  # so its part goes
     assert "ranks [1] did not finish" in commit(1, 0, 0.3)
-    assert store.entry(1) is None
+    assert store.read(1, "manifest.json") is None
     # Rank 0 has the word, and takes its time.
     store.prepare(2)
     publish, taken, go_on = Store.publish, threading.Event(), threading.Event()
