@@ -239,12 +239,23 @@ def _remove(stores: Sequence[Store], steps: Sequence[int], take_over: bool) -> i
 
 
 def _refuse_whole_beside_damaged(store: Store, step: int) -> None:
-    """Raises UsageError where a damaged save of a step may be meant, and good ones would go too."""
+    """Refuses to remove a step where a damaged save may be meant, and good ones would go too.
+
+    Raises:
+        UsageError: there are both.
+        IoError: that is not known, as a manifest beside good ones cannot be read.
+    """
     saves = store.saves(step)
-    damaged = [entry for entry in saves if entry.manifest is None]
-    good = [entry.manifest.id for entry in saves if entry.manifest is not None]
-    if damaged and good:
-        path = damaged[0].path / damaged[0].name
+    good = [entry.id for entry in saves if entry.id]
+    for entry in saves:
+        if not good or entry.id:
+            continue
+        path = entry.path / entry.name
+        if entry.unread:
+            raise IoError(
+                f"{entry.damage}, and rm removes the saves {', '.join(good)} beside it too: make it "
+                "readable, then repeat this command"
+            )
         raise UsageError(
             f"step {step} in {store.root} has the saves {', '.join(good)} beside a damaged one, and rm "
             f"removes all of them: remove {path} alone, and the job's next start removes its parts; to "

@@ -377,6 +377,25 @@ def test_rm_takes_no_good_save_with_a_damaged_one(
     assert store.steps() == []
 
 
+def test_rm_calls_nothing_damaged_that_cannot_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with nostall.Checkpointer(durable=tmp_path, level="durable") as ckpt:
+        saved = ckpt.save({"value": 1}, 1)
+    assert saved is not None
+    store = Store(tmp_path, "durable")
+    manifest = store.directory(1) / "manifest.json"
+    manifest.rename(manifest.with_name(f"manifest-{saved.id}.json"))
+    manifest.symlink_to(manifest.name)  # a loop
+    words = ["checkpoints", "rm", str(tmp_path), "--step", "1"]
+    assert main(words) == IoError.exit_code
+    said = capsys.readouterr().err
+    assert f"{manifest} cannot be read" in said and f"the saves {saved.id} beside it" in said
+    assert "a damaged one" not in said and len(store.manifests()) == 1
+    manifest.unlink()
+    assert main(words) == 0 and store.steps() == []
+
+
 @pytest.mark.parametrize("failing", [(1,), (1, 2)])
 def test_what_fails_keeps_no_other_checkpoint_from_its_turn(
     tmp_path: Path,
