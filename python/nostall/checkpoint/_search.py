@@ -234,7 +234,7 @@ class Search:
         manifest = held.manifest if held is not None else None
         try:
             if manifest is None:
-                manifest = _manifest(store, step, id)
+                manifest = manifest_of(store, step, id)
             wrong = self._other_world(manifest, store)
             if held is not None and manifest.replicated:
                 self._fetch_once(held)
@@ -349,7 +349,13 @@ def _of_ranks(problems: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def _manifest(store: Store, step: int, id: str) -> Manifest:
+def manifest_of(store: Store, step: int, id: str) -> Manifest:
+    """The manifest of one save.
+
+    Raises:
+        CorruptionError: it is gone.
+        IoError: that is not known.
+    """
     manifest = store.find(step, id)
     if manifest is None:
         raise CorruptionError(f"step {step} in {store.root} is gone")

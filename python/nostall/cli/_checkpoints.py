@@ -23,6 +23,7 @@ from nostall.checkpoint._open import check_places, open_store
 from nostall.checkpoint._place import Pacing, UnreachableError, url_of
 from nostall.checkpoint._restore import describe, on_branch, read_part, view
 from nostall.checkpoint._retention import Keep
+from nostall.checkpoint._search import manifest_of
 from nostall.checkpoint._store import Entry, Store
 from nostall.cli._bars import Bars
 from nostall.errors import CorruptionError, Error, IoError, UsageError
@@ -330,20 +331,15 @@ def _dry_run(stores: Sequence[Store], step: int | None, rank: int) -> int:
             continue
         store = next(s for s in stores if s.kind == choice.kind)
         passed_over = True
-        manifest = store.find(found, choice.id)
-        if manifest is None:
-            print(f"passed over: step {found} in {store.root} is gone")
-            continue
-        part = manifest.part_of(rank)
-        if part is None:  # a restore by so many ranks is refused
-            raise UsageError(f"step {found} in {store.root} has no part of rank {rank}")
-        if manifest.spread and not store.has(found, part):
-            print(f"passed over: step {found}: the part of rank {rank} is on another node")
-            continue
         try:
-            with Bars() as bars:
-                show = functools.partial(bars.show, f"reading step {found}")
-                restored = read_part(store, manifest, rank, _THREADS, show)
+            manifest = manifest_of(store, found, choice.id)
+            part = manifest.part_of(rank)
+            if part is not None and manifest.spread and not store.has(found, part):
+                raise IoError(f"step {found}: the part of rank {rank} is on another node")
+            if part is not None:
+                with Bars() as bars:
+                    show = functools.partial(bars.show, f"reading step {found}")
+                    restored = read_part(store, manifest, rank, _THREADS, show)
         except (Error, OSError) as error:
             if isinstance(error, UnreachableError):
                 unread[choice.id] = error
@@ -353,6 +349,8 @@ def _dry_run(stores: Sequence[Store], step: int | None, rank: int) -> int:
                 raise unread[choice.id] from None
             print(f"passed over: {error}")
             continue
+        if part is None:  # a restore by so many ranks is refused
+            raise UsageError(f"step {found} in {store.root} has no part of rank {rank}")
         print(
             f"would restore step {found} from {store.root}: {part.size} bytes in "
             f"{restored.seconds:.2f} s ({part.size / max(restored.seconds, 1e-9) / 1e6:.0f} MB/s)"

@@ -1506,7 +1506,7 @@ def test_an_interrupt_after_the_copy_has_begun_leaves_a_whole_checkpoint(
     assert found is not None and found.step == 1
 
 
-@pytest.mark.parametrize("name", ["_read", "_choices", "_manifest"])
+@pytest.mark.parametrize("name", ["_read", "_choices", "manifest_of"])
 def test_what_no_one_expects_to_fail_on_a_rank_ends_the_restore_of_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
