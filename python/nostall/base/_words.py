@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
+import io
+import re
+import sys
+
 from nostall.errors import Error
 
 _HISSED = ("ss", "x", "sh", "tch")
@@ -15,6 +20,22 @@ def counted(number: int, thing: str) -> str:
 def printable(name: str) -> str:
     """The name of a file as text, which goes to logs: bytes that are no UTF-8 as ``\\xNN``."""
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
+def _escaped(error: UnicodeError) -> tuple[str, int]:
+    """What takes the place of characters that a stream's encoding lacks."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    text = error.object[error.start : error.end].encode("ascii", "backslashreplace").decode()
+    return re.sub(r"\\udc([89a-f])", r"\\x\1", text), error.end
+
+
+def print_any_name() -> None:
+    """From here on all text can be printed, names of files as `printable` gives them."""
+    codecs.register_error("nostall.escaped", _escaped)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="nostall.escaped")
 
 
 def words_of(error: Exception) -> str:

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import nostall
 from nostall.base._options import suggestion
+from nostall.base._words import print_any_name
 from nostall.errors import Error, IoError, UsageError
 
 __all__ = ["main"]
@@ -186,6 +187,7 @@ def _choose(words: Sequence[str]) -> tuple[str, str, list[str]]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand; its exit status: 0, 1 where what was asked does not hold, an Error's
     `exit_code`, 3 for any other OSError, 130 for Ctrl-C, 141 if the reader of the output has gone."""
+    print_any_name()
     words = list(sys.argv[1:] if argv is None else argv)
     label = " ".join(words[:1])
     try:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import nostall
-from nostall.base._words import counted, words_of
+from nostall.base._words import counted, print_any_name, printable, words_of
 from nostall.errors import IoError, UsageError
 
 
@@ -49,3 +51,19 @@ def test_one_of_each_is_told_so(tmp_path: Path) -> None:
 def test_an_error_that_is_not_expected_is_told_with_its_kind() -> None:
     assert words_of(IoError("the disk is full")) == "the disk is full"
     assert words_of(TypeError("no number")) == "TypeError: no number"
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+@pytest.mark.parametrize(("encoding", "name"), [("utf-8", "\u20ac"), ("latin-1", "\\u20ac")])
+def test_names_are_printed_alike(
+    monkeypatch: pytest.MonkeyPatch, encoding: str, name: str, errors: str
+) -> None:
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding, errors))
+    print_any_name()
+    print("\udcff\u20ac", end="", flush=True)
+    assert printed.getvalue().decode(encoding) == printable("\udcff") + name
+    with pytest.raises(UnicodeDecodeError):  # it is for what is printed
+        b"\xff".decode("utf-8", "nostall.escaped")
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    print_any_name()

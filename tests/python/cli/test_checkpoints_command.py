@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import io
 import os
 import re
 import shutil
@@ -204,6 +205,20 @@ def test_rm_removes_and_says_what(tiers: list[str], capsys: pytest.CaptureFixtur
         assert found is not None and found.step == 2
         assert main(["checkpoints", "rm", "--step", "2", tiers[1]]) == 2
     assert "another running job" in capsys.readouterr().err
+
+
+def test_names_of_any_bytes_keep_no_command_from_its_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = f"{tmp_path}/\udcff"
+    with nostall.Checkpointer(durable=root, level="durable") as ckpt:
+        for step in (1, 2):
+            ckpt.save({"value": step}, step)
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, "utf-8", "strict"))
+    assert main(["checkpoints", "rm", root, "--step", "1", "--step", "2"]) == 0
+    lines = [f"removed step {step} from {tmp_path}/\\xff\n" for step in (1, 2)]
+    assert printed.getvalue().decode() == "".join(lines) and Store(root, "durable").steps() == []
 
 
 def test_what_is_not_there_is_an_error(
