@@ -7,7 +7,7 @@ import contextlib
 import functools
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from nostall.checkpoint._drain import copy_all, read_back
 from nostall.checkpoint._format import Branch, Manifest, Part
 from nostall.checkpoint._lineage import Ranges, is_past
 from nostall.checkpoint._open import check_places, open_store
-from nostall.checkpoint._place import Pacing, UnreachableError, url_of
+from nostall.checkpoint._place import LostStoreError, Pacing, UnreachableError, url_of
 from nostall.checkpoint._restore import describe, on_branch, read_part, view
 from nostall.checkpoint._retention import Keep
 from nostall.checkpoint._search import manifest_of
@@ -264,20 +264,30 @@ def _refuse_whole_beside_damaged(store: Store, step: int) -> None:
         )
 
 
-@contextlib.contextmanager
-def _noted(failed: list[Error | OSError]) -> Iterator[None]:
-    """Notes what fails in a ``with``, so that the other checkpoints have their turn."""
+def _worked(failed: list[Error | OSError], store: Store, change: Callable[[], None]) -> bool:
+    """Whether a change did; what fails is noted, so that the other checkpoints have their turn.
+
+    Raises:
+        Error: all that was noted, where the others would fail too, after requests in vain: the object
+            store does not answer, or is another job's.
+    """
     try:
-        yield
+        change()
     except (Error, OSError) as error:
         failed.append(error)
+        if isinstance(error, UnreachableError | LostStoreError) and not store.is_directory:
+            _raise_all(failed)
+        return False
+    return True
 
 
 def _raise_all(failed: Sequence[Error | OSError]) -> None:
-    """What was noted, as one error."""
+    """What was noted, as one error, of the kind that all have in common if there is one."""
     if len(failed) > 1:
-        kinds = CorruptionError, IoError
-        kind = next((k for k in kinds if any(isinstance(e, k) for e in failed)), IoError)
+        damaged = any(isinstance(error, CorruptionError) for error in failed)
+        kind: type[Error] = CorruptionError if damaged else IoError
+        if len(set(map(type, failed))) == 1 and isinstance(failed[0], Error):
+            kind = type(failed[0])
         raise kind("; ".join(map(str, failed)))
     if failed:
         raise failed[0]
@@ -292,8 +302,8 @@ def _remove_superseded(stores: Sequence[Store], take_over: bool) -> int:
                 if top is None or is_past(manifest.sequence, *top):
                     continue
                 removed = True
-                with _noted(failed):
-                    store.remove(manifest.step, manifest.id)
+                remove = functools.partial(store.remove, manifest.step, manifest.id)
+                if _worked(failed, store, remove):
                     print(f"removed save {manifest.id} of step {manifest.step} from {store.root}")
     _raise_all(failed)
     if not removed:
@@ -401,8 +411,8 @@ def _drain(arguments: argparse.Namespace) -> int:
         waiting = undrained(fast, durable, Keep(arguments.keep))
         failed: list[Error | OSError] = []
         for manifest in waiting:
-            with _noted(failed):
-                copy_all(durable, manifest, functools.partial(copy, manifest))
+            copy_one = functools.partial(copy, manifest)
+            if _worked(failed, durable, functools.partial(copy_all, durable, manifest, copy_one)):
                 print(f"step {manifest.step}: {manifest.size} bytes are in {durable.root} now")
         for entry in fast.entries():
             if entry.manifest is not None and not all(

@@ -42,7 +42,7 @@ from nostall.checkpoint._place import Pacing, UnknownOutcomeError, UnreachableEr
 from nostall.checkpoint._restore import view
 from nostall.checkpoint._saved import Settings
 from nostall.checkpoint._store import part_name
-from nostall.cli import main
+from nostall.cli import _checkpoints, main
 from nostall.errors import CorruptionError, IoError, PeerError, StoppedError, UsageError
 
 pytest_plugins = ["object_fixtures"]
@@ -513,6 +513,37 @@ def test_a_command_takes_the_store_from_no_job_that_may_run(
             ckpt.save(state_of(4), 4)
     assert main(command) in (0, UsageError.exit_code)  # step 1 may be gone
     assert "belongs to" not in capsys.readouterr().err  # the command before has closed
+
+
+@pytest.mark.parametrize("how", ["taken", "away"])
+def test_a_drain_ends_once_the_store_takes_nothing(
+    url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    how: str,
+) -> None:
+    """Each further checkpoint would be uploaded, or asked for, in vain."""
+    fast, tried = str(tmp_path / "fast"), []
+    with nostall.Checkpointer(fast, level="fast", keep=4) as ckpt:
+        for step in (1, 2, 3, 4):
+            ckpt.save(state_of(step), step)
+
+    def fail(store: ObjectStore, manifest: Manifest, copy: Any) -> None:
+        tried.append(manifest.step)
+        if manifest.step == 1:
+            raise IoError("of this one alone")
+        if how == "away":
+            raise UnreachableError("no answer")
+        if manifest.step == 2:
+            store_at(url).own()
+        copy_all(store, manifest, copy)
+
+    monkeypatch.setattr(_checkpoints, "copy_all", fail)
+    assert main(["checkpoints", "drain", fast, url]) == IoError.exit_code
+    said = capsys.readouterr().err
+    assert tried == [1, 2] and "of this one alone; " in said
+    assert ("taken over" if how == "taken" else "no answer") in said
 
 
 def test_all_stores_are_taken_before_a_command_removes(

@@ -25,7 +25,7 @@ from nostall import _native
 from nostall.checkpoint._format import Manifest
 from nostall.checkpoint._store import Entry, Store, io_errors
 from nostall.cli import _checkpoints, main
-from nostall.errors import CorruptionError, IoError, UsageError
+from nostall.errors import CorruptionError, Error, IoError, PeerError, UsageError
 
 
 @pytest.fixture
@@ -413,12 +413,38 @@ def test_rm_calls_nothing_damaged_that_cannot_be_read(
     assert main(words) == 0 and store.steps() == []
 
 
-@pytest.mark.parametrize("failing", [(1,), (1, 2)])
+@pytest.mark.parametrize("action", ["drain", "rm"])
+def test_a_reader_that_goes_away_ends_a_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: str
+) -> None:
+    """It is not the checkpoint that fails whose word cannot be printed."""
+    fast, durable = Store(tmp_path / "fast", "fast"), Store(tmp_path / "durable", "durable")
+    with nostall.Checkpointer(fast.root, level="fast", keep=3) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save({"step": step}, step)
+    words = ["checkpoints", "drain", str(fast.root), str(durable.root)]
+    if action == "rm":
+        assert main(words) == 0
+        assert main(["checkpoints", "branch", str(durable.root), "--step", "1"]) == 0
+        words = ["checkpoints", "rm", str(durable.root), "--superseded"]
+
+    def gone(*_: Any, **options: Any) -> None:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    monkeypatch.setattr(_checkpoints, "print", gone, raising=False)
+    main(words)
+    assert [m.step for m in durable.manifests()] == ([1] if action == "drain" else [1, 3])
+
+
+@pytest.mark.parametrize(
+    ("failing", "error"), [((1,), IoError), ((1, 2), IoError), ((1, 2), PeerError)]
+)
 def test_what_fails_keeps_no_other_checkpoint_from_its_turn(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     failing: tuple[int, ...],
+    error: type[Error],
 ) -> None:
     fast, durable = Store(tmp_path / "fast", "fast"), Store(tmp_path / "durable", "durable")
     with nostall.Checkpointer(fast.root, level="fast", keep=3) as ckpt:
@@ -429,12 +455,12 @@ def test_what_fails_keeps_no_other_checkpoint_from_its_turn(
 
     def refuse(store: Store, step: int, *more: Any) -> Any:
         if step in failing:
-            raise IoError(f"step {step} is refused")
+            raise error(f"step {step} is refused")
         return remove(store, step, *more) if more else prepare(store, step)
 
     with monkeypatch.context() as patched:
         patched.setattr(Store, "prepare", refuse)
-        assert main(words) == IoError.exit_code
+        assert main(words) == error.exit_code
     said = capsys.readouterr()
     assert "; ".join(f"step {step} is refused" for step in failing) in said.err
     drained = [m.step for m in durable.manifests()]
@@ -445,7 +471,7 @@ def test_what_fails_keeps_no_other_checkpoint_from_its_turn(
     words = ["checkpoints", "rm", str(durable.root), "--superseded"]
     with monkeypatch.context() as patched:
         patched.setattr(Store, "remove", refuse)
-        assert main(words) == IoError.exit_code
+        assert main(words) == error.exit_code
     assert "step 2 is refused" in capsys.readouterr().err
     assert [m.step for m in durable.manifests()] == [1, 2]
 
