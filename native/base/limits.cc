@@ -118,8 +118,8 @@ uint64_t MemoryLimit::rest() const noexcept {
 }
 
 uint64_t MemoryLimit::over() const noexcept {
-  const uint64_t free = rest();
-  return free < reserve() ? reserve() - free : 0;
+  const uint64_t needed = used - std::min(used, cached) + reserve();
+  return needed > limit ? needed - limit : 0;
 }
 
 std::string MemoryLimit::in_words() const {

@@ -32,7 +32,7 @@ struct MemoryLimit {
   uint64_t most() const noexcept { return limit - reserve(); }
   // Bytes until the system refuses or kills.
   uint64_t rest() const noexcept;
-  // Bytes in use of what is never taken.
+  // Bytes in use of what is never taken, and beyond the limit (memory.high may be passed).
   uint64_t over() const noexcept;
   // How much of what is in use.
   std::string in_words() const;

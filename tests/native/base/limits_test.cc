@@ -104,6 +104,12 @@ TEST(MemoryLimit, OnlyWhatIsNotFreedUnderPressureUsesTheReserve) {
   EXPECT_EQ((MemoryLimit{LimitKind::cgroup, "", 8000, 9000, 500}.rest()), 0u);
 }
 
+// As of memory.high: all that is over is given back at once, not a reserve at a time.
+TEST(MemoryLimit, WhatIsUsedBeyondTheLimitIsOverToo) {
+  EXPECT_EQ((MemoryLimit{LimitKind::cgroup, "", 8000, 12000}.over()), 5000u);
+  EXPECT_EQ((MemoryLimit{LimitKind::cgroup, "", 8000, 12000, 500}.over()), 4500u);
+}
+
 TEST_F(Limits, AContainersMountShowsAPartOfTheHierarchy) {
   mount("/docker/abc", "cgroup", "rw,memory");
   write("group/memory.limit_in_bytes", "6000\n");
