@@ -38,43 +38,42 @@ std::shared_ptr<std::byte> take_from_heap(size_t bytes) {
           [](std::byte* p) { ::operator delete (p, std::align_val_t{kAlignment}); }};
 }
 
-BufferPool::Free::iterator BufferPool::fitting(size_t bytes) {
-  const auto found = free_.lower_bound(bytes);
-  return found != free_.end() && found->first <= most_for(bytes) ? found : free_.end();
+std::shared_ptr<Buffer> BufferPool::lend(std::unique_ptr<Buffer> buffer) {
+  return std::shared_ptr<Buffer>(buffer.release(), [pool = shared_from_this()](Buffer* b) {
+    pool->put_back(std::unique_ptr<Buffer>(b));
+  });
 }
 
-bool BufferPool::has(size_t bytes) {
-  const MutexLock lock(mutex_);
-  return fitting(bytes) != free_.end();
-}
-
-std::shared_ptr<Buffer> BufferPool::take(size_t bytes) {
+std::shared_ptr<Buffer> BufferPool::take_free(size_t bytes) {
   const int here = ::sched_getcpu();
   std::unique_ptr<Buffer> buffer;
   {
     const MutexLock lock(mutex_);
-    auto best = fitting(bytes);
+    const auto serves = [&](auto at) NOSTALL_REQUIRES(mutex_) {
+      return at != free_.end() && at->first <= most_for(bytes);
+    };
+    auto best = free_.lower_bound(bytes);
+    if (!serves(best)) return nullptr;
     auto near = best;
-    for (unsigned i = 0; i < kLooks && near != free_.end() && near->first <= most_for(bytes);
-         ++i, ++near) {
+    for (unsigned i = 0; i < kLooks && serves(near); ++i, ++near) {
       if (near->second->processor() != here) continue;
       best = near;
       break;
     }
-    if (best != free_.end()) {
-      buffer = std::move(best->second);
-      free_bytes_ -= buffer->capacity();
-      free_.erase(best);
-    }
-  }
-  if (!buffer) {
-    buffer = std::make_unique<Buffer>(bytes, take_);
-    bytes_.fetch_add(buffer->capacity(), std::memory_order_relaxed);
+    buffer = std::move(best->second);
+    free_bytes_ -= buffer->capacity();
+    free_.erase(best);
   }
   buffer->set_processor(here);
-  return std::shared_ptr<Buffer>(buffer.release(), [pool = shared_from_this()](Buffer* b) {
-    pool->put_back(std::unique_ptr<Buffer>(b));
-  });
+  return lend(std::move(buffer));
+}
+
+std::shared_ptr<Buffer> BufferPool::take(size_t bytes) {
+  if (auto buffer = take_free(bytes)) return buffer;
+  auto buffer = std::make_unique<Buffer>(bytes, take_);
+  bytes_.fetch_add(buffer->capacity(), std::memory_order_relaxed);
+  buffer->set_processor(::sched_getcpu());
+  return lend(std::move(buffer));
 }
 
 void BufferPool::put_back(std::unique_ptr<Buffer> buffer) noexcept {

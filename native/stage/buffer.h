@@ -50,16 +50,13 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
 
   // At least `bytes` long, aligned to 64 bytes. Throws what TakeMemory throws.
   std::shared_ptr<Buffer> take(size_t bytes);
-  // Whether a free one serves for so many.
-  bool has(size_t bytes);
+  // The same of a free one; null if there is none that serves.
+  std::shared_ptr<Buffer> take_free(size_t bytes);
   // Bytes in all buffers that live: free ones and ones in use.
   uint64_t bytes() const { return bytes_.load(std::memory_order_relaxed); }
 
  private:
-  using Free = std::multimap<size_t, std::unique_ptr<Buffer>>;
-
-  // The smallest that serves; the end if there is none.
-  Free::iterator fitting(size_t bytes) NOSTALL_REQUIRES(mutex_);
+  std::shared_ptr<Buffer> lend(std::unique_ptr<Buffer> buffer);
   void put_back(std::unique_ptr<Buffer> buffer) noexcept;
 
   const pid_t owner_ = ::getpid();
@@ -67,7 +64,7 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
   const TakeMemory take_;
   mutable Mutex mutex_;
   // By capacity: there may be thousands.
-  Free free_ NOSTALL_GUARDED_BY(mutex_);
+  std::multimap<size_t, std::unique_ptr<Buffer>> free_ NOSTALL_GUARDED_BY(mutex_);
   uint64_t free_bytes_ NOSTALL_GUARDED_BY(mutex_) = 0;
   std::atomic<uint64_t> bytes_{0};
 };

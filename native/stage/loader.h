@@ -87,6 +87,7 @@ struct LoaderConfig {
   double expected_peer = 0.0, expected_source = 0.0;
   uint64_t staging_bytes = uint64_t{256} << 20;
   uint64_t io_bytes = uint64_t{64} << 20;
+  std::string proc_directory = "/proc";      // where the limits of memory are read (base/limits.h)
   TakeMemory batch_memory = take_from_heap;  // of batches: a device may want it page-locked
   uint64_t keep_bytes = 0;                   // of batches' memory that is free; 0: staging_bytes
   bool labels_in_slab = false;  // of a program: behind its outputs, as a device needs them

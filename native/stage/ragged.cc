@@ -77,18 +77,25 @@ void Loader::Run::mix(Task& task) {
   task.error = mixture.error();
 }
 
-bool Loader::Run::too_much_padding(Task& task, uint64_t bytes) {
+std::shared_ptr<Buffer> Loader::Run::take_tail(Task& task, uint64_t bytes) {
   const Batch& batch = *task.batch;
   const uint64_t samples = task.items.size();
+  if (samples == 0) return raw_pool_->take(bytes);  // under mutex_
   const auto padding = config_.program->padding(task.ragged, samples, batch.laid);
-  if (padding.bytes <= config_.staging_bytes) return false;
-  if (batch_pool_->has(bytes)) return false;
-  // What would end the program, not what a reserve is for: tiers give that back.
-  std::vector<MemoryLimit> limits = MemoryLimits().read();
+  if (padding.bytes <= config_.staging_bytes) return batch_pool_->take(bytes);
+  if (auto free = batch_pool_->take_free(bytes)) return free;
+  const MutexLock lock(padding_);
+  // What would end the program counts, not the reserve, which tiers give back; half of it is left to
+  // others until they have.
+  std::vector<MemoryLimit> limits = MemoryLimits("/dev/shm", config_.proc_directory).read();
   std::erase_if(limits, [bytes](const MemoryLimit& l) {
-    return l.kind == LimitKind::shared_memory || l.rest() >= bytes;
+    return l.kind == LimitKind::shared_memory || l.rest() >= bytes + l.reserve() / 2;
   });
-  if (limits.empty()) return false;
+  if (limits.empty()) {
+    auto tail = batch_pool_->take(bytes);
+    std::memset(tail->data(), 0, tail->capacity());  // so that the next one finds it in use
+    return tail;
+  }
   fail(task, batch.samples[padding.sample],
        Error(ErrorKind::io,
              (padding.field.empty() ? "" : "field " + padding.field + ": ") + "padded to its " +
@@ -98,7 +105,7 @@ bool Loader::Run::too_much_padding(Task& task, uint64_t bytes) {
                  "; leave the sample out (nostall.Filter), give the field a size, or leave out "
                  "padded=True",
              ENOMEM));
-  return true;
+  return nullptr;
 }
 
 void Loader::Run::lay(Task& task) {
@@ -108,17 +115,14 @@ void Loader::Run::lay(Task& task) {
   uint64_t bytes = 0;
   try {
     batch.laid = program.plan_tail(task.ragged, samples, bytes);
-    if (too_much_padding(task, bytes)) {
-      task.holding->release();
-      return;
-    }
-    // That of an empty batch is taken under mutex_.
-    batch.tail = (samples == 0 ? raw_pool_ : batch_pool_)->take(bytes);
+    batch.tail = take_tail(task, bytes);
   } catch (const std::bad_alloc&) {
     if (samples == 0) throw;
-    task.holding->release();
     const MutexLock lock(mutex_);
     task.error = no_memory_;
+  }
+  if (!batch.tail) {
+    task.holding->release();
     return;
   }
   program.lay_tail(task.ragged, samples, batch.laid, batch.tail->data());

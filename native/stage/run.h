@@ -263,9 +263,10 @@ class Loader::Run {
   // Puts the ragged values of a task together, of which every sample is done, and mixes it.
   void complete(Task& task);
   void lay(Task& task);
-  // Whether the zeros that a batch is padded with take what the limits of memory do not leave: the
-  // batch has its error then. It is not for a stand-in to change a batch by the memory that there is.
-  bool too_much_padding(Task& task, uint64_t bytes);
+  // Memory for the tail of a batch. Null where the zeros that it is padded with take what the limits of
+  // memory do not leave: the batch has its error then. It is not for a stand-in to change a batch by
+  // the memory that there is.
+  std::shared_ptr<Buffer> take_tail(Task& task, uint64_t bytes);
   void mix(Task& task);
   // Accounts for samples that are transformed; completes their batch if they were the last ones.
   void settle(Task& task, size_t samples);
@@ -354,6 +355,8 @@ class Loader::Run {
   StopCondition next_chunk_;
   std::map<uint64_t, std::shared_future<std::shared_ptr<const plan::KeptChunk>>> chunks_
       NOSTALL_GUARDED_BY(mutex_);
+  // One padded batch at a time takes memory that the limits have to leave.
+  Mutex padding_;
   std::atomic<bool> lapsed_{false};  // other ranks were waited for long enough, until they move
   // Made beforehand: a copy needs no memory.
   const Error no_memory_{ErrorKind::io,

@@ -9,8 +9,10 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <condition_variable>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
 #include <functional>
 #include <future>
 #include <mutex>
@@ -278,6 +280,97 @@ TEST(Buffer, LargeMemoryGoesBackToTheSystem) {
     EXPECT_EQ(::mincore(at - reinterpret_cast<uintptr_t>(at) % page, page, &there), -1);
     EXPECT_EQ(errno, ENOMEM);
   }
+}
+
+TEST(Buffer, AFreeOneIsTakenOnce) {
+  const auto pool = std::make_shared<BufferPool>(1 << 20);
+  EXPECT_EQ(pool->take_free(1000), nullptr);
+  pool->take(1000).reset();
+  const auto taken = pool->take_free(900);
+  ASSERT_NE(taken, nullptr);
+  EXPECT_EQ(taken->capacity(), 1000u);
+  EXPECT_EQ(pool->take_free(900), nullptr);
+  EXPECT_EQ(pool->bytes(), 1000u);
+}
+
+// Batches of four samples, the longer ones of which make the zeros more than is staged.
+class PaddedBatches : public testing::Test {
+ protected:
+  static constexpr uint64_t kSamples = 8, kMiB = uint64_t{1} << 20;
+  static constexpr uint64_t kMachine = 1024 * kMiB, kReserve = kMachine / 8;
+
+  void SetUp() override {
+    std::filesystem::create_directories(folder_.path("proc/self"));
+    for (uint64_t s = 0; s < kSamples; ++s) source_->pretend(s, 1 + s * kMiB);
+    available(kMachine / 2);
+  }
+  void available(uint64_t bytes) const {
+    std::ofstream(folder_.path("proc/meminfo"))
+        << "MemTotal: " << kMachine / 1024 << " kB\nMemAvailable: " << bytes / 1024 << " kB\n";
+  }
+  LoaderConfig config() const {
+    fields::Field bytes;
+    bytes.kind = fields::Bytes{};
+    bytes.padded = true;
+    LoaderConfig config = config_for(source_, 4, 1);
+    config.program = std::make_shared<const fields::Program>(fields::Program::compile({bytes}));
+    config.proc_directory = folder_.path("proc");
+    return config;
+  }
+
+  const TemporaryFolder folder_;
+  const std::shared_ptr<MemorySource> source_ = std::make_shared<MemorySource>(kSamples);
+};
+
+// Tiers need a moment until they have given the reserve back.
+TEST_F(PaddedBatches, TakeHalfOfTheReserveAtTheMost) {
+  const auto first = [this] {
+    Loader loader(config());
+    return must_have(loader)->tail->capacity();
+  };
+  const uint64_t bytes = first();
+  available(bytes + kReserve / 2 + 1024);
+  EXPECT_EQ(first(), bytes);
+  available(bytes + kReserve / 2 - 1024);
+  try {
+    first();
+    ADD_FAILURE() << "it used what is left to others";
+  } catch (const Error& e) {
+    EXPECT_EQ(e.error_number(), ENOMEM);
+    EXPECT_NE(std::string(e.what()).find("MemAvailable"), std::string::npos) << e.what();
+  }
+}
+
+// While no limit counts yet what one batch was given, none is looked at for another.
+TEST_F(PaddedBatches, TakeMemoryOneAfterTheOther) {
+  LoaderConfig c = config();
+  c.fetchers = c.workers = 4;
+  std::mutex mutex;
+  std::condition_variable another;
+  std::vector<std::pair<std::shared_ptr<std::byte>, size_t>> given;
+  const auto page = static_cast<size_t>(::sysconf(_SC_PAGESIZE));
+  size_t untouched = 0;  // pages
+  c.batch_memory = [&](size_t bytes) {
+    void* mapped =
+        ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    const std::shared_ptr<std::byte> memory(static_cast<std::byte*>(mapped),
+                                            [bytes](std::byte* p) { ::munmap(p, bytes); });
+    std::unique_lock lock(mutex);
+    for (const auto& [earlier, size] : given) {
+      std::vector<unsigned char> there((size + page - 1) / page);
+      EXPECT_EQ(::mincore(earlier.get(), size, there.data()), 0);
+      untouched += static_cast<size_t>(std::count(there.begin(), there.end(), 0));
+    }
+    given.emplace_back(memory, bytes);
+    another.notify_all();
+    // Time for another thread to come here, which it must not.
+    another.wait_for(lock, 500ms, [&] { return given.size() > 1; });
+    return memory;
+  };
+  Loader loader(c);
+  for (uint64_t h = 0; h < kSamples / 4; ++h) must_have(loader);
+  EXPECT_EQ(given.size(), kSamples / 4);
+  EXPECT_EQ(untouched, 0u);
 }
 
 // Memory of a device may take long to get, and its function may need threads that use the loader.
