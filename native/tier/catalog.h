@@ -70,7 +70,7 @@ struct CatalogHeader {
 };
 
 inline constexpr uint64_t kCatalogMagic = 0x315441434c54534e;  // "NSTLCAT1"
-inline constexpr uint32_t kCatalogVersion = 11;
+inline constexpr uint32_t kCatalogVersion = 12;
 
 // Memory is taken from the system in pieces of this size, just before it is first touched: a 64th
 // of the arena, in whole MiB up to 32, so that ranks which look at a limit at the same time pass it

@@ -12,11 +12,12 @@
 //
 // Memory: the arena is a sparse file. A chunk is allocated before its first record is filled, if
 // every limit keeps its reserve; a refused chunk fails its samples until try_again(). Where a
-// reserve is in use, ease() gives chunks back, the last ones first: a chunk is marked `leaving`, so
-// that nothing more is filled there, its ready samples fail, and once no sample of it is being
-// filled and no view counted, its pages are freed. A reader counts itself before it looks at the
-// state, and ease() looks at the count after it has changed the state: one of them sees the other.
-// Each rank has counts of its own, so that those of a rank that died do not count.
+// reserve is in use, ease() gives chunks back, the last ones first, and always what is there of
+// refused ones: a chunk is marked `leaving`, so that nothing more is filled there, its ready samples
+// fail, and once no sample of it is being filled and no view counted, its pages are freed. A reader
+// counts itself before it looks at the state, and ease() looks at the count after it has changed the
+// state: one of them sees the other. Each rank has counts of its own, so that those of a rank that
+// died do not count.
 //
 // Halves: a word names the chunk that has the half. A rank says which chunks it uses before it looks
 // at the word; a rank that gives the half away marks the word, and then looks at what the others use:
@@ -130,7 +131,8 @@ std::vector<std::pair<std::string, std::string>> lines_of(std::string_view text)
   return lines;
 }
 
-enum class Chunk : uint32_t { untouched = 0, there = 1, refused = 2, leaving = 3 };
+// `partial`: refused, and some of its memory is there.
+enum class Chunk : uint32_t { untouched = 0, there = 1, refused = 2, leaving = 3, partial = 4 };
 
 // A chunk that is given back once it is not in use.
 struct Leaving {
@@ -440,6 +442,14 @@ class NodeCacheImpl final : public NodeCache {
   }
 
   bool is_used(uint64_t chunk) const noexcept;
+  Chunk state_of_chunk(uint64_t chunk) const noexcept {
+    return static_cast<Chunk>(chunk_words_[chunk].load());
+  }
+  // False if it is not in that state.
+  bool change(uint64_t chunk, Chunk from, Chunk to) noexcept {
+    auto expected = static_cast<uint32_t>(from);
+    return chunk_words_[chunk].compare_exchange_strong(expected, static_cast<uint32_t>(to));
+  }
   bool have_chunk(uint64_t chunk, size_t tier);
   std::optional<std::string> refusal(uint64_t size, bool modest) const;
   void watch();
@@ -1009,23 +1019,24 @@ void NodeCacheImpl::load_residents(size_t t, std::span<const KeptRecord> records
 // ----------------------------------------------------------------------------- memory and waiting
 
 bool NodeCacheImpl::have_chunk(uint64_t chunk, size_t tier) {
-  std::atomic<uint32_t>& word = chunk_words_[chunk];
-  auto seen = static_cast<Chunk>(word.load());
-  if (seen == Chunk::untouched) {
+  if (state_of_chunk(chunk) == Chunk::untouched) {
     const auto [begin, size] = range_of_chunk(chunk);
     auto why = refusal(size, config_.tiers[tier].modest);
-    // Two ranks may both ask for the same memory: the second call changes nothing. So what is there
-    // of a chunk that could not be had whole stays.
-    const int error = why ? 0 : -files_.allocate(arena_.fd(), begin, size);
+    int error = 0;
+    if (why) {
+      change(chunk, Chunk::untouched, Chunk::refused);
+    } else {
+      // Two ranks may both ask for the same memory: the second call changes nothing, also if it
+      // fails. So only ease() gives back what is there of a chunk that was refused to one of them.
+      error = -files_.allocate(arena_.fd(), begin, size);
+      if (!change(chunk, Chunk::untouched, error == 0 ? Chunk::there : Chunk::partial)) {
+        change(chunk, Chunk::refused, Chunk::partial);
+      }
+    }
     if (error != 0) {
       why = io_error("cannot have " + std::to_string(size) + " more bytes in",
                      config_.shm_directory, error)
                 .what();
-    }
-    seen = why ? Chunk::refused : Chunk::there;
-    auto untouched = static_cast<uint32_t>(Chunk::untouched);
-    if (!word.compare_exchange_strong(untouched, static_cast<uint32_t>(seen))) {
-      seen = static_cast<Chunk>(untouched);
     }
     if (why) {
       warn(tier, "the RAM tier takes no more memory: " + *why +
@@ -1033,7 +1044,7 @@ bool NodeCacheImpl::have_chunk(uint64_t chunk, size_t tier) {
                      (error == EINTR ? "" : ": free memory or give the RAM tier a smaller size"));
     }
   }
-  return seen == Chunk::there;
+  return state_of_chunk(chunk) == Chunk::there;
 }
 
 // Which limit forbids so many bytes more. What its reserve holds is left to others: beyond it they,
@@ -1041,9 +1052,7 @@ bool NodeCacheImpl::have_chunk(uint64_t chunk, size_t tier) {
 std::optional<std::string> NodeCacheImpl::refusal(uint64_t size, bool modest) const {
   uint64_t taken = 0;
   for (uint64_t c = 0; modest && c < chunks(); ++c) {
-    if (chunk_words_[c].load(std::memory_order_relaxed) == static_cast<uint32_t>(Chunk::there)) {
-      taken += chunk_bytes_;
-    }
+    if (state_of_chunk(c) == Chunk::there) taken += chunk_bytes_;
   }
   std::vector<MemoryLimit> limits = limits_.read();
   // The arena's addresses are taken already.
@@ -1061,7 +1070,7 @@ void NodeCacheImpl::ease() try {
   const auto most = std::max_element(limits.begin(), limits.end(),
                                      [](auto& a, auto& b) { return a.over() < b.over(); });
   const uint64_t over = most == limits.end() ? 0 : most->over();
-  if (over > 0 && !stuck_ && choose_leaving(over) && !std::exchange(eased_, true) &&
+  if (!stuck_ && choose_leaving(over) && !std::exchange(eased_, true) &&
       ease_lock_.try_lock(kEasingTold, LockMode::exclusive) == Locked::yes) {
     log(LogLevel::warning, "the RAM tier gives memory back: " + most->in_words() +
                                "; its samples are read from the source: give the RAM tier a "
@@ -1075,17 +1084,18 @@ void NodeCacheImpl::ease() try {
   // No memory for the lists: the next time.
 }
 
-// Marks chunks of so many bytes, with those that are marked already; whether there was one to mark.
+// Marks chunks of so many bytes, with those that are marked already, and all that are there in part;
+// whether samples are lost by it.
 bool NodeCacheImpl::choose_leaving(uint64_t bytes) {
   uint64_t marked = 0;
   bool any = false;
   for (uint64_t c = 0; c < chunks(); ++c) {
-    if (chunk_words_[c].load() == static_cast<uint32_t>(Chunk::leaving)) marked += chunk_bytes_;
+    if (state_of_chunk(c) == Chunk::leaving) marked += chunk_bytes_;
+    change(c, Chunk::partial, Chunk::leaving);
   }
   for (const Leaving& l : leaving_) marked -= l.looks > kPatientLooks ? chunk_bytes_ : 0;
   for (uint64_t c = chunks(); marked < bytes && c-- > 0;) {
-    auto there = static_cast<uint32_t>(Chunk::there);
-    if (chunk_words_[c].compare_exchange_strong(there, static_cast<uint32_t>(Chunk::leaving))) {
+    if (change(c, Chunk::there, Chunk::leaving)) {
       marked += chunk_bytes_;
       any = true;
     }
@@ -1098,7 +1108,7 @@ bool NodeCacheImpl::choose_leaving(uint64_t bytes) {
 void NodeCacheImpl::look_at_leaving() {
   std::vector<Leaving> fresh;
   for (uint64_t c = 0; c < chunks(); ++c) {
-    if (chunk_words_[c].load() == static_cast<uint32_t>(Chunk::leaving) &&
+    if (state_of_chunk(c) == Chunk::leaving &&
         std::none_of(leaving_.begin(), leaving_.end(),
                      [c](const Leaving& l) { return l.chunk == c; })) {
       fresh.push_back({c, c});
@@ -1168,7 +1178,7 @@ bool NodeCacheImpl::give_back(uint64_t chunk) {
   }
   if (error != 0) return false;
   stuck_ = false;
-  chunk_words_[chunk].store(static_cast<uint32_t>(Chunk::refused));
+  change(chunk, Chunk::leaving, Chunk::refused);
   header_->unfilled.fetch_add(1);
   return true;
 }
@@ -1181,8 +1191,8 @@ void NodeCacheImpl::try_again() {
   // What another rank leaves unfilled from here on is for the next time.
   header_->unfilled.store(0);
   for (uint64_t c = 0; c < chunks(); ++c) {
-    auto refused = static_cast<uint32_t>(Chunk::refused);
-    chunk_words_[c].compare_exchange_strong(refused, static_cast<uint32_t>(Chunk::untouched));
+    change(c, Chunk::refused, Chunk::untouched);
+    change(c, Chunk::partial, Chunk::untouched);
   }
   for (uint64_t s = 0; s < entries(); ++s) {
     uint32_t unfilled = kUnfilled;

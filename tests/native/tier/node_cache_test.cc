@@ -551,6 +551,69 @@ TEST_F(GivingBack, SaysWhyAChunkIsNotThere) {
       << warnings[1];
 }
 
+// Signals have a chunk taken in pieces, and there is room for the first of them only.
+TEST_F(GivingBack, WhatIsThereOfAChunkThatWasNotToBeHad) {
+  class HalfTheRoom : public FileSystem {
+   public:
+    int allocate(int fd, uint64_t offset, uint64_t size) override {
+      if (!full) return FileSystem::allocate(fd, offset, size);
+      EXPECT_EQ(FileSystem::allocate(fd, offset, size / 2), 0);
+      return -ENOSPC;
+    }
+    bool full = false;
+  };
+  HalfTheRoom files;
+  const auto cache = enter(0, &files);
+  ASSERT_TRUE(fill(*cache, 0));
+  files.full = true;
+  ASSERT_TRUE(cache->claim(1));
+  EXPECT_TRUE(cache->ram_slot(1).empty());
+  EXPECT_TRUE(comes([&] { return on_disk() == kMiB; }));
+  EXPECT_EQ(cache->state(0), State::ready);
+  EXPECT_EQ(told().size(), 1u);  // of the chunk that is not there, and no word of others' need
+  // In the next epoch it is asked for again.
+  files.full = false;
+  EXPECT_TRUE(comes([&] {
+    cache->try_again();
+    return fill(*cache, 1) || cache->state(1) == State::ready;
+  }));
+}
+
+// A limit forbids a chunk to one rank while the system gives it to another.
+TEST_F(GivingBack, AChunkThatARankHadAndAnotherWasRefused) {
+  class Meanwhile : public FileSystem {
+   public:
+    int allocate(int fd, uint64_t offset, uint64_t size) override {
+      const int error = FileSystem::allocate(fd, offset, size);
+      if (const auto work = std::exchange(then, {})) work();
+      return error;
+    }
+    std::function<void()> then;
+  };
+  constexpr uint64_t kHalf = kMiB / 2;
+  Meanwhile files;
+  const auto enter_halves = [&](uint32_t rank) {
+    NodeCacheConfig c = config(rank, 2);
+    c.tiers[0].capacity = kMiB;
+    c.proc_directory = (root_ / "proc").string();
+    c.files = rank == 0 ? &files : nullptr;
+    return NodeCache::attach(c, std::vector<uint64_t>(2, kHalf),
+                             fixed({{0, 0}, {0, kHalf}, {kMiB}, {{0, 1}}}));
+  };
+  const auto one = enter_halves(0), other = enter_halves(1);
+  uint64_t had = 0;
+  files.then = [&] {
+    used(14);
+    ASSERT_TRUE(other->claim(1));
+    EXPECT_TRUE(other->ram_slot(1).empty());
+    had = on_disk();
+  };
+  ASSERT_TRUE(one->claim(0));
+  EXPECT_TRUE(one->ram_slot(0).empty());
+  EXPECT_EQ(had, kMiB);
+  EXPECT_TRUE(comes([&] { return on_disk() == 0; }));
+}
+
 // What is marked already counts: more need costs one chunk more.
 TEST_F(GivingBack, TakesNoMoreForWhatIsStillRead) {
   const std::shared_ptr<NodeCache> cache = enter(0);
