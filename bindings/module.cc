@@ -72,7 +72,9 @@ NB_MODULE(_native, m) {
       nb::object logger = nb::module_::import_("logging").attr("getLogger")("nostall");
       logger.attr(level == nostall::LogLevel::warning ? "warning" : "info")(shown(message));
     } catch (nb::python_error& error) {
-      error.discard_as_unraisable("nostall's log");
+      if (!nostall::bindings::pass_on_interrupt(error)) {
+        error.discard_as_unraisable("nostall's log");
+      }
     }
   });
   bind_base(m);

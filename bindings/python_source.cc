@@ -50,12 +50,6 @@ Answer answer_of(nb::handle item) {
   return a;
 }
 
-// Ctrl-C is meant for the program: what was being read fails, and the interrupt comes again where the
-// program goes on.
-void pass_on_interrupt(const nb::python_error& error) {
-  if (error.matches(PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();
-}
-
 // Ranges by a function: (list of (file, offset, size), stopped) -> list of buffers or exceptions.
 class PythonStorage : public records::Storage {
  public:

@@ -64,6 +64,14 @@ inline std::string text_of(nanobind::handle object) noexcept {
   return {PyBytes_AsString(bytes.ptr()), static_cast<size_t>(PyBytes_Size(bytes.ptr()))};
 }
 
+// Ctrl-C is meant for the program: what was being done fails, and the interrupt comes again where the
+// program goes on. False for another exception.
+inline bool pass_on_interrupt(const nanobind::python_error& error) {
+  if (!error.matches(PyExc_KeyboardInterrupt)) return false;
+  PyErr_SetInterrupt();
+  return true;
+}
+
 // An exception as Python prints it, with where it came from. (python_error::what() ends the process
 // where the text has surrogates.)
 inline std::string traceback_of(nanobind::handle error) noexcept {

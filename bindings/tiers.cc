@@ -63,7 +63,9 @@ class PythonStore : public tier::Store {
   }
   static Error failed(nb::python_error& error) {
     const std::string type = bindings::text_of(error.type().attr("__name__"));
-    return Error(ErrorKind::io, type + ": " + bindings::text_of(error.value()));
+    const std::string why = bindings::text_of(error.value());
+    bindings::pass_on_interrupt(error);
+    return Error(ErrorKind::io, type + ": " + why);
   }
 
   bindings::Held tier_;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -23,7 +24,7 @@ from procfs import abstract_sockets
 import nostall
 import nostall.loader._loader
 from nostall import _native
-from nostall.errors import UsageError
+from nostall.errors import IoError, UsageError
 from nostall.loader.testing import check_tier
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -377,6 +378,32 @@ def test_a_tier_that_raises_is_told_once_and_does_without(
             assert sorted(load(loader)) == sorted(expected(range(40)))
     assert len(caplog.messages) == 1
     assert "cannot keep samples in the tier Full: OSError: [Errno 28] no room" in caplog.messages[0]
+
+
+@pytest.mark.parametrize("method", ["put", "get"])
+def test_ctrl_c_in_a_tier_ends_the_program(source: nostall.CustomSource, method: str) -> None:
+    class Interrupted(Kept):
+        pressed = False
+
+    def interrupt(tier: Interrupted, *arguments: Any) -> Any:
+        if not tier.pressed:
+            tier.pressed = True
+            raise KeyboardInterrupt
+        return getattr(Kept, method)(tier, *arguments)
+
+    setattr(Interrupted, method, interrupt)
+    assert threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with nostall.Tiers(source, Interrupted()) as tiers:
+            with pytest.raises(KeyboardInterrupt):
+                for _ in range(2):
+                    # The source reads in Python too.
+                    with contextlib.suppress(IoError):
+                        tiers.read(range(40))
+            assert tiers.read(range(40)) == [data for data, _ in expected(range(40))]
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class Unspeakable(Exception):
