@@ -3,13 +3,17 @@
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sched.h>
+#include <sys/mount.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <functional>
+#include <thread>
 
+#include "../temporary.h"
 #include "base/error.h"
 #include "base/own.h"
 
@@ -66,6 +70,33 @@ TEST_F(Allocate, EndsWhereSignalsNeverLetItEnd) {
                "them rarer, those of a profiler for example");
   answer = [](off_t) { return ENOSPC; };
   EXPECT_EQ(FileSystem::real().allocate(file_.get(), 0, kMiB), -ENOSPC);
+}
+
+// The kernel undoes a call that fails. What another rank was given in the range is not undone, or it
+// would find a hole there (tier/node_cache.cc, collective/shared_memory.cc).
+TEST_F(Allocate, ACallThatFailsTakesNothingFromOthers) {
+  const TemporaryFolder folder;
+  bool mounted = false;
+  std::thread([&] {
+    // Of this thread alone, and with it the mount.
+    if (::unshare(CLONE_NEWNS) != 0) return;
+    if (::mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr) != 0) return;
+    if (::mount("none", folder.path().c_str(), "tmpfs", 0, "size=4m") != 0) return;
+    mounted = true;
+    const auto file = [path = folder.path("file")] {
+      return Descriptor(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
+    };
+    FileSystem& files = FileSystem::real();
+    const Descriptor one = file(), other = file();
+    ASSERT_EQ(files.allocate(one.get(), 0, 2 * kMiB), 0);
+    for (const uint64_t begin : {uint64_t{0}, kMiB}) {
+      EXPECT_EQ(files.allocate(other.get(), begin, 8 * kMiB), -ENOSPC);
+      struct stat status {};
+      EXPECT_EQ(::fstat(one.get(), &status), 0);
+      EXPECT_EQ(static_cast<uint64_t>(status.st_blocks) * 512, 2 * kMiB);
+    }
+  }).join();
+  if (!mounted) GTEST_SKIP() << "this user cannot mount a file system";
 }
 
 TEST_F(Allocate, WhatIsGivenBackIsZeros) {
