@@ -496,6 +496,23 @@ def record(images: Path, home: Path, sleep: float = 0.0) -> None:
     trace.stop()
 
 
+def test_a_loader_that_stands_idle_adds_no_threads() -> None:
+    rank = made()
+    loader = rank.loaders[0]
+    loader.settings["threads"] = 8
+    rank.loaders.append(Loader({"threads": 8}, replace(loader.stats, loader="validation")))
+    assert rank.digest is not None
+    rank.digest.spans = {
+        ("data", "wait for batch"): spans([0], [8]),
+        ("data", "decode"): spans([0] * 8, [8] * 8),
+        ("data", "read source"): spans([0], [8]),
+        ("compute", "forward"): spans([8], [10]),
+    }
+    causes = Run("run", [rank], None, []).causes()
+    assert causes["decode"] == pytest.approx(0.8)
+    assert causes["source"] == pytest.approx(0)
+
+
 def test_waits_for_a_callable_are_waits_for_data(image_folder: Path, tmp_path: Path) -> None:
     def slow(_: object) -> np.ndarray:
         time.sleep(0.01)

@@ -68,8 +68,8 @@ class Rank:
 
     @property
     def threads(self) -> int:
-        """Threads that transform, of all loaders of the rank."""
-        return sum(int(x.settings.get("threads", 1)) for x in self.loaders) or 1
+        """Threads that transform, of the loader that has most: loaders take turns."""
+        return max((int(x.settings.get("threads", 1)) for x in self.loaders), default=1)
 
     @property
     def seconds(self) -> float:
