@@ -52,6 +52,12 @@ class Recorder:
         """All epochs added up, and the most memory seen by pool. From any thread."""
         return add_up(self._all()), self._memory()
 
+    def recent(self) -> list[EpochStats]:
+        """The newest epoch, after all those before it as one. From any thread."""
+        epochs = self._all()
+        earlier = epochs[:-1]
+        return [*([add_up(earlier)] if len(earlier) > 1 else earlier), *epochs[-1:]]
+
     def _all(self) -> list[EpochStats]:
         while True:
             state = epochs, current = self._state

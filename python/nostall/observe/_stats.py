@@ -88,7 +88,8 @@ class Stats:
     """All epochs of one rank; `merge` adds ranks up.
 
     `lower_bound_bytes` is the fewest bytes that all ranks together must read from the source with
-    these tiers, for the whole job (or for the epochs so far, if it has no end). `loader` is the name
+    these tiers, for the whole job (or for the epochs so far, if it has no end); 0 if it was not
+    computed. `loader` is the name
     of the loader within its process. `memory` holds the greatest number of bytes by pool, `peers` what
     was exchanged with other nodes (nothing on one node). `sources` has, for each source of a mixture,
     the "samples" that all ranks together took of it in the whole job, and the "epoch" of the source.
@@ -369,6 +370,18 @@ def by_loader(found: Iterable[T], stats: Callable[[T], Stats]) -> list[list[T]]:
     return groups
 
 
+def alike(ranks: Sequence[Stats]) -> list[list[EpochStats]]:
+    """The epochs of each; where one of them has the oldest as one entry, so have the others."""
+    summed = [s.epochs for s in ranks if s.epochs and s.epochs[0].epoch < 0]
+    first = max((max(e.epoch for e in epochs[:2]) for epochs in summed), default=-1)
+    found = []
+    for s in ranks:
+        earlier = [e for e in s.epochs if e.epoch < first]
+        later = [e for e in s.epochs if e.epoch >= first]
+        found.append([*([add_up(earlier)] if earlier else []), *later])
+    return found
+
+
 def _number_last(name: str) -> tuple[str, int]:
     word, _, number = name.rpartition(" ")
     return (word, int(number)) if number.isdigit() else (name, 0)
@@ -386,10 +399,10 @@ def merge(ranks: Sequence[Stats]) -> Stats:
         raise UsageError(
             "these statistics are of different jobs or loaders: merge takes one of each rank"
         )
-    numbers = sorted({e.epoch for s in ranks for e in s.epochs})
+    everyones = [e for epochs in alike(ranks) for e in epochs]
     epochs = []
-    for number in numbers:
-        parts = [e for s in ranks for e in s.epochs if e.epoch == number]
+    for number in sorted({e.epoch for e in everyones}):
+        parts = [e for e in everyones if e.epoch == number]
         total = add_up(parts)
         epochs.append(
             EpochStats(

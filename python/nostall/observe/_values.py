@@ -1,10 +1,13 @@
-"""Values of a file as the types that annotations name; another type is refused, with its place."""
+"""Plain data in files: read as the types that annotations name (another type is refused, with its
+place), and written so that a reader finds all of it."""
 
 from __future__ import annotations
 
+import json
 import math
 import types
 from dataclasses import is_dataclass
+from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from nostall.errors import CorruptionError
@@ -47,3 +50,14 @@ def read(kind: Any, value: Any, place: str) -> Any:
         return value
     name = kind.__name__ if origin is None else str(kind).replace("typing.", "")
     raise CorruptionError(f"{place} must be {name}, not {value!r:.60}")
+
+
+def write(path: Path, data: dict[str, Any]) -> None:
+    """Plain data as JSON: a reader finds all of it, or what was there before.
+
+    Raises:
+        OSError, TypeError, ValueError: it cannot be written.
+    """
+    beside = path.with_suffix(".tmp")
+    beside.write_text(json.dumps(data))
+    beside.replace(path)

@@ -11,7 +11,6 @@ listens on the loopback interface unless an address is given.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -19,12 +18,14 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nostall.base import _options as options
 from nostall.base import _process as process
 from nostall.errors import Error, IoError, UsageError
+from nostall.observe import _values as values
 from nostall.observe._held import Watch
 from nostall.observe._stats import ORIGINS, EpochStats, Stats, subtract
 
@@ -310,6 +311,9 @@ class Live:
             "origins": {o: c.samples for o, c in total.origins.items()},
             "source_bytes": total.origins["source"].bytes,
             "memory": sum(memory.values()),
+            # For the report, of a loader that does not come to write its statistics.
+            "epochs": [asdict(e) for e in recorder.recent()],
+            "pools": memory,
         }
 
     def end(self) -> None:
@@ -321,10 +325,8 @@ class Live:
             self._newest = None
 
     def _write(self, data: dict[str, Any]) -> None:
-        beside = self._path.with_suffix(".tmp")
         try:
-            beside.write_text(json.dumps(data))
-            beside.replace(self._path)
+            values.write(self._path, data)
         except Exception as error:  # a failure to observe never ends the training
             self._next = float("inf")
             logging.getLogger("nostall").warning("cannot write %s: %s", self._path, error)

@@ -7,13 +7,13 @@ themselves; a program names its own phases with `span`:
         loss = model(images)
 
 A run's directory holds, for each rank, ``rank<r>.trace.json.gz`` (Chrome's format) and, for each of its
-loaders, ``rank<r>.<n>.run.json`` (its settings and its statistics).
+loaders in the order in which they began, ``rank<r>.<n>.run.json`` (its settings, and once it has ended
+its statistics) and ``rank<r>.<n>.live.json`` (what it does). All files of a process begin alike.
 """
 
 from __future__ import annotations
 
 import atexit
-import json
 import logging
 import os
 import platform
@@ -33,6 +33,7 @@ from nostall.base._garbage import Closer
 from nostall.errors import Error, IoError, UsageError
 from nostall.job._cores import cores_of_rank
 from nostall.job._world import find_world
+from nostall.observe import _values as values
 from nostall.observe import metrics
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class _Entry:
     settings: dict[str, Any]
     stats: Callable[[], Stats]
     live: metrics.Live
+    path: Path
 
 
 class _Run:
@@ -63,7 +65,6 @@ class _Run:
         self.stem = stem
         self.pid = os.getpid()
         self.entries: list[_Entry] = []
-        self.kept = 0
         self.begun = 0
 
 
@@ -124,7 +125,7 @@ def stop() -> tuple[int, int, int] | None:
     if _run is None or _run.pid != os.getpid():
         return None
     for entry in list(_run.entries):
-        _write(_run, entry)
+        _end(_run, entry)
     _device_clock.settle(last=True)
     _run = None
     return _native.trace_stop()
@@ -181,43 +182,47 @@ def begin(loader: Observed, stats: Callable[[], Stats]) -> None:
             _refused = True
             logging.getLogger("nostall").warning("%s; training goes on without a record", error)
     if _run is not None and _run.pid == os.getpid():
-        path = _run.directory / f"{_run.stem}.{_run.begun}.live.json"
+        stem = _run.directory / f"{_run.stem}.{_run.begun}"
         _run.begun += 1
-        live = metrics.Live(path, loader.world.rank, loader.name)
-        entry = _Entry(weakref.ref(loader), describe(loader), stats, live)
+        live = metrics.Live(Path(f"{stem}.live.json"), loader.world.rank, loader.name)
+        settings, path = describe(loader), Path(f"{stem}.run.json")
+        entry = _Entry(weakref.ref(loader), settings, stats, live, path)
+        _write(entry, dict)  # a job that is killed leaves this
         _run.entries.append(entry)
         loader.on_batch(live)
-        Closer(loader, _write, _run, entry)
+        Closer(loader, _end, _run, entry)
 
 
 def keep(loader: Observed) -> None:
-    """For loaders that end: writes the loader's settings and its statistics."""
+    """For loaders that end: writes the loader's statistics beside its settings."""
     if _run is not None:
         for entry in [e for e in _run.entries if e.loader() is loader]:
-            _write(_run, entry)
+            _end(_run, entry)
 
 
-def _write(run: _Run, entry: _Entry) -> None:
+def _end(run: _Run, entry: _Entry) -> None:
     if run.pid != os.getpid() or entry not in run.entries:
         return
     run.entries.remove(entry)
     entry.live.end()
     _device_clock.settle()
-    path = run.directory / f"{run.stem}.{run.kept}.run.json"
-    run.kept += 1
-    loader = entry.loader()
-    try:
+
+    def learned() -> dict[str, Any]:
+        loader = entry.loader()
         stats = entry.stats() if loader is None else loader.stats()
-        data = {
-            **{"format": FORMAT, "kind": "run"},
-            **entry.settings,
-            "held": asdict(entry.live.memory.held),
-            "stats": stats.to_dict(),
-        }
-        path.write_text(json.dumps(data))
+        return {"held": asdict(entry.live.memory.held), "stats": stats.to_dict()}
+
+    _write(entry, learned)
+
+
+def _write(entry: _Entry, learned: Callable[[], dict[str, Any]]) -> None:
+    """The settings, and what was learned since."""
+    try:
+        record = {"format": FORMAT, "kind": "run", **entry.settings, **learned()}
+        values.write(entry.path, record)
     except Exception as error:
         # The training does not fail because its record cannot be written.
-        logging.getLogger("nostall").warning("cannot write %s: %s", path, error)
+        logging.getLogger("nostall").warning("cannot write %s: %s", entry.path, error)
 
 
 def describe(loader: Observed) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import prefork
 import pytest
 from browser import look
 
@@ -26,7 +27,7 @@ from nostall import trace
 from nostall.cli import main
 from nostall.errors import UsageError
 from nostall.observe._held import Held, Watch
-from nostall.observe._stats import BatchRecords, EpochStats, OriginStats, Stats
+from nostall.observe._stats import BatchRecords, EpochStats, OriginStats, Stats, merge
 from nostall.observe.report import _run as runs
 from nostall.observe.report import _run_page as run_page
 from nostall.observe.report import page
@@ -496,6 +497,60 @@ def record(images: Path, home: Path, sleep: float = 0.0) -> None:
     trace.stop()
 
 
+KILLED = """
+import os, signal, sys, nostall
+from nostall.observe import metrics
+
+metrics.LIVE_SECONDS = 0.0
+data = nostall.ImageFolder(sys.argv[1], index=False)
+loader = nostall.DataLoader(data, 4, epochs=9, tiers=[], threads=3, output="numpy")
+for epoch in loader.epochs():
+    for _ in epoch:
+        if epoch.index == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_job_leaves_its_settings_and_its_statistics_so_far(
+    image_folder: Path, tmp_path: Path
+) -> None:
+    done = prefork.run(
+        ["-c", KILLED, image_folder], env={**os.environ, "NOSTALL_TRACE": str(tmp_path)}
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    found = runs.read(tmp_path)
+    (rank,) = found.ranks
+    (loader,) = rank.loaders
+    data = nostall.ImageFolder(image_folder, index=False)
+    assert rank.threads == loader.settings["threads"] == 3
+    assert [(e.epoch, e.samples) for e in loader.stats.epochs] == [(-1, 2 * len(data)), (2, 4)]
+    assert loader.stats.source_bytes > 2 * data.total_bytes
+    assert found.notes[-1].startswith("rank 0 did not come to end all loaders, as after a kill")
+    page = run_page.page([found])
+    assert ("epochs", "3 of 9") in re.findall("<dt>(.*?)</dt><dd>(.*?)</dd>", page)
+    assert "lower bound" not in page
+    # Before its first batch there are the settings alone.
+    (tmp_path / "rank0.0.live.json").unlink()
+    (loader,) = runs.read(tmp_path).ranks[0].loaders
+    assert loader.settings["threads"] == 3 and loader.stats.epochs == []
+
+
+def test_files_of_loaders_are_numbered_as_they_begin(image_folder: Path, tmp_path: Path) -> None:
+    trace.start(tmp_path, rank=0)
+    data = nostall.ImageFolder(image_folder, index=False)
+    first, second = (nostall.DataLoader(data, 4, tiers=[], output="numpy") for _ in range(2))
+    with first:
+        with second:
+            next(iter(first))
+            next(iter(second))
+        trace.stop()
+    for number, loader in enumerate((first, second)):
+        for kind, name in (("run", "name"), ("live", "loader")):
+            kept = json.loads((tmp_path / f"rank0.{number}.{kind}.json").read_text())
+            assert kept[name] == loader.name
+    assert not list(tmp_path.glob("*.tmp"))
+
+
 def test_a_loader_that_stands_idle_adds_no_threads() -> None:
     rank = made()
     loader = rank.loaders[0]
@@ -511,6 +566,50 @@ def test_a_loader_that_stands_idle_adds_no_threads() -> None:
     causes = Run("run", [rank], None, []).causes()
     assert causes["decode"] == pytest.approx(0.8)
     assert causes["source"] == pytest.approx(0)
+
+
+def test_without_settings_no_report_says_that_nothing_can_be_changed(
+    image_folder: Path, tmp_path: Path
+) -> None:
+    record(image_folder, tmp_path)
+    for path in (*tmp_path.glob("*.run.json"), *tmp_path.glob("*.live.json")):
+        path.unlink()
+    run = runs.read(tmp_path)
+    assert "rank 0 left no settings of loaders: one thread is taken to decode" in run.notes[0]
+    rank = made()
+    rank.loaders = []
+    assert run_page.advice_lines(Run("run", [rank], None, [])) == []
+    assert "What to change" not in run_page.page([Run("run", [rank], None, [])])
+    # Waits for others do not need them.
+    assert rank.digest is not None
+    rank.digest.spans = {("peers", "allreduce"): spans([0], [10])}
+    assert "No change" in run_page.advice_lines(Run("run", [rank], None, []))[0]
+
+
+def test_of_epochs_in_one_entry_the_first_alone_must_read() -> None:
+    rank, killed = made(), made(1)
+    (loader,), (other,) = rank.loaders, killed.loaders
+    earlier, newest = loader.stats.epochs[0], replace(loader.stats.epochs[1], epoch=5)
+    read = OriginStats(100, 4_000_000_000, 40.0)
+    earlier = replace(earlier, epoch=-1, seconds=50.0, stall_seconds=40.0,
+                      origins={**earlier.origins, "source": read})  # fmt: skip
+    rank.loaders[0] = replace(loader, stats=replace(loader.stats, epochs=[earlier, newest]))
+    run = Run("run", [rank], None, [])
+    tiers, kept = (
+        next(a for a in advise(run, most=9) if part in a.change) for part in ("ram:", "kept")
+    )
+    # 4 of 5 epochs' reading of 8 s, and that of the newest as far as it computes less.
+    assert tiers.change == 'tiers=["ram:1GiB"]'
+    assert tiers.gain == pytest.approx(30.0 + 4.0)
+    assert kept.gain == pytest.approx(8.0)
+    # A rank that has all epochs one by one counts them as the other does.
+    epochs = [replace(other.stats.epochs[0], epoch=e) for e in range(6)]
+    stats = replace(other.stats, epochs=epochs, rank=1)
+    rows = terms(run, [rank.loaders[0], replace(other, stats=stats)])
+    assert [(t.epoch, t.actual) for t in rows] == [(-1, 50.0), (5, 10.0)]
+    whole = merge([rank.loaders[0].stats, stats])
+    assert [e.epoch for e in whole.epochs] == [-1, 5]
+    assert whole.seconds == pytest.approx(60.0)
 
 
 def test_waits_for_a_callable_are_waits_for_data(image_folder: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 from nostall.base._sizes import format_bytes
 from nostall.base._words import counted
+from nostall.observe._stats import alike
 from nostall.observe.report._run import Loader, Run, percent
 
 # Of the staging buffer's bytes, at the most: beyond this it counts as full. A batch may not fit in the
@@ -45,13 +46,15 @@ class Advice:
 
 @dataclass(frozen=True)
 class Term:
-    """One epoch of one rank, on average: seconds of each term."""
+    """One epoch of one rank, on average: seconds of each term, and of `read` those of the job's first
+    epoch."""
 
     epoch: int
     actual: float
     compute: float
     read: float
     decode: float
+    first: float
 
     @property
     def time(self) -> float:
@@ -80,8 +83,8 @@ def terms(run: Run, ranks: Sequence[Loader]) -> list[Term]:
     """The model's terms of each epoch of one loader; `ranks` holds the record of each rank."""
     rate = bandwidth(run)
     by_epoch: dict[int, list[tuple[float, float, float, float]]] = {}
-    for loader in ranks:
-        for e in loader.stats.epochs:
+    for loader, epochs in zip(ranks, alike([x.stats for x in ranks]), strict=True):
+        for e in epochs:
             by_epoch.setdefault(e.epoch, []).append(
                 (
                     e.seconds,
@@ -90,12 +93,16 @@ def terms(run: Run, ranks: Sequence[Loader]) -> list[Term]:
                     e.decode_seconds / int(loader.settings.get("threads", 1)),
                 )
             )
-    out = []
+    size_once = max((int(x.settings.get("dataset_bytes", 0)) for x in ranks), default=0)
+    out: list[Term] = []
     for epoch, rows in sorted(by_epoch.items()):
         n = len(rows)
         seconds, compute, size, decode = (sum(r[i] for r in rows) for i in range(4))
         read = size / rate if rate else 0.0
-        out.append(Term(epoch, seconds / n, compute / n, read, decode / n))
+        first = 0.0 if out else read
+        if epoch < 0 and size_once and rate:  # of several epochs, the first of which read all once
+            first = min(first, size_once / rate)
+        out.append(Term(epoch, seconds / n, compute / n, read, decode / n, first))
     return out
 
 
@@ -168,7 +175,7 @@ def reason(run: Run) -> list[str]:
     if cause == "decode":
         return _reason_to_decode(run, rows, settings)
     if cause == "source":
-        return _reason_to_read(rows, ranks)
+        return _reason_to_read(rows)
     if cause == "peer":
         return ["the samples come from other nodes' tiers already"]
     if cause == "tier":
@@ -194,12 +201,8 @@ def _reason_to_decode(run: Run, rows: Sequence[Term], settings: dict[str, Any]) 
     return []
 
 
-def _reason_to_read(rows: Sequence[Term], ranks: Sequence[Loader]) -> list[str]:
-    read = {t.epoch: 0.0 for t in rows}
-    for e in (e for x in ranks for e in x.stats.epochs):
-        read[e.epoch] += e.origins["source"].bytes
-    first = min(read)
-    if read[first] > 0.9 * sum(read.values()):
+def _reason_to_read(rows: Sequence[Term]) -> list[str]:
+    if sum(t.first for t in rows) > 0.9 * sum(t.read for t in rows):
         return ["the first epoch must read everything once"]
     if sum(t.read for t in rows) < sum(max(t.compute, t.decode) for t in rows):
         return ["the source is fast enough on average, yet single batches came late"]
@@ -251,7 +254,6 @@ def _of_loader(run: Run, ranks: Sequence[Loader], named: bool) -> list[Advice]:
             for a, b in zip(rows, changed, strict=True)
         )
 
-    first = rows[0].epoch if rows else 0
     local = int(settings.get("local_world_size", 1))
     nodes = max(1, -(-int(settings.get("world_size", 1)) // local))
     size = int(settings.get("dataset_bytes", 0))
@@ -262,7 +264,7 @@ def _of_loader(run: Run, ranks: Sequence[Loader], named: bool) -> list[Advice]:
             f"the tiers of {counted(nodes, 'node')} hold "
             f"{format_bytes(float(held * nodes))} of {format_bytes(float(size))}, "
             f"so every epoch reads the source again; epochs after the first would read nothing from it",
-            gain([t if t.epoch == first else replace(t, read=0.0) for t in rows]),
+            gain([replace(t, read=t.first) for t in rows]),
         )
     sorts = {t[0] for t in settings.get("tiers", [])}
     if size and rows and "kept file" not in sorts:
@@ -273,7 +275,7 @@ def _of_loader(run: Run, ranks: Sequence[Loader], named: bool) -> list[Advice]:
             ),
             "a file tier kept from the job before",
             "the next job on the same data finds it, and its first epoch reads nothing from the source",
-            gain([replace(t, read=0.0) if t.epoch == first else t for t in rows]),
+            gain([replace(t, read=t.read - t.first) for t in rows]),
         )  # fmt: skip
     threads = int(settings.get("threads", 0))
     cores = int(settings.get("rank_cores", 0))

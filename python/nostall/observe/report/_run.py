@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from nostall.errors import CorruptionError, Error, UsageError
 from nostall.observe import _values as values
 from nostall.observe._held import Held
-from nostall.observe._stats import Stats, by_loader, device_lines
+from nostall.observe._stats import POOLS, BatchRecords, Stats, by_loader, device_lines
 from nostall.observe.report import _digest as digest
 from nostall.observe.report._digest import CAUSES, Digest
 from nostall.observe.report._mpi_trace import MPI
@@ -47,15 +48,17 @@ _SETTINGS: dict[str, Any] = {
     "tiers": list[tuple[str, int, str]],
     "held": Held,
 }
+_RECORD = ".run.json"
 _AT_LEAST_ONE = ("threads", "fetchers", "world_size", "local_world_size")
 
 
 @dataclass
 class Loader:
-    """One loader of one rank: its settings and its statistics."""
+    """One loader of one rank: its settings and its statistics, so far if it has not ended."""
 
     settings: dict[str, Any]
     stats: Stats
+    ended: bool = True
 
 
 @dataclass
@@ -123,6 +126,11 @@ class Run:
     def loaders(self) -> list[list[Loader]]:
         """The records of each loader of the job, for example of training and of validation."""
         return by_loader((x for r in self.ranks for x in r.loaders), lambda x: x.stats)
+
+    @property
+    def modelled(self) -> bool:
+        """Whether loaders left what the model of the advice is made of."""
+        return any(x.settings and x.stats.epochs for r in self.ranks for x in r.loaders)
 
     @property
     def alone(self) -> bool:
@@ -199,7 +207,7 @@ class Run:
 
 def files_of(directory: Path) -> list[Path]:
     """The records of a run's directory."""
-    return sorted([*directory.glob("*.run.json"), *directory.glob("*.trace.json*")])
+    return sorted([*directory.glob(f"*{_RECORD}"), *directory.glob("*.trace.json*")])
 
 
 def read(directory: str | os.PathLike[str]) -> Run:
@@ -215,7 +223,7 @@ def read(directory: str | os.PathLike[str]) -> Run:
     of_mpi: list[Digest] = []
     for path in sorted(p for p in home.iterdir() if p.is_file()):
         try:
-            if path.name.endswith(".run.json"):
+            if path.name.endswith(_RECORD):
                 loader = _loader(path)
                 rank = loader.stats.rank
                 ranks.setdefault(rank, Rank(rank)).loaders.append(loader)
@@ -254,12 +262,46 @@ def read(directory: str | os.PathLike[str]) -> Run:
     lacking = [str(r) for r in range(min(world, 4096)) if r not in ranks]
     if lacking:
         notes.append(f"ranks {', '.join(lacking)[:80]} left no record")
-    without = [str(r.rank) for r in ranks.values() if r.digest is None]
-    if without:
-        notes.append(
-            f"ranks {', '.join(without)[:80]} left no trace: their waits are divided by sums"
-        )
+    notes += _lacks(list(ranks.values()))
     return Run(str(home), [ranks[r] for r in sorted(ranks)], timeline, notes)
+
+
+def _lacks(ranks: Sequence[Rank]) -> list[str]:
+    """What is missing in the records, and what follows from that."""
+
+    def those(lacking: Iterable[Rank], words: str) -> list[str]:
+        numbers = [str(r.rank) for r in lacking]
+        several = "s" if len(numbers) > 1 else ""
+        return [f"rank{several} {', '.join(numbers)[:80]} {words}"] if numbers else []
+
+    return [
+        *those(
+            (r for r in ranks if r.digest is None),
+            "left no trace: waits are divided by sums",
+        ),
+        *those(
+            (r for r in ranks if not r.loaders and r.digest and r.digest.category("data")),
+            "left no settings of loaders: one thread is taken to decode, and what to change is not "
+            "known",
+        ),
+        *those(
+            (r for r in ranks if not all(x.ended for x in r.loaders)),
+            "did not come to end all loaders, as after a kill: their statistics are at most a second "
+            "older, and without single batches",
+        ),
+    ]
+
+
+def _so_far(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """The statistics of a loader that has not ended: what it told ``nostall top``."""
+    try:
+        told = json.loads(path.read_text())
+        found = {"epochs": told["epochs"], "memory": told["pools"]}
+    except (OSError, ValueError, RecursionError, LookupError, TypeError):  # of no batch yet
+        found = {"epochs": [], "memory": dict.fromkeys(POOLS, 0)}
+    nothing = Stats(0, 1, [], BatchRecords(), 0, {}).to_dict()
+    names = {"rank": "rank", "world_size": "world_size", "loader": "name", "seed": "seed"}
+    return {**nothing, **{name: settings.get(key) for name, key in names.items()}, **found}
 
 
 def _loader(path: Path) -> Loader:
@@ -267,8 +309,11 @@ def _loader(path: Path) -> Loader:
         data = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise CorruptionError(f"{path} is not a record of a run: {error}") from error
-    if not isinstance(data, dict) or not isinstance(data.get("stats"), dict):
+    if not isinstance(data, dict) or not isinstance(data.get("stats", {}), dict):
         raise CorruptionError(f"{path} is not a record of a run")
+    ended = "stats" in data
+    if not ended:
+        data["stats"] = _so_far(path.with_name(path.name.replace(_RECORD, ".live.json")), data)
     try:
         stats = Stats.from_dict(data.pop("stats"))
         settings = {k: values.read(_SETTINGS.get(k, Any), v, k) for k, v in data.items()}
@@ -280,7 +325,7 @@ def _loader(path: Path) -> Loader:
     held = settings.get("held", Held())
     if not len(held.time) == len(held.own) == len(held.shared):
         raise CorruptionError(f"{path}: the columns of held differ in length")
-    return Loader(settings, stats)
+    return Loader(settings, stats, ended)
 
 
 def percent(share: float | None) -> str:

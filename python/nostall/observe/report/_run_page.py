@@ -41,8 +41,10 @@ _MARKS = 2000
 
 
 def advice_lines(run: Run) -> list[str]:
-    """What to change, one sentence each."""
+    """What to change, one sentence each; none where that is not known."""
     found = advise(run)
+    if not found and run.data >= _LITTLE and not run.modelled:
+        return []  # notes say what is missing
     if not found:
         line = "No change that the model knows would make this run noticeably shorter"
         why = "; ".join(reason(run)) if run.waited >= _LITTLE else ""
@@ -254,7 +256,7 @@ def _cards(run: Run, groups: Sequence[Sequence[Loader]]) -> str:
 def _changes(run: Run) -> str:
     found = advise(run)
     if not found:
-        return f"<p>{html.escape(advice_lines(run)[0])}</p>"
+        return "".join(f"<p>{html.escape(line)}</p>" for line in advice_lines(run))
     return "<ol>" + "".join(
         f'<li>{html.escape(a.change)} <span class="gain good">-{a.gain:.1f} s '
         f"({percent(a.share)})</span><br><span class=\"soft\">expected, because {html.escape(a.why)}"
@@ -575,7 +577,7 @@ def _capital(line: str) -> str:
 def read_line(whole: Stats, ranks: int) -> str:
     """What was read from the source, compared with the bound if all ranks are present."""
     line = f"read {whole.source_bytes / 1e6:.1f} MB from the source"
-    if ranks == whole.world_size:
+    if ranks == whole.world_size and whole.lower_bound_bytes:  # else it is not known
         line += f", lower bound {whole.lower_bound_bytes / 1e6:.1f} MB"
     return f"{line}." if whole.world_size == 1 else f"{line}; {ranks} of {whole.world_size} ranks."
 
@@ -612,7 +614,7 @@ def _flow(run: Run, group: Sequence[Loader]) -> str:
     """Samples a second of all ranks, and what bounds them."""
     stats = [x.stats for x in group]
     edges, end, sums = _over_time(stats)
-    if not len(stats[0].batches.time):
+    if not any(s.batches.time for s in stats):
         return ""
     width = float(edges[1] - edges[0])
     middle = ((edges[1:] + edges[:-1]) / 2).tolist()
