@@ -334,6 +334,19 @@ def test_checkpoints_and_peers_are_counted_when_recorded() -> None:
     assert "not recorded" not in runs.words(run)
 
 
+def test_a_rank_without_a_span_waited_for_none() -> None:
+    ranks = [made(r) for r in range(4)]
+    assert ranks[0].digest is not None
+    ranks[0].digest.spans["checkpoint", "save"] = spans([18], [20])
+    ranks[3].digest = None  # of which nothing is known
+    run = Run("run", ranks, None, [])
+    assert run.checkpoints == pytest.approx(2 / 60)
+    table = run_page._ranks(run)
+    for rank, words in enumerate(("10.0 %", "0.0 %", "0.0 %", "not recorded")):
+        row = re.search(rf"<tr><td>{rank}</td>.*?</tr>", table)
+        assert row is not None and f"<td>{words}</td>" in row[0]
+
+
 def test_the_chart_of_waits_has_all_of_them_and_advice_fits() -> None:
     rank = made()
     assert rank.digest is not None
@@ -437,6 +450,17 @@ def test_the_rank_that_computes_slowly_is_named() -> None:
     assert "straggler" not in run_page.page([stepping([0.5, 0.0], [0.0, 0.5])])
     # Without waits for each other the steps of all are as long as the slowest one's.
     assert "straggler" not in run_page.page([stepping([0.1, 1.0], [None, None])])
+
+
+def test_of_many_ranks_the_slow_one_is_named_though_it_waits_least_for_data() -> None:
+    run = stepping([0.1] * 39 + [0.0], [1.0] * 39 + [0.0])
+    slow = run.ranks[-1].digest
+    assert slow is not None
+    del slow.spans["data", "wait for batch"]
+    page = run_page.page([run])
+    assert "32 of 40 ranks" in page
+    assert "Rank 39 is a straggler" in page
+    assert "<tr><td>39</td>" not in page
 
 
 def test_waits_outside_the_steps_name_no_straggler_and_hide_none() -> None:

@@ -156,9 +156,11 @@ class Run:
         return sum(self.causes().values())
 
     def _phase(self, category: str) -> float | None:
-        known = [(p, r.seconds) for r in self.ranks if (p := r.phase(category)) is not None]
-        total = sum(t for _, t in known)
-        return sum(p for p, _ in known) / total if total else None
+        traced = [(r.phase(category), r.seconds) for r in self.ranks if r.digest is not None]
+        total = sum(t for _, t in traced)
+        if not total or all(p is None for p, _ in traced):
+            return None
+        return sum(p or 0.0 for p, _ in traced) / total
 
     @property
     def peers(self) -> float | None:

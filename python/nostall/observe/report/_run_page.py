@@ -375,25 +375,29 @@ def _devices(run: Run) -> str:
 
 def _ranks(run: Run) -> str:
     """Waits by cause, and the time between batches without them: the slowest rank is a straggler."""
-    shown = _shown(run.ranks)
+    shown = {r.rank for r in _shown(run.ranks)}
     rows, lengths, own = [], [], {}
     hidden = {"others"} if run.alone else set()
     hidden |= {"peers"} if run.alone and run.peers is None else set()
     names = {c: name for c, name in WAITS.items() if c not in hidden}
-    for r in shown:
+    for r in run.ranks:
+        steps, works, alone = _steps(r)
+        # The step of a rank that waits for a slow one is as long as that one's.
+        if len(alone):
+            own[r.rank] = float(alone.mean())
+        if r.rank not in shown:
+            continue
         waits: dict[str, float | None] = {**r.waits(), "checkpoint": r.phase("checkpoint")}
+        if run.checkpoints is not None and r.digest is not None:  # of other ranks alone, or too
+            waits["checkpoint"] = waits["checkpoint"] or 0.0
         waits["peers"] = run.peer_seconds(r)
         known = {c: w / r.seconds if r.seconds else 0.0 for c, w in waits.items() if w is not None}
         rows.append(
             (str(r.rank), *(percent(known.get(c)) for c in names), percent(sum(known.values())))
         )
-        steps, works, alone = _steps(r)
         if len(steps):
             times = [*np.percentile(steps, (50, 95, 100)).tolist(), float(np.median(works))]
             lengths.append((str(r.rank), *(f"{1e3 * t:.1f} ms" for t in times)))
-        # The step of a rank that waits for a slow one is as long as that one's.
-        if len(alone):
-            own[r.rank] = float(alone.mean())
     usual = float(np.median(list(own.values()))) if own else 0.0
     late = ""
     if len(own) > 1 and usual > 0:
