@@ -559,6 +559,22 @@ def test_a_killed_job_leaves_its_settings_and_its_statistics_so_far(
     assert loader.settings["threads"] == 3 and loader.stats.epochs == []
 
 
+def test_of_several_processes_of_a_rank_one_is_reported_with_all_that_it_left(
+    image_folder: Path, tmp_path: Path
+) -> None:
+    for _ in range(2):
+        record(image_folder, tmp_path)
+    found = runs.read(tmp_path)
+    (rank,) = found.ranks
+    (loader,) = rank.loaders
+    assert rank.digest is not None
+    of_trace = Path(rank.digest.path).name.removesuffix(".trace.json.gz")
+    kept = json.loads((tmp_path / f"{of_trace}.0.run.json").read_text())
+    assert loader.stats.loader == kept["name"]
+    note = "rank 0 left records of several processes, as after a restart: the longest is reported"
+    assert any(n.startswith(note) for n in found.notes)
+
+
 def test_files_of_loaders_are_numbered_as_they_begin(image_folder: Path, tmp_path: Path) -> None:
     trace.start(tmp_path, rank=0)
     data = nostall.ImageFolder(image_folder, index=False)

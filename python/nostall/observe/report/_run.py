@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -219,29 +220,36 @@ def read(directory: str | os.PathLike[str]) -> Run:
         UsageError: the directory holds no run.
     """
     home = Path(directory)
-    ranks: dict[int, Rank] = {}
+    processes: dict[tuple[int, str], Rank] = {}
     notes: list[str] = []
     others: list[Path] = []
     of_mpi: list[Digest] = []
     for path in sorted(p for p in home.iterdir() if p.is_file()):
         try:
             if path.name.endswith(_RECORD):
-                loader = _loader(path)
+                loader, stem = _loader(path), path.name.removesuffix(_RECORD).rpartition(".")[0]
                 rank = loader.stats.rank
-                ranks.setdefault(rank, Rank(rank)).loaders.append(loader)
+                processes.setdefault((rank, stem), Rank(rank)).loaders.append(loader)
             elif digest.is_ours(source := Source(path)):
                 found = digest.read(source)
                 notes += found.notes
                 if MPI in path.suffixes:
                     of_mpi.append(found)
                     continue
-                rank_of = ranks.setdefault(found.rank, Rank(found.rank))
-                if rank_of.digest is None or rank_of.digest.seconds < found.seconds:
-                    rank_of.digest = found
+                stem = path.name.partition(".trace.json")[0]
+                processes.setdefault((found.rank, stem), Rank(found.rank)).digest = found
             elif path.suffix in (".json", ".gz") and is_trace(path):
                 others.append(path)
         except Error as error:
             notes.append(f"left out: {error}")
+    # After restarts in one directory, or of processes that call themselves alike.
+    by_length = sorted(processes.values(), key=lambda r: r.seconds)
+    ranks = {r.rank: r for r in by_length}
+    notes += _of_ranks(
+        (ranks[r] for r, count in Counter(r.rank for r in by_length).items() if count > 1),
+        "left records of several processes, as after a restart: the longest is reported, the others "
+        "are left out",
+    )
     for found in of_mpi:
         rank_of = ranks.setdefault(found.rank, Rank(found.rank))
         rank_of.digest = rank_of.digest.joined(found) if rank_of.digest is not None else found
@@ -261,32 +269,32 @@ def read(directory: str | os.PathLike[str]) -> Run:
         [r.digest.world for r in ranks.values() if r.digest] + [s.world_size for r in ranks.values()
          for s in (x.stats for x in r.loaders)]
     )  # fmt: skip
-    lacking = [str(r) for r in range(min(world, 4096)) if r not in ranks]
-    if lacking:
-        notes.append(f"ranks {', '.join(lacking)[:80]} left no record")
+    lacking = (Rank(r) for r in range(min(world, 4096)) if r not in ranks)
+    notes += _of_ranks(lacking, "left no record")
     notes += _lacks(list(ranks.values()))
     return Run(str(home), [ranks[r] for r in sorted(ranks)], timeline, notes)
 
 
+def _of_ranks(ranks: Iterable[Rank], words: str) -> list[str]:
+    """A note of these ranks; none if there are none."""
+    numbers = [str(number) for number in sorted(r.rank for r in ranks)]
+    several = "s" if len(numbers) > 1 else ""
+    return [f"rank{several} {', '.join(numbers)[:80]} {words}"] if numbers else []
+
+
 def _lacks(ranks: Sequence[Rank]) -> list[str]:
     """What is missing in the records, and what follows from that."""
-
-    def those(lacking: Iterable[Rank], words: str) -> list[str]:
-        numbers = [str(r.rank) for r in lacking]
-        several = "s" if len(numbers) > 1 else ""
-        return [f"rank{several} {', '.join(numbers)[:80]} {words}"] if numbers else []
-
     return [
-        *those(
+        *_of_ranks(
             (r for r in ranks if r.digest is None),
             "left no trace: waits are divided by sums",
         ),
-        *those(
+        *_of_ranks(
             (r for r in ranks if not r.loaders and r.digest and r.digest.category("data")),
             "left no settings of loaders: one thread is taken to decode, and what to change is not "
             "known",
         ),
-        *those(
+        *_of_ranks(
             (r for r in ranks if not all(x.ended for x in r.loaders)),
             "did not come to end all loaders, as after a kill: their statistics are at most a second "
             "older, and without single batches",
