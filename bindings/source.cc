@@ -142,7 +142,7 @@ void bind_folders(nb::module_& m) {
       "open_folder",
       [](const std::string& root, const std::string& index_path,
          const std::vector<std::string>& extensions, bool class_per_folder, bool allow_empty,
-         unsigned threads) {
+         unsigned threads, bool must_store) {
         const nb::gil_scoped_release release;
         const source::ScanOptions options =
             options_of(extensions, class_per_folder, allow_empty, threads);
@@ -156,17 +156,23 @@ void bind_folders(nb::module_& m) {
         if (!index_path.empty()) {
           const int error =
               source::store_index(index_path, source::serialize_index(index, options.hash()));
+          const std::string problem =
+              error == 0 ? "" : io_error("cannot store the index", index_path, -error).what();
+          if (error != 0 && must_store) {
+            throw Error(ErrorKind::io, problem + "; give another file, that can be written",
+                        -error);
+          }
           // A data set that cannot be written to is the usual case, not a fault.
           if (error != 0 && error != -EROFS && error != -EACCES && error != -EPERM) {
-            log(LogLevel::warning, io_error("cannot store the index", index_path, -error).what());
+            log(LogLevel::warning, problem);
           }
         }
         return std::make_shared<source::FolderSource>(root, std::move(index));
       },
       nb::arg("root"), nb::arg("index_path"), nb::arg("extensions"), nb::arg("class_per_folder"),
-      nb::arg("allow_empty"), nb::arg("threads"),
+      nb::arg("allow_empty"), nb::arg("threads"), nb::arg("must_store") = false,
       "Lists a folder, or takes its stored index where that still holds. An empty index_path: "
-      "none.");
+      "none. Raises IoError if the listing is to be stored (must_store) and cannot be.");
   m.def(
       "check_index",
       [](const std::string& root, const std::string& index_path,

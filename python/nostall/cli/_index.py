@@ -87,6 +87,8 @@ def run(arguments: argparse.Namespace) -> int:
     with bars:
         store = opens()
     seconds = time.perf_counter() - begun
+    if arguments.index and store.index_problem:
+        raise IoError(f"{store.index_problem}; give another file, that can be written")
     how = "held" if store.index_reused else f"made in {seconds:.2f} s"
     print(
         f"{store.index_file or 'kept nowhere'}: {kind}, {counted(len(store), 'sample')} of "
@@ -155,11 +157,14 @@ def _folder(arguments: argparse.Namespace) -> int:
         bars.show("listing")
         if rewritten:
             _replace(arguments.root, path, options)
+        elif arguments.index:
+            _list(arguments.root, path, options, must_store=True)
         folder = ImageFolder(
             arguments.root, index=arguments.index or True, allow_empty=True, extensions=extensions
         )
+    kept = path if os.path.exists(path) else "kept nowhere"
     print(
-        f"{path}: {counted(len(folder), 'sample')} of {counted(len(folder.classes), 'class')}, "
+        f"{kept}: {counted(len(folder), 'sample')} of {counted(len(folder.classes), 'class')}, "
         f"{counted(folder.total_bytes, 'byte')}, fingerprint {folder.fingerprint:016x}"
     )
     return _damaged(folder) if arguments.damaged else 0
@@ -202,17 +207,22 @@ def _replace(root: str, path: str, options: dict[str, Any]) -> None:
     """Lists the folder anew; what is stored stays until the new listing takes its place."""
     fresh = f"{path}.{uuid.uuid4().hex}.tmp"
     try:
-        _list(root, fresh, options)
+        _list(root, fresh, options, must_store=True)
         os.replace(fresh, path)
-    except OSError as error:  # the core leaves out what it may not write
-        raise IoError(f"cannot store the listing of {root} as {path}: {error}") from None
     finally:
         Path(fresh).unlink(missing_ok=True)
 
 
-def _list(root: str, path: str, options: dict[str, Any]) -> _native.FolderSource:
+def _list(
+    root: str, path: str, options: dict[str, Any], must_store: bool = False
+) -> _native.FolderSource:
     return _native.open_folder(
-        root=root, index_path=path, allow_empty=True, threads=LISTING_THREADS, **options
+        root=root,
+        index_path=path,
+        allow_empty=True,
+        threads=LISTING_THREADS,
+        must_store=must_store,
+        **options,
     )
 
 

@@ -107,6 +107,7 @@ class RecordStore(Source):
         index_file: where the places of the samples are kept; empty if nowhere.
         index_bytes: size of that file, 0 if none.
         index_reused: whether the places were taken from there.
+        index_problem: why they could not be kept where they were to be; empty if they could.
     """
 
     native: _native.RecordSource
@@ -114,6 +115,7 @@ class RecordStore(Source):
     index_file: str = ""
     index_bytes: int = 0
     index_reused: bool = False
+    index_problem: str = ""
 
     def _open(
         self,
@@ -207,9 +209,10 @@ class RecordStore(Source):
         if error == 0:
             self.index_bytes = size
             return
+        self.index_problem = f"cannot store the index {self.index_file}: {os.strerror(-error)}"
         # A read-only data set is the usual case, not a fault.
         if -error not in (errno.EROFS, errno.EACCES, errno.EPERM):
-            _log.warning("cannot store %s: %s", self.index_file, os.strerror(-error))
+            _log.warning("%s", self.index_problem)
         self.index_file = ""
 
     def _table(

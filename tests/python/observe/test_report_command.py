@@ -127,6 +127,13 @@ def test_errors_are_one_line_and_an_exit_code(
     captured = capsys.readouterr()
     assert captured.err.count("\n") == 1
     assert "x.json" in captured.err
+    # A timeline with nothing to analyse, as the guide says it.
+    (tmp_path / "x.json").write_text(
+        '[{"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "w"}}]'
+    )
+    assert main(["report", str(tmp_path / "x.json")]) == CorruptionError.exit_code
+    guide = Path(__file__).parents[3] / "docs" / "guide" / "timeline.md"
+    assert f"is an error (exit status {CorruptionError.exit_code})" in guide.read_text()
 
 
 def test_index_command(

@@ -18,7 +18,7 @@ from test_tar import webdataset
 
 import nostall
 from nostall import _native
-from nostall.cli import main
+from nostall.cli import _index, main
 from nostall.errors import CorruptionError, IoError
 
 
@@ -205,14 +205,42 @@ def test_a_listing_that_cannot_be_replaced_stays(
     open_folder = _native.open_folder
 
     def unwritten(*, index_path: str, **options: Any) -> Any:
-        kept = index_path if Path(index_path).exists() else ""
-        return open_folder(index_path=kept, **options)
+        fresh = index_path and not Path(index_path).exists()
+        return open_folder(index_path=f"{root}/absent/listing" if fresh else index_path, **options)
 
     with monkeypatch.context() as patched:
         patched.setattr(_native, "open_folder", unwritten)
         assert main(["index", str(root)]) == IoError.exit_code
-    assert f"cannot store the listing of {root} as {index}: " in capsys.readouterr().err
+    assert f"cannot store the index {root}/absent/listing: " in capsys.readouterr().err
     assert index.read_bytes() == before
+
+
+@pytest.mark.parametrize("kind", ["folder", *OPEN])
+@pytest.mark.parametrize("where", ["absent", "/sys"])  # the latter as read-only data sets are
+def test_an_index_that_is_asked_for_is_stored_or_refused(
+    make_folder: Callable[[int], Path],
+    tmp_path: Path,
+    kind: str,
+    where: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    root = make_folder(6) if kind == "folder" else make(kind, tmp_path / "data")
+    index = tmp_path / where / "places"
+    assert main(["index", str(root), "--index", str(index)]) == IoError.exit_code
+    said = capsys.readouterr()
+    assert f"cannot store the index {index}: " in said.err and "give another file" in said.err
+    assert said.out == ""
+
+
+def test_a_listing_that_is_kept_nowhere_names_no_file(
+    make_folder: Callable[[int], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    root = make_folder(6)
+    monkeypatch.setattr(_index, "listing_of", lambda *_: str(root / "absent" / "listing"))
+    assert main(["index", str(root)]) == 0
+    assert capsys.readouterr().out.startswith("kept nowhere: 6 samples of 2 classes")
 
 
 def test_what_does_not_go_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
