@@ -832,7 +832,13 @@ class DataLoader:
         if self._loader is not None:
             self._peer_counts = self._loader.peers
         return self._recorder.stats(
-            self._name, self._bound(), self._peer_counts, self._taken_of_sources(), self.seed
+            self._name,
+            self._bound(),
+            self._peer_counts,
+            self._taken_of_sources(),
+            self.seed,
+            self._threads,
+            self._fetchers(),
         )
 
     def _taken_of_sources(self) -> dict[str, dict[str, int]]:
@@ -1132,7 +1138,12 @@ class DataLoader:
                 trace.begin(
                     self,
                     functools.partial(
-                        self._recorder.stats, self._name, self._bound(), seed=self.seed
+                        self._recorder.stats,
+                        self._name,
+                        self._bound(),
+                        seed=self.seed,
+                        threads=self._threads,
+                        fetchers=self._fetchers(),
                     ),
                 )
         return self._loader

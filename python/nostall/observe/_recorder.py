@@ -158,6 +158,8 @@ class Recorder:
         peers: dict[str, int] | None = None,
         sources: dict[str, dict[str, int]] | None = None,
         seed: int | None = None,
+        threads: int = 0,
+        fetchers: int = 0,
     ) -> Stats:
         return Stats(
             rank=self._rank,
@@ -172,6 +174,8 @@ class Recorder:
             seed=seed,
             device=self.device(),
             made=self._made,
+            threads=threads,
+            fetchers=fetchers,
         )
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-FORMAT = 7
+FORMAT = 8
 
 T = TypeVar("T")
 
@@ -96,7 +96,8 @@ class Stats:
     `seed` is the loader's, given or drawn. `device` has, of a recorded run, the "steps" of the loader's
     device, their "seconds" together on its own clock, and the seconds of them that it waited for
     "input", "copy", "gradient" and "checkpoint". `made` is when the loader was made, in seconds since
-    1970; None if that is not known, or of several ranks.
+    1970; None if that is not known, or of several ranks. `threads` transform and `fetchers` fetch;
+    0 if that is not known.
     """
 
     rank: int
@@ -111,6 +112,8 @@ class Stats:
     seed: int | None = None
     device: dict[str, float] = field(default_factory=dict)
     made: float | None = None
+    threads: int = 0
+    fetchers: int = 0
 
     @property
     def seconds(self) -> float:
@@ -446,4 +449,6 @@ def merge(ranks: Sequence[Stats]) -> Stats:
             name: sum(s.device.get(name, 0) for s in ranks)
             for name in dict.fromkeys(name for s in ranks for name in s.device)
         },
+        threads=sum(s.threads for s in ranks),
+        fetchers=sum(s.fetchers for s in ranks),
     )

@@ -94,7 +94,7 @@ def test_statistics_survive_the_disk_and_add_up(image_folder: Path, tmp_path: Pa
     (tmp_path / "bad.json").write_text("{")
     with pytest.raises(CorruptionError, match=r"bad\.json"):
         Stats.load(tmp_path / "bad.json")
-    for damage in ({"format": 9}, {"format": 7}, {"format": 7, "epochs": [3]}):
+    for damage in ({"format": 9}, {"format": 8}, {"format": 8, "epochs": [3]}):
         with pytest.raises(CorruptionError):
             Stats.from_dict(damage)
 
@@ -165,5 +165,5 @@ def test_saved_statistics_are_plain_json(image_folder: Path, tmp_path: Path) -> 
     stats = run_job(image_folder, 0, 1)
     stats.save(tmp_path / "s.json")
     data = json.loads((tmp_path / "s.json").read_text())
-    assert data["format"] == 7
+    assert data["format"] == 8
     assert data["source_bytes"] == stats.source_bytes == stats.lower_bound_bytes

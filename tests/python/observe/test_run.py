@@ -28,9 +28,9 @@ from nostall.cli import main
 from nostall.errors import UsageError
 from nostall.observe._held import Held, Watch
 from nostall.observe._stats import BatchRecords, EpochStats, OriginStats, Stats, merge
+from nostall.observe.report import _of_statistics, page
 from nostall.observe.report import _run as runs
 from nostall.observe.report import _run_page as run_page
-from nostall.observe.report import page
 from nostall.observe.report._advice import advise, bandwidth, terms
 from nostall.observe.report._digest import Digest, Spans
 from nostall.observe.report._run import Loader, Rank, Run, percent
@@ -61,7 +61,7 @@ def made(rank: int = 0, name: str = "nfs") -> Rank:
     columns = {n: [1.0] * 2 for n in BatchRecords.__dataclass_fields__}
     stats = Stats(rank, 1, epochs, BatchRecords(**columns), 800_000_000, {
         "ram_tier": 0, "file_tier": 0, "staging": 250 << 20, "io_buffers": 1, "decoding": 0,
-    })  # fmt: skip
+    }, threads=1, fetchers=1)  # fmt: skip
     settings = {
         "threads": 1, "fetchers": 1, "rank_cores": 1, "world_size": 1, "local_world_size": 1,
         "dataset_bytes": 800_000_000, "tiers": [], "storage": f"/data, {name}",
@@ -187,7 +187,7 @@ def without_remedy(threads: int = 1, cores: int = 1) -> Rank:
         replace(e, stall_seconds=2.5, origins={**e.origins, **origins}) for e in loader.stats.epochs
     ]
     memory = {**loader.stats.memory, "staging": 0}
-    stats = replace(loader.stats, epochs=epochs, memory=memory)
+    stats = replace(loader.stats, epochs=epochs, memory=memory, threads=threads)
     rank.loaders[0] = replace(loader, stats=stats)
     assert rank.digest is not None
     rank.digest.spans = {
@@ -509,6 +509,26 @@ def test_without_a_trace_waits_are_shared_out_by_sums() -> None:
     assert waits["decode"] == pytest.approx(12 * 2 / 10)
 
 
+def test_statistics_alone_know_the_threads_of_their_loader() -> None:
+    """Of 5 s of waiting each second of the source is that of 16 threads, of decoding that of 4."""
+    (loader,) = made().loaders
+    read = OriginStats(1000, 1_000_000_000, 320.0)
+    (epoch, _) = loader.stats.epochs
+    epoch = replace(epoch, samples=1000, bytes=1_000_000_000, decode_seconds=20.0,
+                    origins={**epoch.origins, "source": read})  # fmt: skip
+    stats = replace(loader.stats, epochs=[epoch], threads=4, fetchers=16)
+    alone = _of_statistics([stats])
+    assert bandwidth(alone) == pytest.approx(50e6)
+    assert alone.causes()["source"] == pytest.approx(0.6 * 20 / 25)
+    assert alone.causes()["decode"] == pytest.approx(0.6 * 5 / 25)
+    text = page([stats])
+    assert "as fast as the source gave: 50" in text and "as fast as 4 threads decoded: 200" in text
+    assert "rank 0 left no trace: waits are divided by sums" in text
+    assert "No change" not in text
+    # Loaders that read in turn are no faster together.
+    assert bandwidth(_of_statistics([stats, replace(stats, loader="validation")])) == 50e6
+
+
 def record(images: Path, home: Path, sleep: float = 0.0) -> None:
     trace.start(home, rank=0)
     with nostall.DataLoader(
@@ -594,8 +614,10 @@ def test_files_of_loaders_are_numbered_as_they_begin(image_folder: Path, tmp_pat
 def test_a_loader_that_stands_idle_adds_no_threads() -> None:
     rank = made()
     loader = rank.loaders[0]
-    loader.settings["threads"] = 8
-    rank.loaders.append(Loader({"threads": 8}, replace(loader.stats, loader="validation")))
+    rank.loaders = [
+        replace(loader, stats=replace(loader.stats, loader=name, threads=8))
+        for name in ("training", "validation")
+    ]
     assert rank.digest is not None
     rank.digest.spans = {
         ("data", "wait for batch"): spans([0], [8]),

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from nostall.errors import UsageError
 from nostall.observe._stats import Stats
 from nostall.observe.report import _run_page
-from nostall.observe.report._run import Loader, Rank, Run
+from nostall.observe.report._run import Loader, Rank, Run, lacks
 
 __all__ = ["page", "write"]
 
@@ -45,4 +45,5 @@ def _of_statistics(stats: Sequence[Stats]) -> Run:
     ranks = {s.rank: Rank(s.rank) for s in stats}
     for s in stats:
         ranks[s.rank].loaders.append(Loader({}, s))
-    return Run("", [ranks[r] for r in sorted(ranks)], None, [])
+    found = [ranks[r] for r in sorted(ranks)]
+    return Run("", found, None, lacks(found))

@@ -71,11 +71,12 @@ def bandwidth(run: Run) -> float:
             busy = reads.merged().seconds
             total += float(reads.bytes.sum()) / busy if busy else 0.0
             continue
-        for loader in rank.loaders:
-            fetchers = max(1, int(loader.settings.get("fetchers", 1)))
-            origins = [e.origins["source"] for e in loader.stats.epochs]
-            seconds = sum(o.seconds for o in origins) / fetchers
-            total += sum(o.bytes for o in origins) / seconds if seconds else 0.0
+        size = busy = 0.0  # of loaders that read in turn
+        for stats in (x.stats for x in rank.loaders):
+            origins = [e.origins["source"] for e in stats.epochs]
+            size += sum(o.bytes for o in origins)
+            busy += sum(o.seconds for o in origins) / max(1, stats.fetchers)
+        total += size / busy if busy else 0.0
     return total
 
 
@@ -90,7 +91,7 @@ def terms(run: Run, ranks: Sequence[Loader]) -> list[Term]:
                     e.seconds,
                     e.seconds - e.stall_seconds,
                     e.origins["source"].bytes,
-                    e.decode_seconds / int(loader.settings.get("threads", 1)),
+                    e.decode_seconds / max(1, loader.stats.threads),
                 )
             )
     size_once = max((int(x.settings.get("dataset_bytes", 0)) for x in ranks), default=0)

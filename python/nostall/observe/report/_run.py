@@ -73,7 +73,7 @@ class Rank:
     @property
     def threads(self) -> int:
         """Threads that transform, of the loader that has most: loaders take turns."""
-        return max((int(x.settings.get("threads", 1)) for x in self.loaders), default=1)
+        return max((x.stats.threads for x in self.loaders), default=1) or 1
 
     @property
     def seconds(self) -> float:
@@ -88,14 +88,14 @@ class Rank:
             return self.digest.causes(self.threads)
         out = dict.fromkeys(CAUSES, 0.0)
         for loader in self.loaders:
+            threads, fetchers = max(1, loader.stats.threads), max(1, loader.stats.fetchers)
             for epoch in loader.stats.epochs:
-                fetchers = max(1, int(loader.settings.get("fetchers", 1)))
                 work = {
                     "source": epoch.origins["source"].seconds / fetchers,
                     "peer": epoch.origins["peer"].seconds / fetchers,
                     "tier": (epoch.origins["ram"].seconds + epoch.origins["file"].seconds)
                     / fetchers,
-                    "decode": epoch.decode_seconds / self.threads,
+                    "decode": epoch.decode_seconds / threads,
                 }
                 total = sum(work.values())
                 if total <= 0:
@@ -271,7 +271,7 @@ def read(directory: str | os.PathLike[str]) -> Run:
     )  # fmt: skip
     lacking = (Rank(r) for r in range(min(world, 4096)) if r not in ranks)
     notes += _of_ranks(lacking, "left no record")
-    notes += _lacks(list(ranks.values()))
+    notes += lacks(list(ranks.values()))
     return Run(str(home), [ranks[r] for r in sorted(ranks)], timeline, notes)
 
 
@@ -282,7 +282,7 @@ def _of_ranks(ranks: Iterable[Rank], words: str) -> list[str]:
     return [f"rank{several} {', '.join(numbers)[:80]} {words}"] if numbers else []
 
 
-def _lacks(ranks: Sequence[Rank]) -> list[str]:
+def lacks(ranks: Sequence[Rank]) -> list[str]:
     """What is missing in the records, and what follows from that."""
     return [
         *_of_ranks(
@@ -310,8 +310,8 @@ def _so_far(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError, LookupError, TypeError):  # of no batch yet
         found = {"epochs": [], "memory": dict.fromkeys(POOLS, 0)}
     nothing = Stats(0, 1, [], BatchRecords(), 0, {}).to_dict()
-    names = {"rank": "rank", "world_size": "world_size", "loader": "name", "seed": "seed"}
-    return {**nothing, **{name: settings.get(key) for name, key in names.items()}, **found}
+    given = {n: settings.get(n) for n in ("rank", "world_size", "seed", "threads", "fetchers")}
+    return {**nothing, **given, "loader": settings.get("name"), **found}
 
 
 def _loader(path: Path) -> Loader:

@@ -607,10 +607,9 @@ def _limits(run: Run, group: Sequence[Loader]) -> list[tuple[str, str, float]]:
     if rate and size and whole.source_bytes:
         out.append(("source", "as fast as the source gave", rate * whole.samples / size))
     decode = sum(e.decode_seconds for e in whole.epochs)
-    threads = sum(int(x.settings.get("threads", 0)) for x in group)
-    if decode and threads:
-        words_ = f"as fast as {counted(threads, 'thread')} decoded"
-        out.append(("decode", words_, threads * whole.samples / decode))
+    if decode and whole.threads:
+        words_ = f"as fast as {counted(whole.threads, 'thread')} decoded"
+        out.append(("decode", words_, whole.threads * whole.samples / decode))
     return out
 
 
