@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import time
 from pathlib import Path
 
 import numpy as np
@@ -203,3 +204,24 @@ def test_a_rank_has_the_trace_of_its_loader_and_that_of_mpi(tmp_path: Path) -> N
     assert [*found.category("peers")] == ["MPI_Allreduce"]
     assert [*found.category("background")] == ["MPI_Iallreduce"]
     assert run.ranks[1].digest is not None and run.ranks[1].phase("peers") is not None
+
+
+def test_calls_have_their_place_in_a_loader_s_trace_of_a_host_with_another_clock(
+    tmp_path: Path,
+) -> None:
+    second = 1_000_000_000
+    # Rank 2, on node b, whose monotonic clock is 5 s ahead and whose time of day is one hour early.
+    write_profiles(tmp_path, [[1 * second] * 4, [2 * second] * 4])
+    base = time.time_ns() - 3600 * second - 5 * second
+    head = {
+        "distributedInfo": {"backend": "nostall", "rank": 2, "world_size": 4},
+        "baseTimeNanoseconds": base,
+    }
+    event = {"ph": "X", "cat": "compute", "name": "forward", "ts": 5e6, "dur": 10e6}
+    text = json.dumps(head)[:-1] + ', "traceEvents": [\n' + json.dumps(event) + "\n]}\n"
+    (tmp_path / "rank2.trace.json.gz").write_bytes(gzip.compress(text.encode()))
+    mpi_trace.convert(arrivals.find([str(tmp_path)]), tmp_path)
+    found = runs.read(tmp_path).ranks[2].digest
+    assert found is not None
+    assert found.seconds == pytest.approx(10)
+    assert found.of("peers", "MPI_Allreduce").begin.tolist() == pytest.approx([1, 2], abs=0.02)

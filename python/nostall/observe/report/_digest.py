@@ -77,7 +77,8 @@ class Spans:
 
 @dataclass
 class Digest:
-    """One trace. `origin` is when its first event began, in seconds since 1970."""
+    """One trace. `origin` is when its first event began, in seconds since 1970, of which `base` is the
+    time at which its clock began; that clock is `to_rank_0` ahead of its own host's."""
 
     path: str
     rank: int
@@ -87,6 +88,8 @@ class Digest:
     spans: dict[tuple[str, str], Spans]
     dropped: int
     notes: list[str] = field(default_factory=list)
+    base: float = 0.0
+    to_rank_0: float = 0.0
 
     def of(self, category: str, name: str) -> Spans:
         """The events of that kind; none if it has none."""
@@ -106,11 +109,12 @@ class Digest:
         return self.merged(category).seconds if self.category(category) else None
 
     def joined(self, other: Digest) -> Digest:
-        """With the events of another trace of the same rank."""
-        origin = min(self.origin, other.origin)
+        """With the events of another trace of the same rank, which may be on another host's clock."""
+        theirs = other.origin - other.base - other.to_rank_0 + self.base + self.to_rank_0
+        origin = min(self.origin, theirs)
         parts: dict[tuple[str, str], list[Spans]] = {}
-        for digest in (self, other):
-            later = digest.origin - origin
+        for digest, begin in ((self, self.origin), (other, theirs)):
+            later = begin - origin
             for key, s in digest.spans.items():
                 moved = Spans(s.begin + later, s.end + later, s.samples, s.bytes)
                 parts.setdefault(key, []).append(moved)
@@ -193,10 +197,10 @@ def read(source: Source) -> Digest:
     """
     scanner = _native.TraceFilter([""], [])
     columns: dict[tuple[str, str], list[array[float]]] = {}
-    dropped = 0
+    dropped, to_rank_0 = 0, 0.0
 
     def take() -> None:
-        nonlocal dropped
+        nonlocal dropped, to_rank_0
         for _, raw in scanner.take():
             try:
                 event = json.loads(raw)
@@ -204,6 +208,8 @@ def read(source: Source) -> Digest:
                 if event["ph"] == "M":
                     if event["name"] == "recorded":
                         dropped = int(args["dropped"])
+                    elif event["name"] == "clock_offset":
+                        to_rank_0 = int(args.get("to_rank_0_ns", 0)) / 1e9
                     continue
                 begin = float(event["ts"]) * 1e-6
                 row = [begin, begin + float(event["dur"]) * 1e-6]
@@ -231,6 +237,7 @@ def read(source: Source) -> Digest:
     info: Any = head.get("distributedInfo")
     info = info if isinstance(info, dict) else {}
     base = head.get("baseTimeNanoseconds")
+    base = base / 1e9 if isinstance(base, int) else 0.0
     # Small numbers: sums of many moments must keep their microseconds.
     first = min(min(cols[0]) for cols in columns.values())
     spans = {}
@@ -245,8 +252,10 @@ def read(source: Source) -> Digest:
         rank=info["rank"] if isinstance(info.get("rank"), int) else 0,
         world=info["world_size"] if isinstance(info.get("world_size"), int) else 1,
         host=str(head.get("host_name", "")),
-        origin=(base / 1e9 if isinstance(base, int) else 0.0) + first,
+        origin=base + first,
         spans=spans,
         dropped=dropped,
         notes=notes,
+        base=base,
+        to_rank_0=to_rank_0,
     )
