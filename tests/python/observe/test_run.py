@@ -452,6 +452,24 @@ def test_the_rank_that_computes_slowly_is_named() -> None:
     assert "straggler" not in run_page.page([stepping([0.1, 1.0], [None, None])])
 
 
+def test_of_two_ranks_the_slower_is_named_from_a_tenth_on() -> None:
+    # Steps of 1.9 and 1.7 s without waits, the same of 1.9 and 1.8.
+    said = run_page.page([stepping([0.0, 0.0], [0.1, 0.3])])
+    assert "Rank 0 is a straggler: without waits its step takes 1.12 times as long" in said
+    assert "straggler" not in run_page.page([stepping([0.0, 0.0], [0.1, 0.2])])
+
+
+def test_the_loader_of_most_of_the_time_tells_the_straggler() -> None:
+    run = stepping([0.1, 0.1, 0.1], [1.0, 1.0, 0.0])
+    for rank in run.ranks:
+        (training,) = rank.loaders
+        epochs = [replace(e, seconds=1.0) for e in training.stats.epochs]
+        stats = replace(training.stats, loader="loader 0", epochs=epochs, batches=BatchRecords())
+        rank.loaders = [replace(training, stats=replace(training.stats, loader="loader 1"))]
+        rank.loaders.insert(0, replace(training, stats=stats))
+    assert "Rank 2 is a straggler" in run_page.page([run])
+
+
 def test_of_many_ranks_the_slow_one_is_named_though_it_waits_least_for_data() -> None:
     run = stepping([0.1] * 39 + [0.0], [1.0] * 39 + [0.0])
     slow = run.ranks[-1].digest
@@ -706,7 +724,8 @@ def test_the_steps_of_a_record_have_their_place_in_the_trace(
             with trace.span("barrier", "peers"):
                 time.sleep(0.1)
     trace.stop()
-    steps, works, alone = run_page._steps(runs.read(tmp_path).ranks[0])
+    (rank,) = runs.read(tmp_path).ranks
+    steps, works, alone = run_page._steps(rank, *rank.loaders)
     assert len(steps) == len(alone) == 3
     assert works.sum() - alone.sum() > 3 * 0.05
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import os
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -376,12 +377,14 @@ def _devices(run: Run) -> str:
 def _ranks(run: Run) -> str:
     """Waits by cause, and the time between batches without them: the slowest rank is a straggler."""
     shown = {r.rank for r in _shown(run.ranks)}
+    longest = max(run.loaders(), key=lambda g: sum(x.stats.seconds for x in g), default=[])
+    loaders = {x.stats.rank: x for x in longest}
     rows, lengths, own = [], [], {}
     hidden = {"others"} if run.alone else set()
     hidden |= {"peers"} if run.alone and run.peers is None else set()
     names = {c: name for c, name in WAITS.items() if c not in hidden}
     for r in run.ranks:
-        steps, works, alone = _steps(r)
+        steps, works, alone = _steps(r, loaders.get(r.rank))
         # The step of a rank that waits for a slow one is as long as that one's.
         if len(alone):
             own[r.rank] = float(alone.mean())
@@ -398,7 +401,8 @@ def _ranks(run: Run) -> str:
         if len(steps):
             times = [*np.percentile(steps, (50, 95, 100)).tolist(), float(np.median(works))]
             lengths.append((str(r.rank), *(f"{1e3 * t:.1f} ms" for t in times)))
-    usual = float(np.median(list(own.values()))) if own else 0.0
+    # Of two ranks the faster: between them lies none.
+    usual = statistics.median_low(own.values()) if own else 0.0
     late = ""
     if len(own) > 1 and usual > 0:
         slowest = max(own, key=lambda r: own[r])
@@ -417,13 +421,13 @@ def _ranks(run: Run) -> str:
     )
 
 
-def _steps(rank: Rank) -> tuple[Any, Any, Any]:
-    """Seconds between batches of an epoch, of the rank's first loader: with waits, without those for
+def _steps(rank: Rank, loader: Loader | None) -> tuple[Any, Any, Any]:
+    """Seconds between batches of an epoch, of one of the rank's loaders: with waits, without those for
     data, and, of steps that the trace has, without those for other ranks and checkpoints either."""
     nothing = np.zeros(0)
-    if not rank.loaders:
+    if loader is None:
         return nothing, nothing, nothing
-    stats, digest = rank.loaders[0].stats, rank.digest
+    stats, digest = loader.stats, rank.digest
     b = stats.batches
     time, wait, epoch = (np.asarray(c, np.float64) for c in (b.time, b.wait, b.epoch))
     within = epoch[1:] == epoch[:-1]
