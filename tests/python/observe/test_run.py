@@ -334,6 +334,18 @@ def test_checkpoints_and_peers_are_counted_when_recorded() -> None:
     assert "not recorded" not in runs.words(run)
 
 
+def test_a_lane_begins_and_ends_with_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[list[tuple[str, list[list[object]]]]] = []
+    monkeypatch.setattr(run_page, "stacks", lambda _, lanes, *more: drawn.append(lanes) or "")
+    ranks = [made(0), made(1)]
+    assert ranks[1].digest is not None
+    ranks[1].digest.origin += 20.0  # of 40 s in 100 slots
+    run_page._lanes(Run("run", ranks, None, []))
+    ((_, first), (_, second)), *_ = drawn
+    assert [bool(column) for column in first] == [True] * 50 + [False] * 50
+    assert [bool(column) for column in second] == [False] * 50 + [True] * 50
+
+
 def test_a_rank_without_a_span_waited_for_none() -> None:
     ranks = [made(r) for r in range(4)]
     assert ranks[0].digest is not None

@@ -300,7 +300,8 @@ def _lanes(run: Run) -> str:
             (Part("checkpoint", "checkpoints", 0.0), list(d.category("checkpoint").values())),
         ]
         begin = edges[:-1] + zero - d.origin
-        ran = np.clip((d.seconds - begin) / (edges[1] - edges[0]), 0.0, 1.0)
+        within = np.minimum(begin + edges[1] - edges[0], d.seconds) - np.maximum(begin, 0.0)
+        ran = np.clip(within / (edges[1] - edges[0]), 0.0, 1.0)
         lanes.append((f"rank {d.rank}", _columns(begin, edges, waits, ran)))
     note = f"<p>{len(shown)} of {len(run.ranks)} ranks, those that waited longest for data.</p>"
     names = [("compute", "compute and all else"), ("data", "waits for data")]
@@ -417,7 +418,7 @@ def _ranks(run: Run) -> str:
     return (
         late
         + folded(table(("rank", *names.values(), "together"), rows), "waits by cause, as a table")
-        + folded(table(steps_of, lengths), "lengths of steps, as a table")
+        + (folded(table(steps_of, lengths), "lengths of steps, as a table") if lengths else "")
     )
 
 
