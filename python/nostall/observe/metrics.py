@@ -311,9 +311,10 @@ class Live:
             "origins": {o: c.samples for o, c in total.origins.items()},
             "source_bytes": total.origins["source"].bytes,
             "memory": sum(memory.values()),
-            # For the report, of a loader that does not come to write its statistics.
+            # For the report, of a loader that does not come to write its record.
             "epochs": [asdict(e) for e in recorder.recent()],
             "pools": memory,
+            "held": vars(self.memory.held),
         }
 
     def end(self) -> None:

@@ -603,6 +603,7 @@ def test_a_killed_job_leaves_its_settings_and_its_statistics_so_far(
     page = run_page.page([found])
     assert ("epochs", "3 of 9") in re.findall("<dt>(.*?)</dt><dd>(.*?)</dd>", page)
     assert "lower bound" not in page
+    assert "Memory over time" in page
     # Before its first batch there are the settings alone.
     (tmp_path / "rank0.0.live.json").unlink()
     (loader,) = runs.read(tmp_path).ranks[0].loaders

@@ -10,7 +10,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -296,22 +296,22 @@ def lacks(ranks: Sequence[Rank]) -> list[str]:
         ),
         *_of_ranks(
             (r for r in ranks if not all(x.ended for x in r.loaders)),
-            "did not come to end all loaders, as after a kill: their statistics are at most a second "
-            "older, and without single batches",
+            "did not come to end all loaders, as after a kill: their statistics end at most a second "
+            "before the last batch, and lack single batches",
         ),
     ]
 
 
 def _so_far(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """The statistics of a loader that has not ended: what it told ``nostall top``."""
+    """What a record lacks whose loader has not ended: from what it told ``nostall top``."""
     try:
         told = json.loads(path.read_text())
-        found = {"epochs": told["epochs"], "memory": told["pools"]}
+        found, held = {"epochs": told["epochs"], "memory": told["pools"]}, told["held"]
     except (OSError, ValueError, RecursionError, LookupError, TypeError):  # of no batch yet
-        found = {"epochs": [], "memory": dict.fromkeys(POOLS, 0)}
+        found, held = {"epochs": [], "memory": dict.fromkeys(POOLS, 0)}, asdict(Held())
     nothing = Stats(0, 1, [], BatchRecords(), 0, {}).to_dict()
     given = {n: settings.get(n) for n in ("rank", "world_size", "seed", "threads", "fetchers")}
-    return {**nothing, **given, "loader": settings.get("name"), **found}
+    return {"held": held, "stats": {**nothing, **given, "loader": settings.get("name"), **found}}
 
 
 def _loader(path: Path) -> Loader:
@@ -323,7 +323,7 @@ def _loader(path: Path) -> Loader:
         raise CorruptionError(f"{path} is not a record of a run")
     ended = "stats" in data
     if not ended:
-        data["stats"] = _so_far(path.with_name(path.name.replace(_RECORD, ".live.json")), data)
+        data |= _so_far(path.with_name(path.name.replace(_RECORD, ".live.json")), data)
     try:
         stats = Stats.from_dict(data.pop("stats"))
         settings = {k: values.read(_SETTINGS.get(k, Any), v, k) for k, v in data.items()}
