@@ -31,6 +31,9 @@ _ATTEMPTS = 3
 # What the client says where a store asks for fewer requests, or gives no answer in time.
 _OVERLOADED = re.compile(r"status code: (429|503)|SlowDown|timed out", re.IGNORECASE)
 
+# Where a pattern begins to be one.
+WILDCARD = re.compile(r"[*?\[]")
+
 
 def is_url(path: str) -> bool:
     """Whether the path names an object rather than a file."""
@@ -78,7 +81,7 @@ def list_objects(
     url: str, suffixes: tuple[str, ...] = (), store: Any = None
 ) -> list[tuple[str, Any]]:
     """(URL, the store's entry), in order: the object itself if there is one of that name, the objects
-    that match a pattern, or all objects below it.
+    that match a pattern as files would, or all objects below it.
 
     Raises:
         IoError: the store cannot be asked, with the URL.
@@ -86,7 +89,7 @@ def list_objects(
     obstore = client.client(url)
     root, key = split_url(url)
     store = connect(root) if store is None else store
-    pattern = re.search(r"[*?\[]", key)
+    pattern = WILDCARD.search(key)
     below = key[: pattern.start()].rpartition("/")[0] if pattern else key.rstrip("/")
     if key and not key.endswith("/") and not pattern:
         try:
@@ -107,10 +110,24 @@ def list_objects(
         raise _failed(url, error) from None
     names = sorted(found)
     if pattern:
-        names = [name for name in names if fnmatch.fnmatchcase(name, key)]
+        parts = key.split("/")
+        names = [name for name in names if _matches(name.split("/"), parts)]
     elif suffixes:
         names = [name for name in names if name.endswith(suffixes)]
     return [(f"{root}/{name}", found[name]) for name in names]
+
+
+def _matches(name: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Whether a name is one that ``glob.glob(pattern, recursive=True)`` finds; both by their parts."""
+    if not pattern:
+        return not name
+    part, *rest = pattern
+    if part == "**":
+        hidden = next((i for i, one in enumerate(name) if one.startswith(".")), len(name))
+        return any(_matches(name[i:], rest) for i in range(hidden + 1))
+    if not name or (name[0].startswith(".") and not part.startswith(".")):
+        return False
+    return fnmatch.fnmatchcase(name[0], part) and _matches(name[1:], rest)
 
 
 def open_objects(

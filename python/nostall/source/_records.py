@@ -21,7 +21,7 @@ from nostall import _native
 from nostall.base._paths import path_of
 from nostall.base._sizes import parse_size
 from nostall.errors import CorruptionError, IoError, UsageError
-from nostall.source._objects import is_url, list_objects, open_objects
+from nostall.source._objects import WILDCARD, is_url, list_objects, open_objects
 from nostall.source._source import Source, cache_folder
 
 if TYPE_CHECKING:
@@ -315,9 +315,11 @@ def shard_paths(
 ) -> list[str]:
     """The files of a list, one file, a pattern, or a folder's files with those endings; also URLs.
 
+    In a pattern ``**`` is any number of folders.
+
     Raises:
-        UsageError: there are none, a folder has those of training and of testing, or the name has
-            braces of a shell.
+        UsageError: there are none, a folder or what lies below it has those of training and of
+            testing, or the name has braces of a shell.
     """
     if isinstance(paths, Iterable) and not isinstance(paths, (str, bytes)):
         listed = [path_of(p, "each file") for p in paths]
@@ -329,17 +331,20 @@ def shard_paths(
     path = path_of(paths, "files")
     if _BRACES.search(path) and (is_url(path) or not os.path.exists(path)):
         raise UsageError(f"{path}: braces are not expanded: write a pattern with *, or a list")
+    wildcard = None if not is_url(path) and Path(path).exists() else WILDCARD.search(path)
+    folder = path[: wildcard.start()].rpartition("/")[0] if wildcard else path
     if is_url(path):
         found = [url for url, _ in list_objects(path, suffixes, store)]
-        if not any(c in path for c in "*?["):
-            _refuse_several_splits(path, [url[len(path) :] for url in found])
+    elif wildcard:
+        found = sorted(set(glob.glob(path, recursive=True)))
+        found = [one for one in found if not os.path.isdir(one)]
     elif Path(path).is_dir():
-        found = sorted(str(p) for p in Path(path).iterdir() if p.name.endswith(suffixes))
-        _refuse_several_splits(path, [os.path.basename(p) for p in found])
-    elif any(c in path for c in "*?[") and not Path(path).exists():
-        found = sorted(glob.glob(path))
+        inside = (name for name in os.listdir(path) if name.endswith(suffixes))
+        found = sorted(os.path.join(path, name) for name in inside)
     else:
         found = [path]
+    if not wildcard or "**" in path.split("/"):  # who names files by a pattern says which
+        _refuse_several_splits(folder, [name[len(folder) :] for name in found])
     if not found:
         raise UsageError(f"{path} names no file that ends with {' or '.join(suffixes)}")
     return found
@@ -352,13 +357,16 @@ def _refuse_several_splits(folder: str, names: Sequence[str]) -> None:
         for part in re.finditer(r"[^/]+", name):
             matches = list(_SPLIT.finditer(part[0]))
             if matches and matches[-1][1]:
-                trained = trained or name[: part.start() + matches[-1].end(1)].lstrip("/")
+                of_file = name[: part.start() + matches[-1].end(1)] + "*"
+                of_folder = name[: part.end()] + "/"
+                one = of_folder if part.end() < len(name) else of_file
+                trained = trained or one.lstrip("/")
             elif matches:
                 others.add(matches[-1][2].lower())
     if trained and others:
         raise UsageError(
             f"{folder} has files of several splits, train and {', '.join(sorted(others))}: name those "
-            f"of one by a pattern or a list, as {os.path.join(folder, trained)}*"
+            f"of one by its folder, a pattern or a list, as {os.path.join(folder, trained)}"
         )
 
 

@@ -19,6 +19,7 @@ from samples import add, noise, shard
 import nostall
 from nostall import _native
 from nostall.errors import CorruptionError, IoError, UsageError
+from nostall.source._records import shard_paths
 
 FORMATS = [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]
 
@@ -302,6 +303,54 @@ def test_a_folder_of_several_splits_is_refused_with_what_to_write(
         assert len(nostall.TarShards(f"{tmp_path}/train-*")) == 2
         assert len(nostall.TarShards(sorted(tmp_path.glob("*.tar")))) == 10
         (tmp_path / name).unlink()
+
+
+def test_a_pattern_finds_the_same_objects_as_files(tmp_path: Path) -> None:
+    from obstore import put
+    from obstore.store import MemoryStore
+
+    store, root = MemoryStore(), tmp_path / "set"
+    names = ["train-0.tar", ".train-1.tar", "train-old/x.tar", "deep/a/b/y.tar", "deep/z.tar"]
+    names += [".tmp/train-2.tar", "deep/.tmp/w.tar", "train-3.tar/part"]
+    for name in names:
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shard(path, [("k.jpg", b"x")])
+        put(store, f"set/{name}", path.read_bytes())
+    for pattern, wanted in {
+        "*.tar": ["train-0.tar"],
+        "train-*": ["train-0.tar"],
+        "train-*/*": ["train-3.tar/part", "train-old/x.tar"],
+        ".t*.tar": [".train-1.tar"],
+        ".*/*.tar": [".tmp/train-2.tar"],
+        "deep/*/b/[x-y].tar": ["deep/a/b/y.tar"],
+        "deep/**/?.tar": ["deep/a/b/y.tar", "deep/z.tar"],
+        "**/*.tar": ["deep/a/b/y.tar", "deep/z.tar", "train-0.tar", "train-old/x.tar"],
+        "deep/**": ["deep/a/b/y.tar", "deep/z.tar"],
+        "**.tar": ["train-0.tar"],
+    }.items():
+        here = shard_paths(f"{root}/{pattern}", (".tar",))
+        there = shard_paths(f"s3://b/set/{pattern}", (".tar",), store)
+        assert here == [f"{root}/{name}" for name in wanted], pattern
+        assert there == [f"s3://b/set/{name}" for name in wanted], pattern
+
+
+def test_all_that_lies_below_a_folder_is_of_one_split(tmp_path: Path) -> None:
+    from obstore import put
+    from obstore.store import MemoryStore
+
+    store = MemoryStore()
+    for name in ("train/a.tar", "test/b.tar"):
+        (tmp_path / name).parent.mkdir()
+        path = shard(tmp_path / name, [("k.jpg", b"x")])
+        put(store, f"set/{name}", path.read_bytes())
+    told = "has files of several splits, train and test: .* as "
+    with pytest.raises(UsageError, match=f"{told}{tmp_path}/train/$"):
+        nostall.TarShards(tmp_path / "**/*.tar")
+    for url in ("s3://b/set/", "s3://b/set/**/*.tar"):
+        with pytest.raises(UsageError, match=f"{told}s3://b/set/train/$"):
+            nostall.TarShards(url, store=store)
+    assert len(nostall.TarShards("s3://b/set/train/", store=store, label=None, index=False)) == 1
 
 
 def test_a_name_with_braces_is_opened(tmp_path: Path) -> None:
