@@ -130,6 +130,42 @@ def _matches(name: Sequence[str], pattern: Sequence[str]) -> bool:
     return fnmatch.fnmatchcase(name[0], part) and _matches(name[1:], rest)
 
 
+def exist(urls: Sequence[str], store: Any = None) -> list[bool]:
+    """Whether there is an object of each URL. One that is denied counts as missing: so a store answers
+    for those that are not there if it may not be listed.
+
+    Raises:
+        IoError: the store cannot be asked, with the URL.
+    """
+    if not urls:
+        return []
+    obstore = client.client(urls[0])
+    roots = {split_url(url)[0] for url in urls}
+    stores = {root: connect(root) if store is None else store for root in roots}
+    failures: list[IoError] = []
+
+    def there(url: str) -> bool:
+        root, key = split_url(url)
+        try:
+            obstore.head(stores[root], key)
+        except Exception as error:
+            if not isinstance(error, FileNotFoundError) and not client.is_denied(error):
+                failures.append(_failed(url, error))
+            return False
+        return True
+
+    found = Flight(urls[0], _requests()).ask(there, urls, stopped=lambda: bool(failures))
+    if failures:  # the others that were asked for would fail alike
+        raise failures[0]
+    return found
+
+
+def _requests() -> int | None:
+    """In flight at a time; None: as measured."""
+    pinned = option_values.value("source.object_requests")
+    return None if pinned == "auto" else pinned
+
+
 def open_objects(
     urls: Sequence[str], store: Any = None, known: Sequence[Any] | None = None
 ) -> _native.Storage:
@@ -158,8 +194,7 @@ class Ranges:
         self._urls = list(urls)
         self._stores: dict[str, Any] = {}
         self._given = store
-        pinned = option_values.value("source.object_requests")
-        self._flight = Flight(self._urls[0], None if pinned == "auto" else pinned)
+        self._flight = Flight(self._urls[0], _requests())
         self.sizes: list[int] = []
         self.versions: list[int] = []
         self._tags: list[str | None] = []

@@ -21,7 +21,7 @@ from nostall.base._made_once import made_once
 from nostall.base._paths import path_of
 from nostall.errors import CorruptionError, IoError, UsageError
 from nostall.source._hugging_face import dataset_files
-from nostall.source._objects import is_url, store_identity
+from nostall.source._objects import exist, is_url, store_identity
 from nostall.source._records import (
     FOUND,
     PathLike,
@@ -151,7 +151,7 @@ class Tokens:
         self.index_file = ""
         self.index_reused = False
         self._end, self._column = end, column
-        data, indexes = _pairs(paths, format)
+        data, indexes = _pairs(paths, format, store)
         self.storage = open_storage(data + indexes, direct=reading_of(reading).direct, store=store)
         self._files = len(data)
         if column is None:
@@ -629,14 +629,16 @@ def _wav_header(head: bytes, size: int, path: str) -> tuple[str, int, tuple[int,
     raise CorruptionError(f"{path} has no sound in its first {len(head)} bytes")
 
 
-def _pairs(paths: list[str], format: Format) -> tuple[list[str], list[str]]:
+def _pairs(paths: list[str], format: Format, store: Any) -> tuple[list[str], list[str]]:
     """The files of ids, and for Megatron's the index of each."""
     bare = [p[:-4] if p.endswith((".bin", ".idx")) else p for p in paths]
     if format == "auto":
+        asked = [f"{b}.idx" for p, b in zip(paths, bare, strict=True) if _may_have_index(p)]
+        remote = [p for p in asked if is_url(p)]
+        there = {p for p in asked if not is_url(p) and Path(p).exists()}
+        there |= {p for p, found in zip(remote, exist(remote, store), strict=True) if found}
         with_index = [
-            p.endswith(".idx")
-            or (not is_url(p) and not p.endswith(".npy") and Path(f"{b}.idx").exists())
-            for p, b in zip(paths, bare, strict=True)
+            p.endswith(".idx") or f"{b}.idx" in there for p, b in zip(paths, bare, strict=True)
         ]
         if any(with_index) and not all(with_index):
             raise UsageError(
@@ -647,6 +649,10 @@ def _pairs(paths: list[str], format: Format) -> tuple[list[str], list[str]]:
         return paths, []
     bare = list(dict.fromkeys(bare))
     return [f"{b}.bin" for b in bare], [f"{b}.idx" for b in bare]
+
+
+def _may_have_index(path: str) -> bool:
+    return not path.endswith((".idx", ".npy", ".wav"))
 
 
 def _megatron_head(raw: bytes, path: str) -> tuple[str, int, int]:

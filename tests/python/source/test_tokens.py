@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from object_server import Proxy, upload
+from object_server import Answer, Proxy, Request, error, upload
 
 import nostall
 from nostall.errors import CorruptionError, IoError, UsageError
@@ -212,12 +212,37 @@ def test_rows_are_documents(tmp_path: Path) -> None:
 def test_objects_are_read_as_files_are(bucket: Any, proxy: Proxy, tmp_path: Path) -> None:
     megatron(tmp_path / "train", documents())
     upload(bucket, tmp_path)
-    there = nostall.Tokens(f"s3://{bucket.name}/train.idx")
     here = nostall.Tokens(tmp_path / "train.bin")
-    assert there.fingerprint == here.fingerprint
+    for url in ("/train.bin", "", "/*.bin", "/train.idx"):
+        there = nostall.Tokens(f"s3://{bucket.name}{url}", index=False)
+        assert there.fingerprint == here.fingerprint
+        assert there.documents == len(documents())
     units = [nostall.Windows(tokens, 64, documents=True) for tokens in (there, here)]
     assert len(units[0]) == len(units[1]) == (len(IDS) - 1) // 64
     assert all(units[0].read(u) == units[1].read(u) for u in range(len(units[0])))
+
+
+def test_raw_ids_on_a_store_have_no_index_there(bucket: Any, proxy: Proxy, tmp_path: Path) -> None:
+    megatron(tmp_path / "a", documents())
+    IDS.tofile(tmp_path / "b.bin")
+    np.save(tmp_path / "c.npy", IDS)
+    upload(bucket, tmp_path)
+    root = f"s3://{bucket.name}"
+    with pytest.raises(UsageError, match=r"b\.bin has no \.idx file, others have one"):
+        nostall.Tokens(root + "/*.bin")
+    raw = nostall.Tokens(root + "/b.bin", dtype="uint16", index=False)
+    status = 403  # so a store that may not be listed answers for what is not there
+
+    def refuse(request: Request, forward: Callable[[], Answer]) -> Answer:
+        return error(status, "AccessDenied") if request.path.endswith(".idx") else forward()
+
+    proxy.meddle = refuse
+    assert nostall.Tokens(root + "/b.bin", dtype="uint16").fingerprint == raw.fingerprint
+    status = 500
+    with pytest.raises(IoError, match=r"b\.idx cannot be read"):
+        nostall.Tokens(root + "/b.bin", dtype="uint16")
+    nostall.Tokens(root + "/b.bin", dtype="uint16", format="raw")
+    nostall.Tokens(root + "/c.npy")
 
 
 def test_columns_and_headers_are_read_from_objects(
