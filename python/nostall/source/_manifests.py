@@ -8,6 +8,7 @@ import functools
 import io
 import itertools
 import json
+import logging
 import os
 import re
 from collections import defaultdict
@@ -26,6 +27,7 @@ from nostall.fields._kinds import exact
 from nostall.source._files import Files, PathLike
 
 _THREADS = 16
+_log = logging.getLogger("nostall")
 
 
 def _text(path: PathLike) -> str:
@@ -273,7 +275,7 @@ def _integers(values: list[int]) -> Any:
 class COCO(Files):
     """Images with COCO's annotations, in the order of the images' numbers, as torchvision has them.
 
-    Fields: `image`; `image_id`; and, as far as the annotations have them, for the k annotations of an
+    Fields: `image`; `image_id`; and, as far as all annotations have them, for the k annotations of an
     image: `boxes` (float32, (k, 4), left, top, width, height), `labels` (int64, (k,), the numbers of
     categories as they are), `area` (float64), `iscrowd` (uint8), `ids` (int64), `keypoints` (float32,
     (k, points, 3)), `captions` (a list of texts), `segmentation` (a list of polygons or of run
@@ -324,15 +326,17 @@ class COCO(Files):
         columns: dict[str, Any] = {"image_id": np.array(numbers, np.int64)}
         schema: dict[str, Kind] = {}
         for field, (key, kind, take) in _COCO.items():
-            if not any(key in annotation for annotation in found):
-                continue
-            if field == "segmentation" and not segmentation:
+            if field == "segmentation":  # what was asked for is not left out
+                there = segmentation and any(key in annotation for annotation in found)
+            else:
+                there = _of_all(annotations, found, key, field)
+            if not there:
                 continue
             columns[field] = [
                 _taken(annotations, number, field, take, of_image[number]) for number in numbers
             ]
             schema[field] = kind
-        if any("keypoints" in annotation for annotation in found):
+        if _of_all(annotations, found, "keypoints", "keypoints"):
             columns["keypoints"], schema["keypoints"] = _keypoints(
                 annotations, [of_image[number] for number in numbers]
             )
@@ -352,6 +356,23 @@ def _whole(number: Any) -> int:
     if not isinstance(number, str) and int(number) != number:
         raise ValueError(f"{number!r} is no whole number")
     return int(number)
+
+
+def _of_all(path: PathLike, annotations: list[Any], key: str, field: str) -> bool:
+    """Whether a field can be made of a key that annotations may have. It would have no value for those
+    that lack it, or have an empty list."""
+    without = [a for a in annotations if a.get(key) in (None, [])]
+    if without and len(without) < len(annotations):
+        _log.warning(
+            "%s: %d of %d annotations, the first of image %s, have no %s: field %s is left out",
+            path,
+            len(without),
+            len(annotations),
+            without[0]["image_id"],
+            key,
+            field,
+        )
+    return bool(annotations) and not without
 
 
 Take = Callable[[list[Any]], Any]

@@ -317,6 +317,34 @@ def test_captions_and_keypoints(root: Path) -> None:
     assert found["keypoints"][2].shape == (0, 2, 3)
 
 
+@pytest.mark.parametrize("key", ["keypoints", "caption", "area", "iscrowd", "bbox", "category_id"])
+def test_what_not_all_annotations_have_is_left_out(
+    root: Path, caplog: pytest.LogCaptureFixture, key: str
+) -> None:
+    data = annotations()
+    for annotation in data["annotations"]:
+        annotation["caption"], annotation["keypoints"] = "a", [1, 2, 2]
+    whole = coco(root, data)
+    assert not caplog.messages
+    data["annotations"][1].pop(key)
+    source = coco(root, data)
+    told = f"coco.json: 1 of 6 annotations, the first of image 99, have no {key}: field "
+    (message,) = caplog.messages
+    assert told in message
+    left_out = {message.split(told)[1].removesuffix(" is left out")}
+    assert set(whole.schema) - set(source.schema) == left_out
+    assert len(samples(source)["image_id"]) == N
+
+
+def test_empty_keypoints_are_none(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    data = annotations()
+    for annotation in data["annotations"]:
+        annotation["keypoints"] = []
+    source = coco(root, data)
+    assert "keypoints" not in source.schema and not caplog.messages
+    assert len(samples(source)["labels"]) == N
+
+
 SANITIZED: list[t.Transform] = [t.CenterCrop(6), t.SanitizeBoundingBoxes(min_size=1)]
 
 
@@ -373,15 +401,6 @@ def test_what_cannot_go_with_boxes_is_refused(root: Path, field: str) -> None:
         (
             annotations(annotations=[{"image_id": 100, "bbox": [1, 2, 3]}]),
             "annotations of image 100: no boxes",
-        ),
-        (
-            annotations(
-                annotations=[
-                    {"image_id": 100, "bbox": [1, 2, 3, 4], "category_id": 3},
-                    {"image_id": 99, "bbox": [1, 2, 3, 4]},
-                ]
-            ),
-            "annotations of image 99: no labels",
         ),
         (
             annotations(annotations=[{"image_id": 100, "category_id": 1.9}]),
