@@ -153,10 +153,12 @@ class JpegDecoder::State {
   }
 
   // Warnings after which pixels are made up. The others (bytes too many between segments, an odd
-  // Adobe marker, an odd order of scans) leave the image whole.
+  // Adobe marker, an odd order of scans, spectral bounds of a sequential scan, a later version of
+  // JFIF) leave the image whole.
   static bool damages(int warning) {
     return warning != JWRN_EXTRANEOUS_DATA && warning != JWRN_ADOBE_XFORM &&
-           warning != JWRN_BOGUS_PROGRESSION;
+           warning != JWRN_BOGUS_PROGRESSION && warning != JWRN_NOT_SEQUENTIAL &&
+           warning != JWRN_JFIF_MAJOR;
   }
 
   [[noreturn]] void fail() {

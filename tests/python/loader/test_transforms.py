@@ -59,6 +59,21 @@ def test_other_jpegs_decode_as_pillow_does(mode: str, progressive: bool) -> None
     np.testing.assert_array_equal(_native.decode_rgb(data), np.asarray(pillow(data)))
 
 
+def test_jpegs_with_odd_headers_are_whole() -> None:
+    """As cameras and converters write them: what is odd changes no pixel."""
+    data = encode(photo(70, 51), quality=90)
+    scan = data.index(b"\xff\xda")
+    bounds = scan + 2 + int.from_bytes(data[scan + 2 : scan + 4], "big") - 3
+    assert data[bounds : bounds + 3] == bytes([0, 63, 0])
+    version = data.index(b"JFIF\0") + 5
+    for odd in (
+        data[:bounds] + bytes(3) + data[bounds + 3 :],
+        data[:version] + b"\2\1" + data[version + 2 :],
+    ):
+        assert odd != data
+        np.testing.assert_array_equal(_native.decode_rgb(odd), np.asarray(pillow(data)))
+
+
 @pytest.mark.parametrize("options", [{"lossless": True}, {"quality": 80}])
 def test_webp_decodes_as_pillow_does(options: dict[str, Any]) -> None:
     data = encode(photo(91, 47), "WEBP", **options)
