@@ -205,11 +205,14 @@ void bind_scans(nb::module_& m) {
         nb::list contents;
         for (const std::string& c : scan.contents) contents.append(nb::bytes(c.data(), c.size()));
         return nb::make_tuple(array_of(std::move(scan.file)), array_of(std::move(scan.offset)),
-                              array_of(std::move(scan.size)), scan.names, contents);
+                              array_of(std::move(scan.size)), scan.names, contents,
+                              array_of(std::move(scan.kinds)));
       },
       nb::arg("storage"), nb::arg("keep"), nb::arg("threads"), nb::arg("progress").none(),
-      "(file, offset, size, names, contents) of all regular members; contents of those whose name "
-      "ends with `keep`.");
+      "(file, offset, size, names, contents, kinds) of all files and links; contents of those "
+      "whose "
+      "name ends with `keep`; kinds are 0 of files, 1 of hard links to one before, 2 of other "
+      "links.");
   m.def(
       "scan_tfrecord",
       [](const StoragePtr& storage, bool check, unsigned threads, const Progress& progress) {

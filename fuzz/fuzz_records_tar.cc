@@ -1,7 +1,8 @@
 // The scan of tar archives must take any bytes: it gives members inside the file, one after the
-// other, with names of bounded size, or an error. Checksums of headers are repaired first, or few
+// other, and links to the places of these, with names of bounded size, or an error. Checksums of headers are repaired first, or few
 // inputs would get past the first one.
 #include <cstdlib>
+#include <map>
 
 #include "../tests/native/records/memory_storage.h"
 #include "records/tar.h"
@@ -22,12 +23,20 @@ bool scan_and_check(const std::string& bytes) {
   const auto members = scan_tar(window, ".cls");
   if (!members) return false;
   uint64_t end = 0;
+  std::map<uint64_t, uint64_t> files;  // sizes, by place
   for (const TarMember& m : members.value()) {
-    require(m.offset >= end + 512 && m.offset <= bytes.size());
-    require(m.size <= bytes.size() - m.offset);
     require(m.name.size() <= 4096 && m.content.size() <= 64);
     require(m.content.empty() || bytes.compare(m.offset, m.size, m.content) == 0);
-    end = m.offset + m.size;
+    if (m.kind == TarKind::unread_link) {
+      require(m.offset == 0 && m.size == 0 && m.content.empty());
+    } else if (m.kind == TarKind::hard_link) {
+      require(files.contains(m.offset) && files[m.offset] == m.size);
+    } else {
+      require(m.offset >= end + 512 && m.offset <= bytes.size());
+      require(m.size <= bytes.size() - m.offset);
+      files[m.offset] = m.size;
+      end = m.offset + m.size;
+    }
   }
   return true;
 }

@@ -118,6 +118,7 @@ TarMembers scan_tars(const Storage& storage, const std::string& keep_content, un
       members.size.push_back(m.size);
       members.names.push_back(std::move(m.name));
       members.contents.push_back(std::move(m.content));
+      members.kinds.push_back(static_cast<uint8_t>(m.kind));
     }
   }
   return members;

@@ -22,11 +22,12 @@ void each_in_parallel(const Storage& storage, uint64_t count, unsigned threads,
                       const std::function<void(RangeReader&, uint64_t)>& work,
                       const std::function<void(uint64_t)>& progress = {});
 
-// The regular files of all tar archives of a storage: one entry per member, in order.
+// The files and links of all tar archives of a storage: one entry per member, in order.
 struct TarMembers {
   std::vector<uint32_t> file;
   std::vector<uint64_t> offset, size;
   std::vector<std::string> names, contents;
+  std::vector<uint8_t> kinds;  // of TarKind
 };
 // `keep_content` as in scan_tar. Throws the Error of the first archive that cannot be scanned.
 TarMembers scan_tars(const Storage& storage, const std::string& keep_content, unsigned threads,

@@ -78,6 +78,7 @@ NameOf tar_names(std::shared_ptr<const Storage> storage) {
     if (!members || !storage->changed(file).empty()) return {};
     std::vector<Named> names;
     for (TarMember& m : members.value()) {
+      if (m.kind != TarKind::file) continue;
       names.push_back({m.offset, m.offset + m.size, std::move(m.name)});
     }
     return names;

@@ -227,8 +227,12 @@ class RecordReader : public source::Reader {
 
 uint64_t fingerprint_of(const RecordTable& table) {
   Fnv hash;
-  const std::string_view stamp = table.stamp;
-  hash.text(table.kind).text(stamp.substr(0, stamp.find(kRules))).number(table.files.size());
+  std::string stamp = table.stamp;
+  if (const size_t at = stamp.find(kRules); at != std::string::npos) {
+    const size_t end = stamp.find_first_not_of("0123456789", at + kRules.size());
+    stamp.erase(at, std::min(end, stamp.size()) - at);
+  }
+  hash.text(table.kind).text(stamp).number(table.files.size());
   for (const StorageFile& f : table.files) {
     // The same data set may lie in another folder on another node.
     hash.text(std::string_view(f.path).substr(f.path.rfind('/') + 1)).number(f.size);

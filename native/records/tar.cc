@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <charconv>
 #include <optional>
+#include <unordered_map>
 
 namespace nostall::records {
 namespace {
@@ -14,7 +15,7 @@ constexpr uint64_t kMaxExtended = 1 << 20, kMaxContent = 64;
 constexpr size_t kMaxName = 4096;  // as the system's paths; one header may name all that follow
 
 struct Header {
-  std::string name;
+  std::string name, link;
   uint64_t size = 0;
   char type = 0;
   bool empty = false;  // a block of zeros: the end
@@ -72,6 +73,7 @@ std::optional<Header> parse(std::span<const std::byte> block) {
   h.size = *size;
   h.type = static_cast<char>(block[156]);
   h.name = text_of(block.first(100));
+  h.link = text_of(block.subspan(157, 100));
   const bool ustar = text_of(block.subspan(257, 5)) == "ustar";
   if (ustar && block[263] == std::byte{'0'}) {
     if (const auto prefix = text_of(block.subspan(345, 155)); !prefix.empty()) {
@@ -93,7 +95,7 @@ bool is_compressed(std::span<const std::byte> block) {
 }
 
 struct Extended {
-  std::optional<std::string> path;
+  std::optional<std::string> path, link;
   std::optional<uint64_t> size;
   bool sparse = false;
 };
@@ -115,9 +117,11 @@ bool parse_pax(std::string_view text, Extended& out) {
     if (key.starts_with("GNU.sparse")) out.sparse = true;
     // An empty value takes back what was said before.
     if (key == "path") out.path.reset();
+    if (key == "linkpath") out.link.reset();
     if (key == "size") out.size.reset();
     if (value.empty()) continue;
     if (key == "path") out.path = std::string(value);
+    if (key == "linkpath") out.link = std::string(value);
     if (key == "size") {
       uint64_t size = 0;
       const auto [stop, bad] = std::from_chars(value.data(), value.data() + value.size(), size);
@@ -142,10 +146,33 @@ std::optional<bool> only_zeros(FileWindow& window, uint64_t at) {
   return true;
 }
 
+bool ends_with(std::string_view name, std::string_view small) {
+  return name.size() >= small.size() &&
+         std::ranges::equal(name.substr(name.size() - small.size()), small, {},
+                            [](char c) { return c >= 'A' && c <= 'Z' ? char(c - 'A' + 'a') : c; });
+}
+
+// Finds the files that hard links name, which need not be there. The last one of a name counts, as
+// when the archive is unpacked.
+class Files {
+ public:
+  const TarMember* find(const std::vector<TarMember>& members, const std::string& name) {
+    for (; known_ < members.size(); ++known_) place_of_[members[known_].name] = known_;
+    const auto it = place_of_.find(name);
+    if (it == place_of_.end() || members[it->second].kind == TarKind::unread_link) return nullptr;
+    return &members[it->second];
+  }
+
+ private:
+  std::unordered_map<std::string, size_t> place_of_;
+  size_t known_ = 0;  // archives without hard links need none
+};
+
 }  // namespace
 
 Result<std::vector<TarMember>> scan_tar(FileWindow& window, std::string_view keep_content) {
   std::vector<TarMember> members;
+  Files files;
   Extended next, global;
   uint64_t at = 0;
   const auto damaged = [&](const std::string& what) -> Error {
@@ -202,6 +229,7 @@ Result<std::vector<TarMember>> scan_tar(FileWindow& window, std::string_view kee
         text = {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
       }
       if (header->type == 'L') next.path = std::string(text.substr(0, text.find('\0')));
+      if (header->type == 'K') next.link = std::string(text.substr(0, text.find('\0')));
       if (header->type == 'x' && !parse_pax(text, next)) return damaged("damaged pax header");
       if (header->type == 'g' && !parse_pax(text, global)) return damaged("damaged pax header");
     } else {
@@ -216,11 +244,19 @@ Result<std::vector<TarMember>> scan_tar(FileWindow& window, std::string_view kee
       }
       // Old archives say that a member is a folder by its name alone.
       const bool folder = name.ends_with('/');
-      if (!folder && (header->type == '0' || header->type == '\0' || header->type == '7')) {
-        TarMember m{name, data, size, {}};
-        if (!keep_content.empty() && name.ends_with(keep_content) && size <= kMaxContent &&
-            size > 0) {
-          const auto bytes = window.get(data, static_cast<size_t>(size));
+      TarMember m{name, data, size, {}, TarKind::file};
+      const bool file = header->type == '0' || header->type == '\0' || header->type == '7';
+      if (header->type == '1' || header->type == '2') {
+        const std::string& to = next.link ? *next.link : global.link ? *global.link : header->link;
+        const TarMember* target = header->type == '1' ? files.find(members, to) : nullptr;
+        m.kind = target ? TarKind::hard_link : TarKind::unread_link;
+        m.offset = target ? target->offset : 0;
+        m.size = target ? target->size : 0;
+      }
+      if (!folder && (file || m.kind != TarKind::file)) {
+        if (!keep_content.empty() && ends_with(name, keep_content) && m.size <= kMaxContent &&
+            m.size > 0) {
+          const auto bytes = window.get(m.offset, static_cast<size_t>(m.size));
           if (bytes.empty())
             return damaged("member \"" + source::printable(name) + "\" cannot be read");
           m.content.assign(reinterpret_cast<const char*>(bytes.data()), bytes.size());

@@ -13,13 +13,21 @@
 
 namespace nostall::records {
 
+enum class TarKind : uint8_t {
+  file,
+  hard_link,    // another name for the bytes of a file before it, whose place it has
+  unread_link,  // symbolic, or a hard one to what is no file before it: it has no place
+};
+
 struct TarMember {
   std::string name;
   uint64_t offset = 0, size = 0;  // of its bytes
   std::string content;            // of members with the suffix asked for, at most 64 bytes
+  TarKind kind = TarKind::file;
 };
 
-// Regular files in the order of the archive. `keep_content`: a suffix like ".cls"; empty: none.
+// Files and links in the order of the archive. `keep_content`: a suffix like ".cls" in small letters,
+// which names may have in others; empty: none.
 Result<std::vector<TarMember>> scan_tar(FileWindow& window, std::string_view keep_content = {});
 
 }  // namespace nostall::records

@@ -74,8 +74,8 @@ def reading_of(given: ReadOptions | None) -> ReadOptions:
 
 # In a table's stamp, what follows is not a condition; the scan found it.
 FOUND = " found "
-# What follows is a condition, the version of the rules by which the scan chooses samples, but no part
-# of the fingerprint.
+# The number that follows is a condition, the version of the rules by which the scan chooses samples,
+# but no part of the fingerprint.
 RULES = " rules "
 
 
@@ -151,9 +151,9 @@ class RecordStore(Source):
         if _only_look.get():
             raise _Outdated(self.index_file, why)
         table = scan()
+        self.native = source(table)  # refuses one without samples, which is not to be kept
         if self.index_file:
             self._store(table)
-        self.native = source(table)
         found = sums()
         if found is not None:
             self.native.learn_sums(found)

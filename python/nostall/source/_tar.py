@@ -3,6 +3,7 @@ sample, an image and its label or all of them."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -27,10 +28,15 @@ from nostall.source._records import (
 )
 from nostall.source._source import IMAGE_EXTENSIONS, arguments_of, whole_numbers
 from nostall.source._tar_members import (
+    FILE,
+    UNREAD_LINK,
     Endings,
     all_endings,
+    endings_of,
     group_members,
     parse_members,
+    refuse_links,
+    refuse_none,
     schema_of,
     split_members,
     split_name,
@@ -40,6 +46,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _THREADS = 8
+# The second refuses a key that has images of two endings where labels are not members; the third reads
+# hard links, and refuses other links.
+_RULES = f"{RULES}3"
 
 
 class TarShards(PartsStore):
@@ -47,8 +56,9 @@ class TarShards(PartsStore):
 
     Args:
         shards: a list of archives, a pattern (``train-*.tar``), a folder, or a URL of them.
-        image: endings of the members that are samples, from the first dot on, without it; the
-            image formats if None.
+        image: endings of the members that are samples, from behind the first dot on; the image
+            formats if None. In these and other endings, large and small letters are alike, and a dot
+            before them does not count.
         label: ending of the members that hold the label as text (``"cls"``), or a function of the
             sample's name, or None for 0. With a function the places are not kept, unless `index`
             names a file.
@@ -70,9 +80,10 @@ class TarShards(PartsStore):
 
     Raises:
         CorruptionError: a damaged or cut archive, or a label that is not a number, with the offset.
-        UsageError: there is no sample, no sample has a label, a member is sparse, an archive is
-            compressed, a sample has two images, a key has two members for a field, the members of a
-            key do not follow each other, or one is missing without a ``fill`` in the schema.
+        UsageError: there is no sample, no sample has a label, a member is sparse or a link that is
+            not followed, an archive is compressed, a sample has two images, a key has two members for
+            a field, the members of a key do not follow each other, or one is missing without a
+            ``fill`` in the schema.
         IoError: a shard cannot be read.
     """
 
@@ -94,12 +105,8 @@ class TarShards(PartsStore):
         self._arguments = arguments_of(locals(), but="progress")
         self._arguments["shards"] = paths = absolute(shard_paths(shards, (".tar",), store))
         chosen = reading_of(reading)
-        self._image = (
-            tuple(image)
-            if image is not None
-            else tuple(e.removeprefix(".") for e in IMAGE_EXTENSIONS)
-        )
-        self._label = label
+        self._image = endings_of(IMAGE_EXTENSIONS if image is None else image)
+        self._label = endings_of([label])[0] if isinstance(label, str) else label
         self._reading = chosen
         self.storage = open_storage(paths, direct=chosen.direct, store=store)
         if members is not None:
@@ -109,10 +116,8 @@ class TarShards(PartsStore):
             return
         if schema is not None:
             raise UsageError("schema= says the kinds of fields, which members= names")
-        named = label if isinstance(label, str) else "(function)" if label else ""
-        stamp = f"image={','.join(self._image)} labels={named}"
-        if not isinstance(label, str):
-            stamp += f"{RULES}2"  # the second refuses a key that has images of two endings
+        named = "(function)" if callable(self._label) else self._label or ""
+        stamp = f"image={','.join(self._image)} labels={named}{_RULES}"
         self._open(
             kind="tar",
             stamp=lambda: stamp,
@@ -120,7 +125,7 @@ class TarShards(PartsStore):
             index=False if index is True and callable(label) else index,
             reading=chosen,
         )
-        if label == "cls":
+        if self._label == "cls":
             self.classes = classes_beside(paths, self.labels)
 
     def _open_members(
@@ -131,7 +136,7 @@ class TarShards(PartsStore):
         progress: Progress | None,
     ) -> None:
         fields = parse_members(members)
-        stamp = f"members={as_text('all' if fields is None else fields)}"
+        stamp = f"members={as_text('all' if fields is None else fields)}{_RULES}"
         self._pairs = False
         self._open(
             kind="tar",
@@ -147,28 +152,33 @@ class TarShards(PartsStore):
     def _scan_members(
         self, stamp: str, fields: Endings | None, progress: Progress | None
     ) -> _native.RecordTable:
-        file, offset, size, names, _ = _native.scan_tar(
+        file, offset, size, names, _, kinds = _native.scan_tar(
             storage=self.storage, keep="", threads=_THREADS, progress=progress
         )
+        # A record is one range of the archive, so the bytes of a field lie beside those of the others.
+        own = kinds == FILE
+        wanted = None if fields is None else {e for endings in fields.values() for e in endings}
+        refuse_links(self.storage.paths, file, names, ~own, wanted)
+        file, offset, size = file[own], offset[own], size[own]
+        names = list(itertools.compress(names, own))
         split = split_members(names)
         if fields is None:
             fields = all_endings(split)
             stamp += FOUND + as_text(list(fields))
         at = group_members(self.storage.paths, file, offset, split, fields)
         if len(at) == 0:
-            raise UsageError(
-                f"{self.storage.paths[0]} has no samples: no member of a key ends with one of "
-                f".{', .'.join(e for endings in fields.values() for e in endings)}"
-            )
+            refuse_none(self.storage.paths, names, itertools.chain(*fields.values()))
         first = at.max(axis=1)
         places = cover(offset[at], size[at], at >= 0, offset[first])
         return self._parts_table("tar", stamp, places, file[first])
 
     def _scan(self, stamp: str, progress: Progress | None) -> _native.RecordTable:
         keep = f".{self._label}" if isinstance(self._label, str) else ""
-        file, offset, size, names, contents = _native.scan_tar(
+        file, offset, size, names, contents, kinds = _native.scan_tar(
             storage=self.storage, keep=keep, threads=_THREADS, progress=progress
         )
+        wanted = {*self._image, keep[1:]}
+        refuse_links(self.storage.paths, file, names, kinds == UNREAD_LINK, wanted)
         chosen: list[int] = []
         keys: list[tuple[int, str]] = []
         texts: dict[tuple[int, str], tuple[int, bytes]] = {}
@@ -199,6 +209,8 @@ class TarShards(PartsStore):
                         f"second at offset {int(offset[i])}: each key may be there once"
                     )
                 texts[int(file[i]), key] = int(offset[i]), contents[i]
+        if not chosen:
+            refuse_none(self.storage.paths, names, self._image)
         at = np.array(chosen, np.int64)
         return self._table(
             "tar",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,10 @@ from nostall.source._parts import NO_PART, array_of, refuse_likely_mask
 from nostall.source._source import IMAGE_EXTENSIONS
 
 _MOST_FIELDS = 1024
+_TOLD = 5  # endings in a message
+
+#: Of members, as the scan says it (native/records/tar.h).
+FILE, HARD_LINK, UNREAD_LINK = range(3)
 
 _KINDS: dict[str, Kind] = {
     **dict.fromkeys((ending[1:] for ending in IMAGE_EXTENSIONS), Image()),
@@ -50,8 +55,7 @@ def parse_members(
     fields: Endings = {}
     owner: dict[str, str] = {}
     for name, given in members.items():
-        listed = given.split(";") if isinstance(given, str) else list(given)
-        fields[name] = tuple(ending.strip().removeprefix(".").lower() for ending in listed)
+        fields[name] = endings_of(given)
         if not all(fields[name]) or not fields[name]:
             raise UsageError(f"members: field {name!r} needs endings, for example jpg;png")
         for ending in fields[name]:
@@ -61,6 +65,12 @@ def parse_members(
     if not fields or len(fields) > _MOST_FIELDS:
         raise UsageError(f"members must name 1 to {_MOST_FIELDS} fields, not {len(fields)}")
     return fields
+
+
+def endings_of(given: str | Sequence[str]) -> tuple[str, ...]:
+    """A list, or a text with ``;`` between them: in lower case, as `split_name` gives them."""
+    listed = given.split(";") if isinstance(given, str) else given
+    return tuple(ending.strip().removeprefix(".").lower() for ending in listed)
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -79,6 +89,43 @@ def split_members(names: Sequence[str]) -> list[tuple[str, str] | None]:
         key, ending = split_name(name)
         found.append((key, ending) if ending and key and not key.endswith("/") else None)
     return found
+
+
+def refuse_links(
+    paths: Sequence[str],
+    file: NDArray[np.uint32],
+    names: Sequence[str],
+    links: NDArray[np.bool_],
+    endings: Container[str] | None,
+) -> None:
+    """`links` says which members have no bytes of their own here.
+
+    Raises:
+        UsageError: one of them has one of the endings; None: any.
+    """
+    unread = []
+    for i in np.flatnonzero(links).tolist():
+        ending = split_name(names[i])[1]
+        if ending and (endings is None or ending in endings):
+            unread.append(i)
+    if unread:
+        more = f" (and {len(unread) - 1} more)" if len(unread) > 1 else ""
+        raise UsageError(
+            f"{paths[int(file[unread[0]])]}: member {names[unread[0]]!r}{more} is a link, whose bytes "
+            "lie elsewhere: make the archive with tar --dereference --hard-dereference"
+        )
+
+
+def refuse_none(paths: Sequence[str], names: Sequence[str], endings: Iterable[str]) -> NoReturn:
+    """
+    Raises:
+        UsageError: always; no member has one of the endings.
+    """
+    there = list(dict.fromkeys(ending for _, ending in map(split_name, names) if ending))
+    found = f"the first endings there are .{', .'.join(there[:_TOLD])}" if there else "none has one"
+    raise UsageError(
+        f"{paths[0]} has no samples: no member ends with .{', .'.join(endings)}; {found}"
+    )
 
 
 def all_endings(split: Sequence[tuple[str, str] | None]) -> Endings:

@@ -632,6 +632,10 @@ TEST(RecordSource, NamesSamplesAndDataSets) {
   another([](RecordTable& t) { t.files[0].mtime_ns = 5; });
   another([](RecordTable& t) { t.stamp += " rules 2"; });
   EXPECT_EQ(prints.size(), 7u);
+  another([](RecordTable& t) { t.stamp += " found x"; });
+  EXPECT_EQ(prints.size(), 8u);
+  another([](RecordTable& t) { t.stamp += " rules 12 found x"; });
+  EXPECT_EQ(prints.size(), 8u);
 }
 
 TEST(RecordSource, BoundsWhatOneCallHolds) {

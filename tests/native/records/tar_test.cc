@@ -21,7 +21,7 @@ struct Header {
   std::string name;
   uint64_t size = 0;
   char type = '0';
-  std::string prefix{};
+  std::string prefix{}, link{};
   bool gnu = false, v7 = false, signed_sum = false, binary_size = false;
 };
 
@@ -43,6 +43,7 @@ std::string block(const Header& h) {
   }
   put(136, "00000000000");
   b[156] = h.type;
+  put(157, h.link.substr(0, 100));
   if (!h.v7)
     put(257, h.gnu ? std::string("ustar  \0", 8)
                    : std::string("ustar\0"
@@ -97,7 +98,8 @@ Found found(std::string bytes) {
   Found names;
   for (const TarMember& m : result.value()) {
     EXPECT_LE(m.offset + m.size, bytes.size());
-    names.emplace_back(m.name, bytes.substr(m.offset, m.size));
+    const bool unread = m.kind == TarKind::unread_link;
+    names.emplace_back(m.name, unread ? "unread" : bytes.substr(m.offset, m.size));
   }
   return names;
 }
@@ -168,7 +170,7 @@ TEST(Tar, KnowsTheWaysOfWritingNames) {
 
 TEST(Tar, PassesOverWhatIsNoFile) {
   // Their sizes are those of something else, and no bytes of theirs follow.
-  for (const char type : {'1', '2', '3', '4', '5', '6'}) {
+  for (const char type : {'3', '4', '5', '6'}) {
     EXPECT_EQ(found(block({"other", 5000, type}) + member({"a"}, "1")), (Found{{"a", "1"}}))
         << type;
   }
@@ -177,6 +179,55 @@ TEST(Tar, PassesOverWhatIsNoFile) {
   EXPECT_EQ(found(block(folder) + member({"folder/a"}, "1")), (Found{{"folder/a", "1"}}));
   // Kinds that are not known have bytes.
   EXPECT_EQ(found(member({"label", 0, 'V'}, "abc") + member({"a"}, "1")), (Found{{"a", "1"}}));
+}
+
+std::string link(const std::string& name, const std::string& to, char type = '1') {
+  // The size is that of the file, and no bytes follow.
+  return block({name, 5000, type, "", to});
+}
+
+TEST(Tar, FollowsHardLinksToFilesBeforeThem) {
+  const std::string far(300, 'f'), two = member({"2.jpg"}, "two") + member({"2.cls"}, "2");
+  const std::string bytes = member({"1.jpg"}, "one") + member({"1.CLS"}, "1") + two +
+                            link("3.jpg", "1.jpg") + link("3.cls", "1.CLS") +
+                            link("4.jpg", "3.jpg") + member({"5.jpg"}, "five");
+  EXPECT_EQ(found(bytes), (Found{{"1.jpg", "one"},
+                                 {"1.CLS", "1"},
+                                 {"2.jpg", "two"},
+                                 {"2.cls", "2"},
+                                 {"3.jpg", "one"},
+                                 {"3.cls", "1"},
+                                 {"4.jpg", "one"},
+                                 {"5.jpg", "five"}}));
+  const auto kept = scan_bytes(bytes + kEnd, ".cls");
+  ASSERT_TRUE(kept);
+  EXPECT_EQ(kept.value()[0].content, "");
+  EXPECT_EQ(kept.value()[1].content, "1");
+  EXPECT_EQ(kept.value()[5].content, "1");
+  EXPECT_EQ(kept.value()[4].kind, TarKind::hard_link);
+  EXPECT_EQ(kept.value()[7].kind, TarKind::file);
+  // Names that a header has no room for.
+  const std::string gnu = member({"././@LongLink", 0, 'L'}, far + '\0') + member({"cut"}, "1") +
+                          member({"././@LongLink", 0, 'K'}, far + '\0') + link("a", "cut") +
+                          link("b", "cut");
+  EXPECT_EQ(found(gnu), (Found{{far, "1"}, {"a", "1"}, {"b", "unread"}}));
+  EXPECT_EQ(found(pax({{"path", far}}) + member({"cut"}, "1") + pax({{"linkpath", far}}) +
+                  link("a", "cut")),
+            (Found{{far, "1"}, {"a", "1"}}));
+  // As when it is unpacked.
+  EXPECT_EQ(found(member({"a"}, "1") + member({"a"}, "2") + link("b", "a")),
+            (Found{{"a", "1"}, {"a", "2"}, {"b", "2"}}));
+}
+
+TEST(Tar, TellsOfLinksThatItDoesNotFollow) {
+  const std::string a = member({"a"}, "1");
+  for (const std::string& bytes :
+       {link("b", "a") + a, link("b", "b") + a, link("b", "") + a, link("b", "./a") + a,
+        link("b", "a", '2') + a, block({"a/", 0, '5'}) + link("b", "a/") + a}) {
+    EXPECT_EQ(found(bytes), (Found{{"b", "unread"}, {"a", "1"}}));
+  }
+  EXPECT_EQ(found(a + link("b", "a", '2') + link("c", "b")),
+            (Found{{"a", "1"}, {"b", "unread"}, {"c", "unread"}}));
 }
 
 TEST(Tar, KnowsSizesOfManyGigabytes) {

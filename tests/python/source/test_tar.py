@@ -87,15 +87,69 @@ def test_ustar_splits_long_names(tmp_path: Path) -> None:
     assert names_of(nostall.TarShards(tmp_path / "a.tar", label=None)) == [name]
 
 
-def test_what_is_no_regular_file_is_left_out(tmp_path: Path) -> None:
+def test_what_is_no_file_is_left_out(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
-        for kind in (tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE):
+        for kind in (tarfile.DIRTYPE, tarfile.FIFOTYPE):
             member = tarfile.TarInfo("no.jpg")
-            member.type, member.linkname = kind, "yes.jpg"
+            member.type = kind
             tar.addfile(member)
+        link = tarfile.TarInfo("folder")
+        link.type, link.linkname = tarfile.SYMTYPE, "elsewhere"
+        tar.addfile(link)
         add(tar, "yes.jpg", b"sample")
     source = nostall.TarShards(tmp_path / "a.tar", label=None)
     assert [source.read(i) for i in range(len(source))] == [b"sample"]
+
+
+def linked(path: Path, kind: bytes, target: str, name: str = "b.jpg") -> Path:
+    with tarfile.open(path, "w") as tar:
+        add(tar, "a.jpg", b"sample")
+        add(tar, "a.cls", b"3")
+        link = tarfile.TarInfo(name)
+        link.type, link.linkname = kind, target
+        tar.addfile(link)
+        add(tar, "b.cls", b"4")
+    return path
+
+
+def test_files_that_tar_stored_as_hard_links_are_samples(tmp_path: Path) -> None:
+    (tmp_path / "files").mkdir()
+    contents = noise(6)
+    for i in range(12):
+        image, label = (tmp_path / f"files/{'d' * 200}{i:02d}.{end}" for end in ("jpg", "cls"))
+        if i < 6:
+            image.write_bytes(contents[i])
+            label.write_text(str(i))
+        else:
+            image.hardlink_to(str(image).replace(f"{i:02d}.", f"{11 - i:02d}."))
+            label.hardlink_to(str(label).replace(f"{i:02d}.", f"{11 - i:02d}."))
+    for form in ("gnu", "pax"):
+        path = tmp_path / f"{form}.tar"
+        subprocess.run(
+            ["tar", f"--format={form}", "--sort=name", "-cf", path, "-C", tmp_path / "files", "."],
+            check=True,
+        )
+        source = nostall.TarShards(path)
+        labels = [0, 1, 2, 3, 4, 5, 5, 4, 3, 2, 1, 0]
+        check_source(source, [contents[i] for i in labels], labels)
+        assert source.describe(7).split(" at ")[0] == source.describe(4).split(" at ")[0]
+        with pytest.raises(UsageError, match=r"\.tar: member .*06\.cls' \(and 11 more\) is a link"):
+            nostall.TarShards(path, members=["jpg", "cls"])
+
+
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE])
+def test_links_that_are_not_followed_are_refused(tmp_path: Path, kind: bytes) -> None:
+    told = r"a\.tar: member 'b\.(jpg|idx)' is a link, .* tar --dereference --hard-dereference"
+    path = linked(tmp_path / "a.tar", kind, "b.cls")
+    for options in ({}, {"members": ["jpg", "cls"]}, {"members": "all"}):
+        with pytest.raises(UsageError, match=told):
+            nostall.TarShards(path, **options)
+    with pytest.raises(UsageError, match=told):
+        nostall.TarShards(linked(path, kind, "b.cls", "b.idx"), label="idx")
+    # What is not asked for may be one, also amid the members of a key.
+    linked(path, kind, "b.cls", "z.txt")
+    assert len(nostall.TarShards(path, image=["jpg"])) == 1
+    assert len(nostall.TarShards(path, members={"label": "cls"})) == 2
 
 
 def test_what_gnu_tar_writes(tmp_path: Path) -> None:
@@ -122,6 +176,29 @@ def test_which_members_are_samples_and_labels(tmp_path: Path) -> None:
     nostall.TarShards(path, image=["input.png"], label=lambda name: 5, index=index)
     bare = nostall.TarShards(path, image=["input.png"], label=None, index=index)
     assert bare.labels.tolist() == [0]
+
+
+def test_endings_are_compared_without_case_and_dot(tmp_path: Path) -> None:
+    members = [("a.Input.PNG", b"x"), ("a.CLS", b"7"), ("b.input.png", b"y"), ("b.cls", b"8")]
+    path = shard(tmp_path / "a.tar", members)
+    for image, label in (("INPUT.png", "CLS"), (".input.png", ".cls"), ("Input.PNG", "Cls")):
+        source = nostall.TarShards(path, image=[image], label=label, index=False)
+        assert [source.read(i) for i in range(2)] == [b"x", b"y"]
+        assert source.labels.tolist() == [7, 8]
+
+
+def test_without_samples_the_endings_are_named_and_nothing_is_kept(tmp_path: Path) -> None:
+    members = [("a.tif", b"x"), ("a.txt", b"7"), ("b.tif", b"x"), ("folder/README", b"")]
+    path = shard(tmp_path / "a.tar", members)
+    told = (
+        r"a\.tar has no samples: no member ends with \.jpg, \.png; the first .* are \.tif, \.txt$"
+    )
+    for options in ({"image": ["jpg", "png"]}, {"members": {"picture": "jpg;png"}}):
+        with pytest.raises(UsageError, match=told):
+            nostall.TarShards(path, **options)
+    with pytest.raises(UsageError, match=r"no samples: .*; none has one$"):
+        nostall.TarShards(shard(path, [("README", b"")]))
+    assert os.listdir(tmp_path) == ["a.tar"]
 
 
 def test_places_are_kept_until_a_shard_changes(tmp_path: Path) -> None:
@@ -410,7 +487,7 @@ def test_an_index_by_older_rules_is_made_again(tmp_path: Path) -> None:
 
     def store_older(image: list[str]) -> int:
         source = nostall.TarShards(path, label=None, image=image[:1], index=False)
-        _, offset, size, names, _ = _native.scan_tar(
+        _, offset, size, names, *_ = _native.scan_tar(
             storage=source.storage, keep="", threads=1, progress=None
         )
         chosen = [i for i, name in enumerate(names) if name.endswith(tuple(image))]
@@ -427,6 +504,16 @@ def test_an_index_by_older_rules_is_made_again(tmp_path: Path) -> None:
     assert [source.index_reused for source in again] == [False, True]
     # States and tiers of the same samples still hold.
     assert [source.native.fingerprint for source in again] == [older] * 2
+
+
+def test_an_index_that_lacks_links_is_made_again(tmp_path: Path) -> None:
+    path, index = linked(tmp_path / "a.tar", tarfile.LNKTYPE, "a.jpg"), tmp_path / "index"
+    source = nostall.TarShards(path, index=False)
+    table = source.native.table
+    stamp = table.stamp.replace(" rules 3", "")
+    older = source._table("tar", stamp, offset=table.offset[:1], length=table.length[:1])
+    assert stamp != table.stamp and older.store(str(index))[0] == 0
+    assert len(nostall.TarShards(path, index=index)) == len(source) == 2
 
 
 def test_labels_that_are_no_integers_are_refused(tmp_path: Path) -> None:
