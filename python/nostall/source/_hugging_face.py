@@ -19,7 +19,8 @@ def dataset_files(files: Any, split: str | None) -> list[str] | None:
     its splits; one of the cache has files that are named by their splits.
 
     Raises:
-        UsageError: it has several splits and none is named, or not this one, or it has no rows.
+        UsageError: it has several splits and none is named, or not this one, or it has no rows, or
+            indices beside its files say which rows it has.
         CorruptionError: a description is damaged, or a file of it is not there.
     """
     one = isinstance(files, (str, os.PathLike))
@@ -32,6 +33,7 @@ def dataset_files(files: Any, split: str | None) -> list[str] | None:
         if (folder / "state.json").is_file():
             _refuse_split(folder, split)
             listed = _described(folder / "state.json", "_data_files")
+            _refuse_indices(folder / "state.json")
             return _there(folder, [folder / entry["filename"] for entry in listed])
         if (folder / "dataset_info.json").is_file():
             splits = _described(folder / "dataset_info.json", "splits")
@@ -46,6 +48,16 @@ def _described(path: Path, key: str) -> Any:
         return json.loads(path.read_text())[key]
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptionError(f"{path} is no description of a data set: {error!r}") from None
+
+
+def _refuse_indices(state: Path) -> None:
+    """Early releases of `datasets` stored beside all rows which of them a data set has."""
+    for key, value in json.loads(state.read_text()).items():
+        if key.startswith("_indices") and value:
+            raise UsageError(
+                f"{state} has {key}, so the rows of the data set are others than those of its files: "
+                "load it by datasets, and save it again after flatten_indices()"
+            )
 
 
 def _chosen(folder: Path, splits: list[str], split: str | None) -> str:

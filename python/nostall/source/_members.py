@@ -176,11 +176,11 @@ def _kind_of(store: PartsStore, member: Member, place: int, given: Kind | None) 
 
 
 def _value(store: PartsStore, place: int, longest: bool = False) -> bytes:
-    """The first value of a field, or the longest one: an empty list has no depth."""
+    """The first value of a field that is not empty, or the longest one: an empty list has no depth."""
     table = store.native.table
     inside = table.part_offset.reshape(-1, table.parts)[:, place]
     sizes = table.part_length.reshape(-1, table.parts)[:, place]
-    sample = int(np.argmax(sizes if longest else inside != NO_PART))
+    sample = int(np.argmax(sizes if longest else sizes > 0))
     begin, size = int(inside[sample]), int(sizes[sample])
     return store.native.read(sample)[begin : begin + size]
 

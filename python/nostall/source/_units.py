@@ -283,7 +283,7 @@ class Clips(Units):
         length: numbers of a clip.
         stride: from one beginning to the next in a recording; None for `length`.
         remainder: what is left over at the end of a recording: ``"drop"`` it, or ``"pad"`` a clip with
-            zeros.
+            silence: 128 where recordings are of 8 bits, else zeros.
         dtype: of the batch.
 
     Raises:
@@ -314,7 +314,10 @@ class Clips(Units):
             "remainder": remainder,
             "dtype": dtype,
         }
-        part = UnitPart(part="ids", stored=recordings.dtype, dtype=dtype, length=length)
+        silence = 128 if recordings.dtype == "uint8" else 0
+        part = UnitPart(
+            part="ids", stored=recordings.dtype, dtype=dtype, length=length, pad=silence
+        )
         self._schema = Schema({"clip": part})
         lengths = recordings.lengths.astype(np.int64)
         beyond = lengths - length

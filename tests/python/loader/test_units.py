@@ -355,6 +355,15 @@ def test_clips_are_of_one_recording(tmp_path: Path) -> None:
         nostall.Clips(stream, 300)
 
 
+@pytest.mark.parametrize(("dtype", "silence"), [("uint8", 128), ("int16", 0)])
+def test_clips_are_filled_up_with_silence(tmp_path: Path, dtype: str, silence: int) -> None:
+    sound(tmp_path / "a.wav", np.arange(1, 11, dtype=dtype))
+    clips = nostall.Clips(nostall.Tokens(tmp_path), 8, remainder="pad")
+    with loader(clips, 2, shuffle=False) as batches:
+        (found,) = [batch["clip"].tolist() for batch in batches]
+    assert found == [[*range(1, 9)], [9, 10, *[silence] * 6]]
+
+
 def test_sounds_that_are_none_are_named(tmp_path: Path) -> None:
     path = tmp_path / "a.wav"
     sound(path, np.zeros(100, np.int16), channels=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import pickle
 from collections import Counter
 from pathlib import Path
@@ -446,6 +447,13 @@ def test_what_datasets_save_to_disk(
         nostall.ArrowIPC(tmp_path / "both", columns="all")
     with pytest.raises(UsageError, match=r"one has no splits"):
         nostall.ArrowIPC(tmp_path / "one", columns="all", split="train")
+    state = tmp_path / "one" / "state.json"
+    said = json.loads(state.read_text())
+    state.write_text(json.dumps(said | {"_indices_data_files": [{"filename": "indices.arrow"}]}))
+    with pytest.raises(UsageError, match=r"state\.json has _indices_data_files, .*flatten_indices"):
+        nostall.ArrowIPC(tmp_path / "one", columns="all")
+    state.write_text(json.dumps(said | {"_indices_data_files": []}))
+    check_hub(nostall.ArrowIPC(tmp_path / "one", columns="all"), list(range(11)))
     (tmp_path / "one" / "data-00001-of-00003.arrow").unlink()
     with pytest.raises(CorruptionError, match=r"names data-00001-of-00003.arrow, which is not"):
         nostall.ArrowIPC(tmp_path / "one", columns="all")

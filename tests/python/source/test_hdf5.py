@@ -55,6 +55,7 @@ def test_a_user_block_before_the_file(tmp_path: Path, options: dict[str, Any]) -
         file.create_dataset("images", data=PIXELS, **options)
     source = nostall.HDF5(tmp_path / "a.h5", "images")
     assert [source.read(i) for i in range(50)] == [p.tobytes() for p in PIXELS]
+    assert source.through_library == ("chunks" in options)
 
 
 def test_encoded_images_of_different_lengths(tmp_path: Path) -> None:

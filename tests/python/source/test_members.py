@@ -95,6 +95,17 @@ def test_features_of_examples(tmp_path: Path) -> None:
     assert np.array_equal(found[3]["boxes"], np.reshape(rows[3]["vector"], (3, 2)))
 
 
+def test_the_first_value_that_is_not_empty_says_what_bytes_are(tmp_path: Path) -> None:
+    image = b"\x89PNG\r\n\x1a\n"
+    write_tfrecord(tmp_path / "a.tfrecord", [example({"x": x}) for x in (b"", image, b"")])
+    assert nostall.TFRecord(tmp_path, features="all").schema["x"] == fields.Image()
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        data = file.create_dataset("x", (3,), h5py.vlen_dtype(np.uint8))
+        data[1] = np.frombuffer(image, np.uint8)
+    assert nostall.HDF5(tmp_path / "a.h5", columns=["x"]).schema["x"] == fields.Image()
+
+
 def test_missing_features_take_the_fill(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [{"x": 1, "v": [2, 3], "f": 0.5}, {}, {"x": 3, "v": [], "f": 1.5}]
     write_tfrecord(tmp_path / "a.tfrecord", [example(row) for row in rows])
