@@ -20,11 +20,12 @@ class Members {
  public:
   explicit Members(std::span<const std::string> names) : names_(names) {}
 
+  bool wants(const std::string& name) const {
+    return names_.empty() || std::find(names_.begin(), names_.end(), name) != names_.end();
+  }
   // False if they become too many.
   bool add(Member member) {
-    if (!names_.empty() && std::find(names_.begin(), names_.end(), member.name) == names_.end()) {
-      return true;
-    }
+    if (!wants(member.name)) return true;
     too_many_ = found_.size() == kMostParts;
     if (!too_many_) found_.push_back(std::move(member));
     return !too_many_;
@@ -106,21 +107,30 @@ bool take_list(FileWindow& window, const Message::Field& list, Member& member) {
   return values.ok();
 }
 
-bool take_feature(FileWindow& window, const Message::Field& entry, Members& members) {
-  Message pair(window, entry.begin, entry.begin + entry.length);
-  Member member;
-  std::optional<Message::Field> feature;
+// Of a map from names to messages.
+struct Entry {
+  std::string name;
+  std::optional<Message::Field> value;
+};
+std::optional<Entry> entry_of(FileWindow& window, const Message::Field& field) {
+  Message pair(window, field.begin, field.begin + field.length);
+  Entry entry;
   while (const auto f = pair.next()) {
     if (f->number == 1 && f->wire == 2) {
       auto name = text_at(window, f->begin, f->length);
-      if (!name) return false;
-      member.name = std::move(*name);
+      if (!name) return {};
+      entry.name = std::move(*name);
     }
-    if (f->number == 2 && f->wire == 2) feature = f;
+    if (f->number == 2 && f->wire == 2) entry.value = f;
   }
-  if (!pair.ok()) return false;
-  if (feature) {
-    Message lists(window, feature->begin, feature->begin + feature->length);
+  return pair.ok() ? std::optional(std::move(entry)) : std::nullopt;
+}
+
+bool take_feature(FileWindow& window, Entry feature, Members& members) {
+  Member member;
+  member.name = std::move(feature.name);
+  if (feature.value) {
+    Message lists(window, feature.value->begin, feature.value->begin + feature.value->length);
     while (const auto list = lists.next()) {
       if (list->wire != 2 || list->number > 3) continue;
       if (!take_list(window, *list, member)) return false;
@@ -130,14 +140,25 @@ bool take_feature(FileWindow& window, const Message::Field& entry, Members& memb
   return members.add(std::move(member));
 }
 
-bool of_example(FileWindow& window, uint64_t offset, uint64_t length, Members& members) {
+// A tf.train.SequenceExample is one whose field 1 has another name, and a map of lists of features
+// beside it: `sequence` is the name of one that is wanted.
+bool of_example(FileWindow& window, uint64_t offset, uint64_t length, Members& members,
+                std::optional<std::string>& sequence) {
   Message example(window, offset, offset + length);
   bool good = true;
-  while (const auto features = good ? example.next() : std::nullopt) {
-    if (features->number != 1 || features->wire != 2) continue;
-    Message map(window, features->begin, features->begin + features->length);
-    while (const auto entry = good ? map.next() : std::nullopt) {
-      if (entry->number == 1 && entry->wire == 2) good = take_feature(window, *entry, members);
+  while (const auto f = good ? example.next() : std::nullopt) {
+    if (f->number > 2 || f->wire != 2) continue;
+    Message map(window, f->begin, f->begin + f->length);
+    while (const auto m = good ? map.next() : std::nullopt) {
+      if (m->number != 1 || m->wire != 2) continue;
+      auto entry = entry_of(window, *m);
+      if (!entry) {
+        good = false;
+      } else if (f->number == 1) {
+        good = take_feature(window, std::move(*entry), members);
+      } else if (members.wants(entry->name)) {
+        sequence = std::move(entry->name);
+      }
     }
     good = good && map.ok();
   }
@@ -424,9 +445,10 @@ Result<std::vector<Member>> find_members(FileWindow& window, uint64_t offset, ui
   }
   Members members(names);
   const char* why = nullptr;
+  std::optional<std::string> sequence;
   switch (kind) {
     case MembersKind::example:
-      if (!of_example(window, offset, length, members)) why = "is no tf.train.Example";
+      if (!of_example(window, offset, length, members, sequence)) why = "is no tf.train.Example";
       break;
     case MembersKind::npz:
       why = of_npz(window, offset, length, members);
@@ -442,6 +464,14 @@ Result<std::vector<Member>> find_members(FileWindow& window, uint64_t offset, ui
                                        std::to_string(kMostParts) + " values: name the fields");
   }
   if (why) return wrong(window, offset, why);
+  if (sequence) {
+    return Error(ErrorKind::usage,
+                 place_of(window, offset) +
+                     " is a tf.train.SequenceExample, whose feature list \"" +
+                     source::printable(*sequence) +
+                     "\" is not read: name features of its context alone, or write "
+                     "tf.train.Example");
+  }
   return members.take();
 }
 

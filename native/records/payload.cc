@@ -100,9 +100,10 @@ Result<Payload> find_example(FileWindow& window, uint64_t offset, uint64_t lengt
                              const std::string& image, const std::string& label) {
   if (!inside(window, offset, length)) return wrong(window, offset, "is not inside the file");
   Payload p;
-  bool image_found = false, label_found = label.empty();
+  bool image_found = false, label_found = label.empty(), sequences = false;
   Message example(window, offset, offset + length);
   while (const auto features = example.next()) {
+    sequences = sequences || (features->number == 2 && features->wire == 2);
     if (features->number != 1 || features->wire != 2) continue;
     Message map(window, features->begin, features->begin + features->length);
     while (const auto entry = map.next()) {
@@ -133,7 +134,11 @@ Result<Payload> find_example(FileWindow& window, uint64_t offset, uint64_t lengt
     return Error(ErrorKind::usage, "the record at offset " + std::to_string(offset) + " of " +
                                        window.path() + " has no feature \"" +
                                        (image_found ? label : image) + "\" of " +
-                                       (image_found ? "integers" : "bytes"));
+                                       (image_found ? "integers" : "bytes") +
+                                       (sequences ? " in its context: it is a "
+                                                    "tf.train.SequenceExample, whose feature lists "
+                                                    "are not read"
+                                                  : ""));
   }
   return p;
 }

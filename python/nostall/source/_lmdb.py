@@ -119,7 +119,7 @@ class LMDB(PartsStore):
         self._progress = progress
         options = f" values={values} order={order}"
         if members is not None:
-            options += f" {members_stamp(members)}"
+            options += f" {members_stamp(members, values)}"
         elif values == "example":
             options += f" image={_IMAGE} label={_LABEL}"
         if label is not None:

@@ -16,7 +16,7 @@ from nostall.errors import CorruptionError, UsageError
 from nostall.fields import Array, Boxes, Keypoints, Kind, Scalar, Schema, Text
 from nostall.source._columns import Names, check_fields, chosen_columns, kind_of_bytes
 from nostall.source._parts import NO_PART, PartsStore, Places, array_of, as_text, cover
-from nostall.source._records import FOUND, Progress
+from nostall.source._records import FOUND, RULES, Progress
 
 _THREADS = 8
 _NO_MEMBER = np.uint64(2**64 - 1)
@@ -34,9 +34,11 @@ class Member(NamedTuple):
     most: int
 
 
-def members_stamp(names: Names) -> str:
+def members_stamp(names: Names, kind: str) -> str:
     """What the places depend on, for a table's stamp."""
-    return f"members={as_text('all' if names == 'all' else _chosen(names))}"
+    stamp = f"members={as_text('all' if names == 'all' else _chosen(names))}"
+    # The second refuses lists of features of a tf.train.SequenceExample.
+    return f"{stamp}{RULES}2" if kind == "example" else stamp
 
 
 def _chosen(names: Names) -> dict[str, str]:

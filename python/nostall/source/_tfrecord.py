@@ -88,7 +88,7 @@ class TFRecord(PartsStore):
         self._reading = chosen
         stamp = f"values={values} check={check}"
         if features is not None:
-            stamp += f" {members_stamp(features)}"
+            stamp += f" {members_stamp(features, values)}"
         elif values == "example":
             stamp += f" image={image} label={label}"
         self._pairs = features is None

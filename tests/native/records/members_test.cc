@@ -55,6 +55,22 @@ TEST(Members, OfAnExample) {
   }
 }
 
+// Whose lists of features are none of an Example's.
+TEST(Members, OfTheContextOfASequenceExample) {
+  const std::string record =
+      field(1, feature("b", 1, field(1, "blob"))) + field(2, feature("frames", 1, field(1, "x")));
+  EXPECT_THAT(members_of(record, MembersKind::example, {"b"}), ElementsAre("b bytes blob"));
+  for (const std::vector<std::string>& names :
+       {std::vector<std::string>{}, {"frames"}, {"b", "frames"}}) {
+    EXPECT_THAT(members_of(record, MembersKind::example, names),
+                ElementsAre(HasSubstr("is a tf.train.SequenceExample, whose feature list "
+                                      "\"frames\" is not read")));
+  }
+  EXPECT_THAT(
+      members_of(field(1, feature("b", 1, field(1, "blob"))) + field(2, ""), MembersKind::example),
+      ElementsAre("b bytes blob"));
+}
+
 TEST(Members, OfMessagePack) {
   const std::string map = "\x86\xa1"s + "i\x2a" + "\xa1" + "t\xa2hi" + "\xa1" +
                           "b\xc4\x03\x01\x02\x03"s + "\xa1" + "l\x92\x01\xca\x3f\x80\x00\x00"s +

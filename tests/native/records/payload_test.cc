@@ -127,6 +127,15 @@ std::string packed(const std::vector<uint64_t>& values) {
 }
 std::string unpacked(uint64_t v) { return bytes(3, number(1, v)); }
 
+TEST(Example, IsNoSequenceExample) {
+  const std::string context = bytes(1, feature("image/class/label", packed({7})));
+  const std::string lists = bytes(2, feature("image/encoded", bytes_list(kImage)));
+  EXPECT_THAT(example(context + lists).error(),
+              HasSubstr("\"image/encoded\" of bytes in its context: it is a "
+                        "tf.train.SequenceExample"));
+  EXPECT_THAT(example(context).error(), testing::EndsWith("\"image/encoded\" of bytes"));
+}
+
 TEST(Example, HoldsAnImageAndALabel) {
   const std::string image = feature("image/encoded", bytes_list(kImage));
   for (const std::string& label :

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,33 @@ def test_the_first_value_that_is_not_empty_says_what_bytes_are(tmp_path: Path) -
         data = file.create_dataset("x", (3,), h5py.vlen_dtype(np.uint8))
         data[1] = np.frombuffer(image, np.uint8)
     assert nostall.HDF5(tmp_path / "a.h5", columns=["x"]).schema["x"] == fields.Image()
+
+
+def test_lists_of_features_of_sequence_examples_are_refused(tmp_path: Path) -> None:
+    context = example({"image/encoded": b"x", "image/class/label": 3})
+    lists = example({"frames": b"y"})
+    assert lists[:1] == b"\x0a"
+    write_tfrecord(tmp_path / "a.tfrecord", [context + b"\x12" + lists[1:]])
+    named = nostall.TFRecord(tmp_path, features=["image/class/label"])
+    assert [row["image/class/label"] for row in rows_in_a_loader(named)] == [3]
+    assert nostall.TFRecord(tmp_path).read(0) == b"x"
+    for features in ("all", ["image/class/label", "frames"]):
+        with pytest.raises(
+            UsageError, match=r'SequenceExample, whose feature list "frames" is not'
+        ):
+            nostall.TFRecord(tmp_path, features=features)
+    # Which an index of another release may have left out.
+    index = tmp_path / "index"
+    table = named.native.table
+    stamp = re.sub(r"members=\S+ rules 2", 'members="all"', table.stamp)
+    inside, sizes = (x.reshape(1, 1) for x in (table.part_offset, table.part_length))
+    places = table.offset, table.length, inside, sizes
+    older = named._parts_table("tfrecord", stamp, places, np.zeros(1, np.uint32))
+    assert stamp != table.stamp and older.store(str(index))[0] == 0
+    with pytest.raises(UsageError, match="SequenceExample"):
+        nostall.TFRecord(tmp_path, features="all", index=index)
+    with pytest.raises(UsageError, match=r"\"frames\" of bytes in its context: it is a tf\.train"):
+        nostall.TFRecord(tmp_path, image="frames")
 
 
 def test_missing_features_take_the_fill(tmp_path: Path) -> None:
