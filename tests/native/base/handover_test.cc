@@ -17,6 +17,7 @@
 #include <optional>
 #include <thread>
 
+#include "../forked.h"
 #include "base/error.h"
 
 namespace nostall {
@@ -209,11 +210,7 @@ TEST(HandoverTest, AChildForkedAtAnyMomentKeepsNeitherNameNorTurn) {
   });
   int kept = 0;
   for (int i = 0; i < 100; ++i) {
-    const pid_t child = ::fork();
-    if (child == 0) ::_exit(has_socket(me.base()) ? 1 : 0);
-    int status = 0;
-    ::waitpid(child, &status, 0);
-    kept += status == 0 ? 0 : 1;
+    kept += status_of_child([&] { return has_socket(me.base()) ? 1 : 0; });
   }
   ends = true;
   busy.join();

@@ -2,11 +2,11 @@
 #include "base/mutex.h"
 
 #include <gtest/gtest.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include <optional>
 #include <thread>
+
+#include "../forked.h"
 
 namespace nostall {
 namespace {
@@ -25,15 +25,11 @@ TEST(Condition, AForkedChildDestroysOneThatIsWaitedFor) {
     const MutexLock lock(mutex);  // free again once the other thread waits
     seen = waiting;
   }
-  const pid_t child = ::fork();
-  if (child == 0) {
-    ::alarm(30);
-    condition.reset();
-    ::_exit(0);
-  }
-  int status = -1;
-  ASSERT_EQ(::waitpid(child, &status, 0), child);
-  EXPECT_EQ(status, 0);
+  EXPECT_EQ(status_of_child([&] {
+              condition.reset();
+              return 0;
+            }),
+            0);
   const MutexLock lock(mutex);
   go_on = true;
   condition->notify_all();

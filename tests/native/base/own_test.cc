@@ -7,7 +7,6 @@
 #include <netinet/in.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <array>
@@ -20,6 +19,7 @@
 #include <vector>
 
 #include "../failing_files.h"
+#include "../forked.h"
 #include "../temporary.h"
 #include "base/lock.h"
 #include "base/log.h"
@@ -197,15 +197,14 @@ TEST(CloseInChildren, KnowsAnyNumberOfThem) {
     files.push_back(memory_file("many").take());
     NoForks().close_in_children(files.back().get());
   }
-  const pid_t child = ::fork();
-  if (child == 0) {
-    int open = 0;
-    for (const Descriptor& file : files) open += ::fcntl(file.get(), F_GETFD) == -1 ? 0 : 1;
-    ::_exit(std::min(open, 255));
-  }
-  int status = -1;
-  ASSERT_EQ(::waitpid(child, &status, 0), child);
-  EXPECT_EQ(status, 0);
+  EXPECT_EQ(status_of_child([&] {
+              int open = 0;
+              for (const Descriptor& file : files) {
+                open += ::fcntl(file.get(), F_GETFD) == -1 ? 0 : 1;
+              }
+              return std::min(open, 255);
+            }),
+            0);
   for (Descriptor& file : files) close_with_children(file);
 }
 
@@ -222,11 +221,7 @@ TEST_F(OwnFile, AForkDoesNotWaitForAFileThatIsSlowToClose) {
   while (named(number) == before) std::this_thread::yield();
   std::promise<int> forked;
   std::thread parent([&] {
-    const pid_t child = ::fork();
-    if (child == 0) ::_exit(::fcntl(number, F_GETFD) == -1 ? 0 : 1);
-    int status = -1;
-    ::waitpid(child, &status, 0);
-    forked.set_value(status);
+    forked.set_value(status_of_child([&] { return ::fcntl(number, F_GETFD) == -1 ? 0 : 1; }));
   });
   auto status = forked.get_future();
   const bool in_time = status.wait_for(std::chrono::seconds(60)) == std::future_status::ready;

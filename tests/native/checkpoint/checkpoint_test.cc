@@ -3,8 +3,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/mman.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include <chrono>
 #include <cstring>
@@ -15,6 +13,7 @@
 #include <thread>
 
 #include "../failing_files.h"
+#include "../forked.h"
 #include "../refuse.h"
 #include "../temporary.h"
 #include "base/activity.h"
@@ -179,20 +178,17 @@ TEST_F(CheckpointTest, AForkedChildLosesNoMemoryWithTheSnapshotOfItsParent) {
   auto snapshot = snapshot_of(1 << 20);
   snapshot->finish();
   auto* const begin = const_cast<std::byte*>(snapshot->block(0).data());
-  const pid_t child = ::fork();
-  if (child == 0) {
-    // Where the parent's memory was, the system gives the child memory of its own if it may.
-    void* const own = ::mmap(begin, kBlock, PROT_READ | PROT_WRITE,
-                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
-    const bool taken = own == begin;
-    if (taken) *begin = std::byte{1};
-    if (!taken && *begin != std::byte{0}) ::_exit(3);  // of the parent's state nothing
-    snapshot.reset();
-    ::_exit(taken && *begin != std::byte{1} ? 4 : 0);
-  }
-  int status = 0;
-  ::waitpid(child, &status, 0);
-  EXPECT_EQ(status, 0);
+  EXPECT_EQ(status_of_child([&] {
+              // Where the parent's memory was, the system gives the child memory of its own if it may.
+              void* const own = ::mmap(begin, kBlock, PROT_READ | PROT_WRITE,
+                                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
+              const bool taken = own == begin;
+              if (taken) *begin = std::byte{1};
+              if (!taken && *begin != std::byte{0}) return 3;  // of the parent's state nothing
+              snapshot.reset();
+              return taken && *begin != std::byte{1} ? 4 : 0;
+            }),
+            0);
   EXPECT_TRUE(std::ranges::equal(snapshot->block(0).first(expected_.size()), expected_));
 }
 

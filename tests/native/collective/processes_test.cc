@@ -13,6 +13,7 @@
 #include <fstream>
 #include <memory>
 
+#include "../forked.h"
 #include "../temporary.h"
 #include "base/clock.h"
 #include "base/error.h"
@@ -566,36 +567,30 @@ TEST(Processes, AForkedChildKeepsItsOwnMemoryWhereTheSegmentWas) {
   auto communicator = std::make_unique<Communicator>(config);
   const auto [begin, size] = mapped_from(config.directory);
   ASSERT_GT(size, 0U);
-  const pid_t child = ::fork();
-  if (child == 0) {
-    // The first page alone: a sanitizer's thread may have its stack in the last ones already.
-    void* const own = ::mmap(begin, 4096, PROT_READ | PROT_WRITE,
-                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
-    if (own != begin) ::_exit(3);
-    *begin = 'x';
-    communicator.reset();
-    ::_exit(*begin == 'x' ? 0 : 4);
-  }
-  int status = 0;
-  ::waitpid(child, &status, 0);
-  EXPECT_EQ(status, 0);
+  EXPECT_EQ(status_of_child([&] {
+              // The first page alone: a sanitizer's thread may have its stack in the last ones already.
+              void* const own = ::mmap(begin, 4096, PROT_READ | PROT_WRITE,
+                                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
+              if (own != begin) return 3;
+              *begin = 'x';
+              communicator.reset();
+              return *begin == 'x' ? 0 : 4;
+            }),
+            0);
   communicator->barrier();
 }
 
 TEST(Processes, LeaveTheirCommunicatorToTheirParent) {
   Communicator communicator(config_of(fresh_job(), 0, 1));
-  const pid_t child = ::fork();
-  if (child == 0) {
-    try {
-      communicator.barrier();
-    } catch (const Error& error) {
-      ::_exit(error.kind() == ErrorKind::usage ? 7 : 1);
-    }
-    ::_exit(2);
-  }
-  int status = 0;
-  ::waitpid(child, &status, 0);
-  EXPECT_EQ(WEXITSTATUS(status), 7);
+  EXPECT_EQ(status_of_child([&] {
+              try {
+                communicator.barrier();
+              } catch (const Error& error) {
+                return error.kind() == ErrorKind::usage ? 7 : 1;
+              }
+              return 2;
+            }),
+            7);
   communicator.barrier();
 }
 

@@ -2,12 +2,11 @@
 #include "stage/origin.h"
 
 #include <gtest/gtest.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include <cstring>
 #include <thread>
 
+#include "../forked.h"
 #include "stage/buffer.h"
 
 namespace nostall::stage {
@@ -148,15 +147,12 @@ TEST(BufferPool, AForkedChildDropsWhatItHas) {
   });
   for (int i = 0; i < 50; ++i) {
     auto buffer = pool->take(1000);
-    const pid_t child = ::fork();
-    if (child == 0) {
-      ::alarm(30);
-      buffer.reset();
-      ::_exit(0);
-    }
-    int status = -1;
-    ASSERT_EQ(::waitpid(child, &status, 0), child);
-    ASSERT_EQ(status, 0) << i;
+    ASSERT_EQ(status_of_child([&] {
+                buffer.reset();
+                return 0;
+              }),
+              0)
+        << i;
   }
 }
 

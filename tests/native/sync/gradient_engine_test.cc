@@ -2,7 +2,6 @@
 #include "sync/gradient_engine.h"
 
 #include <gtest/gtest.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -15,6 +14,7 @@
 #include <random>
 #include <regex>
 
+#include "../forked.h"
 #include "base/activity.h"
 #include "base/error.h"
 #include "base/log.h"
@@ -716,20 +716,17 @@ TEST(GradientEngine, WhatStaysOutlivesTheEngine) {
             Errors(2));
   for (const auto& place : kept) EXPECT_EQ(static_cast<const float*>(place.get())[4999], 1.0f);
   // A forked child has zeros of its own in these places.
-  const pid_t child = ::fork();
-  if (child == 0) {
-    bool zero = true;
-    for (const auto& place : kept) {
-      auto* const values = static_cast<float*>(place.get());
-      for (size_t i = 0; i < ones.size(); ++i) zero = zero && values[i] == 0.0f;
-      values[4999] = 2.0f;
-    }
-    kept.clear();
-    ::_exit(zero ? 0 : 1);
-  }
-  int status = -1;
-  ASSERT_EQ(::waitpid(child, &status, 0), child);
-  EXPECT_EQ(status, 0);
+  EXPECT_EQ(status_of_child([&] {
+              bool zero = true;
+              for (const auto& place : kept) {
+                auto* const values = static_cast<float*>(place.get());
+                for (size_t i = 0; i < ones.size(); ++i) zero = zero && values[i] == 0.0f;
+                values[4999] = 2.0f;
+              }
+              kept.clear();
+              return zero ? 0 : 1;
+            }),
+            0);
   for (const auto& place : kept) EXPECT_EQ(static_cast<const float*>(place.get())[4999], 1.0f);
 }
 
@@ -771,18 +768,15 @@ TEST(GradientEngine, WrongCallsAreRefusedAndNamed) {
     } catch (const Error& error) {
       EXPECT_NE(std::string(error.what()).find("layer1 of rank 0"), std::string::npos);
     }
-    const pid_t child = ::fork();
-    if (child == 0) {
-      try {
-        engine.submit(1, gradient.data(), false);
-      } catch (const Error& error) {
-        ::_exit(error.kind() == ErrorKind::usage ? 7 : 8);
-      }
-      ::_exit(9);
-    }
-    int status = 0;
-    ASSERT_EQ(::waitpid(child, &status, 0), child);
-    EXPECT_EQ(WEXITSTATUS(status), 7);
+    EXPECT_EQ(status_of_child([&] {
+                try {
+                  engine.submit(1, gradient.data(), false);
+                } catch (const Error& error) {
+                  return error.kind() == ErrorKind::usage ? 7 : 8;
+                }
+                return 9;
+              }),
+              7);
   });
   EXPECT_EQ(errors, Errors(1));
 }

@@ -15,6 +15,7 @@
 #include <thread>
 #include <vector>
 
+#include "../forked.h"
 #include "base/error.h"
 #include "base/log.h"
 
@@ -113,15 +114,12 @@ TEST_F(Trace, AForkedChildRecordsNothingAndLeavesTheFileAlone) {
   const Kind kind = define("test", "fork");
   start({path_, 0, 1});
   record(kind, 1, 2);
-  const pid_t child = ::fork();
-  if (child == 0) {
-    record(kind, 3, 4);
-    const Summary none = stop();
-    ::_exit(on() || none.events != 0 ? 1 : 0);
-  }
-  int status = -1;
-  ASSERT_EQ(::waitpid(child, &status, 0), child);
-  EXPECT_EQ(status, 0);
+  EXPECT_EQ(status_of_child([&] {
+              record(kind, 3, 4);
+              const Summary none = stop();
+              return on() || none.events != 0 ? 1 : 0;
+            }),
+            0);
   record(kind, 5, 6);
   EXPECT_EQ(stop().events, 2u);
 }
