@@ -765,6 +765,11 @@ class Group(ProcessGroup):  # type: ignore[misc]
         return self._reducers[key]
 
     def _allreduce(self, flat: torch.Tensor, op: str) -> None:
+        if flat.dtype == torch.int16 and not self._one_node:  # Gloo has none
+            wide = flat.int()
+            self._allreduce(wide, op)
+            flat.copy_(wide)
+            return
         node, reducer, address = self._node._live(), self._reducer(op, flat), flat.data_ptr()
         if self._one_node:
             node.allreduce(address, address, flat.numel(), reducer, "cooperative", self._fixed)

@@ -197,6 +197,11 @@ def test_averages_of_integers(nodes: int) -> None:
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
+def test_sums_of_shorts(nodes: int) -> None:
+    check("shorts", 2, NODES=str(nodes))
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
 def test_sums_of_booleans(nodes: int) -> None:
     check("sums_of_booleans", 2, NODES=str(nodes))
 

@@ -1078,6 +1078,23 @@ def averages() -> None:
     assert every.item()
 
 
+def shorts() -> None:
+    """int16, which Gloo lacks: sums and products wrap."""
+    op = dist.ReduceOp
+    mine = (torch.arange(300) * 100 + rank).to(torch.int16)
+    every = torch.stack([(torch.arange(300) * 100 + r).to(torch.int16) for r in range(size)])
+    for kind, wanted in (
+        (op.SUM, every.sum(0, dtype=torch.int16)),
+        (op.PRODUCT, every.prod(0, dtype=torch.int16)),
+        (op.MAX, every.amax(0)),
+        (op.BAND, every[0] & every[1]),
+        (op.AVG, every.sum(0, dtype=torch.int16).div(size, rounding_mode="trunc")),
+    ):
+        tensor = mine.clone()
+        dist.all_reduce(tensor, kind)
+        assert torch.equal(tensor, wanted), kind
+
+
 def sums_of_booleans() -> None:
     """SUM of booleans is whether any is set, also if as many as a byte counts are."""
     any_set, none_set = torch.ones(size * 2, dtype=torch.bool), torch.zeros(1, dtype=torch.bool)
