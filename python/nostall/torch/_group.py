@@ -1026,7 +1026,8 @@ def _divide(total: torch.Tensor, ranks: int) -> None:
 
 
 def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous()
+    """One whose memory is its values: not those that are conjugated or negated when they are read."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def _copy_back(tensor: torch.Tensor, flat: torch.Tensor) -> None:

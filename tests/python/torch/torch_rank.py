@@ -1095,6 +1095,24 @@ def shorts() -> None:
         assert torch.equal(tensor, wanted), kind
 
 
+def negated() -> None:
+    """The imaginary part of a conjugate is negated when it is read: that value is sent and written."""
+    memory = torch.tensor([5j])
+    lazy = memory.conj().imag
+    assert lazy.is_neg()
+    assert lazy.is_contiguous()
+    mine = lazy if rank == 0 else torch.tensor([3.0])
+    for root, value in ((0, -5), (1, 3)):
+        if rank == root:
+            mine.fill_(value)
+        dist.broadcast(mine, root)
+        assert mine.item() == value
+    mine.fill_(rank + 1)
+    dist.all_reduce(mine)
+    assert mine.item() == size * (size + 1) / 2
+    assert rank != 0 or memory.item() == -1j * mine.item()
+
+
 def sums_of_booleans() -> None:
     """SUM of booleans is whether any is set, also if as many as a byte counts are."""
     any_set, none_set = torch.ones(size * 2, dtype=torch.bool), torch.zeros(1, dtype=torch.bool)
