@@ -368,15 +368,17 @@ class GradientSync:
             gradient = self._parameters[i].grad
             assert gradient is not None
             part = gradient.coalesce()
-            mine[i] = (part.indices().numpy(), part.values().numpy())
+            # As bytes: NumPy has no bfloat16.
+            values = part.values().contiguous().view(torch.uint8)
+            mine[i] = (part.indices().numpy(), values.numpy())
         everyone = [_unpack(b) for b in self.engine.all_gather(_pack(mine))]
         for i in sorted({i for rank in everyone for i in rank}):
             parts = [rank[i] for rank in everyone if i in rank]
             indices = torch.from_numpy(np.concatenate([p[0] for p in parts], axis=1))
-            values = torch.from_numpy(np.concatenate([p[1] for p in parts]))
+            kind, shape = self._parameters[i].dtype, self._parameters[i].shape
+            values = torch.from_numpy(np.concatenate([p[1] for p in parts])).view(kind)
             if self.options.mean:
                 values = values / self.ranks.ranks
-            shape = self._parameters[i].shape
             self._parameters[i].grad = torch.sparse_coo_tensor(
                 indices, values, shape, check_invariants=False
             ).coalesce()

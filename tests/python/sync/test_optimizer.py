@@ -645,7 +645,8 @@ def test_the_last_rank_of_a_process_set_has_its_number_in_the_job() -> None:
 
 
 SPARSE = """
-table = torch.nn.Embedding(10, 4, sparse=True)
+table = torch.nn.Embedding(10, 4, sparse=True, dtype=kind)
+torch.nn.init.ones_(table.weight)
 optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
 optimizer = nt.DistributedOptimizer(optimizer, table.named_parameters())
 before = table.weight.detach().clone()
@@ -659,8 +660,9 @@ result = [round(x, 4) for x in (before - table.weight.detach())[[0, 1, 7, 9], 0]
 
 
 @pytest.mark.multi
-def test_a_rank_without_data_gives_no_rows() -> None:
-    assert run_ranks(2, MODEL + SPARSE) == [[0.5, 1.5, 2.0, 0.0]] * 2
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_a_rank_without_data_gives_no_rows(kind: str) -> None:
+    assert run_ranks(2, f"{MODEL}kind = torch.{kind}\n{SPARSE}") == [[0.5, 1.5, 2.0, 0.0]] * 2
 
 
 ROWS = """
