@@ -87,7 +87,7 @@ class Device:
                     pinned = torch.empty(
                         max(1, size), dtype=torch.uint8, pin_memory=True, device="cpu"
                     )
-                return self._slab(pinned)
+                return self._slab(pinned)[:size]
             except RuntimeError as error:
                 self._give_up_pinning(error)
         return aligned(size)

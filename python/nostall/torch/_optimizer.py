@@ -464,6 +464,8 @@ class GradientSync:
         with torch.no_grad():
             for tensor in tensors:
                 size = tensor.numel() * tensor.element_size()
+                if size == 0:
+                    continue
                 part = torch.frombuffer(bytearray(data[at : at + size]), dtype=tensor.dtype)
                 tensor.copy_(part.view(tensor.shape))
                 at += size

@@ -644,6 +644,31 @@ def test_the_last_rank_of_a_process_set_has_its_number_in_the_job() -> None:
     assert first[0] == 2
 
 
+EMPTY = """
+class Padded(Net):
+    def __init__(self):
+        super().__init__()
+        self.none = torch.nn.Parameter(torch.empty(0, 3))
+torch.manual_seed(rank)
+model = Padded()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+optimizer = nt.DistributedOptimizer(optimizer, model.named_parameters())
+for step in range(1 + rank):
+    optimizer.zero_grad()
+    x, y = data(step, rank)
+    (loss_of(model(x), y) + model.none.sum()).backward()
+    optimizer.step()
+result = [optimizer.join(), weights(model)]
+"""
+
+
+@pytest.mark.multi
+def test_a_model_may_have_a_parameter_without_elements() -> None:
+    first, second = run_ranks(2, MODEL + EMPTY)
+    assert first == second
+    assert first[0] == 1
+
+
 SPARSE = """
 table = torch.nn.Embedding(10, 4, sparse=True, dtype=kind)
 torch.nn.init.ones_(table.weight)
