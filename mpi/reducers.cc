@@ -1,10 +1,13 @@
 // MPI's types and operations in terms of ours. What we have no kernel for (a user's operation,
-// MINLOC, Fortran's logicals) is computed by the MPI itself, MPI_Reduce_local.
+// MINLOC, Fortran's logicals) is computed by the MPI itself, MPI_Reduce_local. A predefined operation
+// on a type for which the standard has none is left to the MPI, which refuses it or has more.
 #include "reducers.h"
 
-#include <cstring>
+#include <algorithm>
 #include <utility>
 #include <vector>
+
+#include "base/error.h"
 
 namespace nostall::mpi {
 namespace {
@@ -91,6 +94,9 @@ std::optional<DataType> type_of(MPI_Datatype type) {
       {MPI_UINT16_T, DataType::uint16},
       {MPI_UINT32_T, DataType::uint32},
       {MPI_UINT64_T, DataType::uint64},
+      {MPI_AINT, integer<MPI_Aint>()},
+      {MPI_OFFSET, integer<MPI_Offset>()},
+      {MPI_COUNT, integer<MPI_Count>()},
       {MPI_C_FLOAT_COMPLEX, DataType::complex64},
       {MPI_C_DOUBLE_COMPLEX, DataType::complex128}};
   for (const auto& [theirs, ours] : known) {
@@ -108,6 +114,32 @@ std::optional<Op> op_of(MPI_Op op) {
     if (theirs == op) return ours;
   }
   return std::nullopt;
+}
+
+bool is_predefined_operation(MPI_Op op) {
+  return op_of(op) || op == MPI_MINLOC || op == MPI_MAXLOC || op == MPI_REPLACE ||
+         op == MPI_NO_OP || op == MPI_OP_NULL;
+}
+
+// Whether the standard has a predefined operation for a type of which we have no kernel.
+bool is_in_standard(MPI_Op op, MPI_Datatype type) {
+  struct Defined {
+    std::vector<MPI_Op> operations;
+    std::vector<MPI_Datatype> types;
+  };
+  static const std::vector<Defined> all{
+      {{MPI_MINLOC, MPI_MAXLOC},
+       {MPI_2INT, MPI_FLOAT_INT, MPI_2INTEGER, MPI_2REAL, MPI_2DOUBLE_PRECISION}},
+      {{MPI_LAND, MPI_LOR, MPI_LXOR}, {MPI_C_BOOL, MPI_CXX_BOOL, MPI_LOGICAL}},
+      {{MPI_BAND, MPI_BOR, MPI_BXOR}, {MPI_BYTE}},
+      {{MPI_SUM, MPI_PROD}, {MPI_LONG_DOUBLE, MPI_C_LONG_DOUBLE_COMPLEX}},
+      {{MPI_MIN, MPI_MAX}, {MPI_LONG_DOUBLE}}};
+  const auto has = [](const auto& list, auto handle) {
+    return std::find(list.begin(), list.end(), handle) != list.end();
+  };
+  return std::any_of(all.begin(), all.end(), [&](const Defined& each) {
+    return has(each.operations, op) && has(each.types, type);
+  });
 }
 
 bool is_predefined(int constructor) {
@@ -186,14 +218,18 @@ std::optional<MpiReducer> MpiReducer::make(MPI_Datatype type, MPI_Op op) {
   }
   uint64_t element = 0;
   int commutes = 0;
-  if (!has_no_gaps(type, &element) || element > 4096 ||
-      PMPI_Op_commutative(op, &commutes) != MPI_SUCCESS) {
+  if ((is_predefined_operation(op) && !is_in_standard(op, type)) || !has_no_gaps(type, &element) ||
+      element > 4096 || PMPI_Op_commutative(op, &commutes) != MPI_SUCCESS) {
     return std::nullopt;
   }
   result.operation_ = std::make_shared<Operation>(Operation{type, op});
   const auto combine = [](const void* in, void* inout, uint64_t count, void* context) {
     const auto* self = static_cast<const Operation*>(context);
-    PMPI_Reduce_local(in, inout, static_cast<int>(count), self->type, self->op);
+    const int code = PMPI_Reduce_local(in, inout, static_cast<int>(count), self->type, self->op);
+    if (code == MPI_SUCCESS) return;
+    int error_class = MPI_ERR_OP;
+    PMPI_Error_class(code, &error_class);
+    throw Error(ErrorKind::peer, "the MPI's MPI_Reduce_local refused an operation", error_class);
   };
   result.reducer_.emplace(combine, result.operation_.get(), element, commutes != 0);
   return result;

@@ -12,7 +12,8 @@
 
 namespace nostall::mpi {
 
-// An MPI operation on an MPI type as a collective::Reducer; nothing if the type has gaps.
+// An MPI operation on an MPI type as a collective::Reducer; nothing if the type has gaps, or the
+// standard no such operation for it.
 class MpiReducer {
  public:
   // Valid until this thread's next call; null if the MPI has to do it.

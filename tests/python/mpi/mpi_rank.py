@@ -816,6 +816,43 @@ def revoked_by_mpi() -> None:
         following.Free()
 
 
+def refused() -> None:
+    """What the MPI refuses is its error, alike on all ranks, and changes nothing."""
+    three = MPI.DOUBLE.Create_contiguous(3).Commit()
+    cases = [
+        (MPI.C_BOOL, MPI.SUM),
+        (MPI.C_BOOL, MPI.MAXLOC),
+        (MPI.INT_INT, MPI.MAX),
+        (MPI.FLOAT, MPI.BAND),
+        (three, MPI.SUM),
+    ]
+    for kind, op in cases:
+        sent, got = np.ones(24 * 4 * size, "u1"), np.full(24 * 4 * size, 7, "u1")
+        given, room = [sent, 4, kind], [got, 4, kind]
+        raises(MPI.ERR_OP, lambda: world.Allreduce(given, room, op))  # noqa: B023
+        raises(MPI.ERR_OP, lambda: world.Reduce(given, room, op, 1))  # noqa: B023
+        blocks = [sent, 4 * size, kind]
+        every = [4] * size
+        raises(MPI.ERR_OP, lambda: world.Reduce_scatter(blocks, room, every, op))  # noqa: B023
+        assert (got == 7).all()
+    three.Free()
+    # What the standard has beyond our kernels.
+    some = np.array([rank == 0, True, False])
+    world.Allreduce(MPI.IN_PLACE, [some, MPI.C_BOOL], MPI.LAND)
+    assert some.tolist() == [size == 1, True, False]
+    long = np.full(100, np.longdouble(rank + 1))
+    world.Allreduce(MPI.IN_PLACE, [long, MPI.LONG_DOUBLE], MPI.SUM)
+    assert (long == size * (size + 1) / 2).all()
+    raw = np.full(100, 1 << rank, "u1")
+    world.Allreduce(MPI.IN_PLACE, [raw, MPI.BYTE], MPI.BOR)
+    assert (raw == (1 << size) - 1).all()
+    whole = np.full(100, rank, "i8")
+    for kind in (MPI.AINT, MPI.OFFSET, MPI.COUNT):
+        whole[:] = rank
+        world.Allreduce(MPI.IN_PLACE, [whole, kind], MPI.MAX)
+        assert (whole == size - 1).all()
+
+
 def huge() -> None:
     """More than 2^31 elements. The same few pages stand for all but the last ones."""
     pages, times = 1 << 24, 129

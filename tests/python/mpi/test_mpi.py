@@ -293,6 +293,15 @@ def test_a_revocation_reaches_those_who_wait_on_other_nodes() -> None:
     assert "all right" in result.stdout, result.stdout + result.stderr
 
 
+@pytest.mark.parametrize("which", MPIS)
+def test_what_the_mpi_refuses_is_its_error(which: str) -> None:
+    result = run(which, 3, [sys.executable, str(RANK), "refused"])
+    assert "all right" in result.stdout, result.stdout + result.stderr
+    counts = counted(result.stderr)
+    assert counts["type"] == 3 * 5
+    assert counts["allreduce"] == 6
+
+
 def test_more_than_two_gigabytes_in_one_call() -> None:
     result = run("mpich", 2, [sys.executable, str(RANK), "huge"])
     assert "all right" in result.stdout, result.stderr
