@@ -7,7 +7,6 @@
 #include <cstdlib>
 #include <filesystem>
 #include <functional>
-#include <set>
 #include <string>
 #include <system_error>
 
@@ -29,7 +28,8 @@ namespace {
 
 struct Registry {
   Mutex mutex;
-  std::set<CommunicatorState*> all NOSTALL_GUARDED_BY(mutex);
+  // In the order of their first calls, which is that of all ranks: they free what is the MPI's together.
+  std::vector<CommunicatorState*> all NOSTALL_GUARDED_BY(mutex);
   // Those of them whose communicator was freed.
   std::vector<CommunicatorState*> ended NOSTALL_GUARDED_BY(mutex);
   uint32_t next_id NOSTALL_GUARDED_BY(mutex) = 0;
@@ -46,9 +46,16 @@ std::atomic<uint64_t>& endings() {
   return count;
 }
 
-std::atomic<CommunicatorState*>& world() {
-  static std::atomic<CommunicatorState*> state{nullptr};
-  return state;
+// Between MPI_Init and MPI_Finalize. A communicator of a session may exist without, but then there is
+// no MPI_COMM_SELF.
+std::atomic<bool>& live() {
+  static std::atomic<bool> now{false};
+  return now;
+}
+
+std::shared_ptr<collective::Communicator>& shared_arena() {
+  static std::shared_ptr<collective::Communicator> one;
+  return one;
 }
 
 int forget(MPI_Comm, int, void* attribute, void*) {
@@ -61,7 +68,7 @@ int forget(MPI_Comm, int, void* attribute, void*) {
   // What was freed with work in flight stays until that is done.
   std::erase_if(known.ended, [&known](CommunicatorState* freed) NOSTALL_REQUIRES(known.mutex) {
     if (freed->queue && !freed->queue->idle()) return false;
-    known.all.erase(freed);
+    std::erase(known.all, freed);
     delete freed;
     return true;
   });
@@ -184,7 +191,7 @@ bool join_node(CommunicatorState& state, MPI_Comm node, bool is_world) {
   if (joined == 1) {
     try {
       config.selection = selection_text_once();
-      state.node = std::make_unique<collective::Communicator>(config);
+      state.node = std::make_shared<collective::Communicator>(config);
     } catch (const Error& error) {
       joined = 0;
       why = error.what();
@@ -299,7 +306,7 @@ CommunicatorState* leave_to_mpi(MPI_Comm comm) {
 CommunicatorState* look_up(MPI_Comm comm, bool make) {
   void* attribute = nullptr;
   int found = 0;
-  if (comm == MPI_COMM_NULL) return nullptr;
+  if (comm == MPI_COMM_NULL || !live().load(std::memory_order_acquire)) return nullptr;
   PMPI_Comm_get_attr(comm, keyval(), &attribute, &found);
   if (found != 0) {
     return attribute == no_state() ? nullptr : static_cast<CommunicatorState*>(attribute);
@@ -331,9 +338,8 @@ CommunicatorState* look_up(MPI_Comm comm, bool make) {
   const MutexLock lock(known.mutex);
   made->id = known.next_id++;
   CommunicatorState* state = made.release();
-  known.all.insert(state);
+  known.all.push_back(state);
   PMPI_Comm_set_attr(comm, keyval(), state);
-  if (comm == MPI_COMM_WORLD && state->passed == Fallback::no) world().store(state);
   return state;
 }
 
@@ -360,11 +366,20 @@ CommunicatorState* state_of(MPI_Comm comm) {
 
 CommunicatorState* known_state_of(MPI_Comm comm) { return look_up(comm, false); }
 
-CommunicatorState* world_state() noexcept { return world().load(std::memory_order_acquire); }
+collective::Communicator* arena() noexcept { return shared_arena().get(); }
+
+void begin_states() {
+  live().store(true, std::memory_order_release);
+  endings().fetch_add(1);
+  const CommunicatorState* world = state_of(MPI_COMM_WORLD);
+  if (world != nullptr) shared_arena() = world->node;
+}
+
+void free_arena() noexcept { shared_arena().reset(); }
 
 void free_states() {
+  live().store(false, std::memory_order_release);
   endings().fetch_add(1);
-  world().store(nullptr, std::memory_order_release);
   Registry& known = registry();
   const MutexLock lock(known.mutex);
   known.ended.clear();

@@ -17,10 +17,10 @@ constexpr MPI_Aint kFrom = 256 << 10;
 namespace own = nostall::mpi;
 
 NOSTALL_EXPORT int MPI_Alloc_mem(MPI_Aint size, MPI_Info info, void* base) {
-  own::CommunicatorState* world = own::world_state();
-  if (world != nullptr && size >= own::kFrom) {
+  nostall::collective::Communicator* arena = own::arena();
+  if (arena != nullptr && size >= own::kFrom) {
     try {
-      if (void* data = world->node->allocate(static_cast<uint64_t>(size))) {
+      if (void* data = arena->allocate(static_cast<uint64_t>(size))) {
         *static_cast<void**>(base) = data;
         own::counters().allocations.fetch_add(1, std::memory_order_relaxed);
         return MPI_SUCCESS;
@@ -33,6 +33,6 @@ NOSTALL_EXPORT int MPI_Alloc_mem(MPI_Aint size, MPI_Info info, void* base) {
 }
 
 NOSTALL_EXPORT int MPI_Free_mem(void* base) {
-  own::CommunicatorState* world = own::world_state();
-  return world != nullptr && world->node->release(base) ? MPI_SUCCESS : PMPI_Free_mem(base);
+  nostall::collective::Communicator* arena = own::arena();
+  return arena != nullptr && arena->release(base) ? MPI_SUCCESS : PMPI_Free_mem(base);
 }

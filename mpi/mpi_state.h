@@ -44,7 +44,7 @@ struct CommunicatorState {
   uint64_t name = 0;        // the same on all its ranks, different for any other
   Fallback passed = Fallback::no;
   bool recorded = false;                           // it is in the profile
-  std::unique_ptr<collective::Communicator> node;  // its ranks on this node
+  std::shared_ptr<collective::Communicator> node;  // its ranks on this node
   std::shared_ptr<Queue> queue;                    // of nonblocking calls; at the first one
   int64_t timeout_ns = 0;                          // its timeout
   int node_rank = 0, node_ranks = 1;
@@ -61,22 +61,27 @@ struct CommunicatorState {
 };
 
 // The state of a communicator; made at its first collective call, in which all its ranks take part.
-// Null before MPI_Init or after MPI_Finalize, and where the MPI failed meanwhile: a revoked one.
+// Null before MPI_Init and from MPI_Finalize on, also in what that calls (attributes of MPI_COMM_SELF),
+// and where the MPI failed meanwhile: a revoked one.
 CommunicatorState* state_of(MPI_Comm comm);
 // The same, but null where none was made yet; other ranks need not be in a call. Whether one was
 // made is the same on all ranks, since all make the same calls.
 CommunicatorState* known_state_of(MPI_Comm comm);
-// That of MPI_COMM_WORLD; null where the MPI does all.
-CommunicatorState* world_state() noexcept;
+// Whose memory MPI_Alloc_mem gives; null where the MPI does.
+collective::Communicator* arena() noexcept;
 // After MPI_Init, which is collective over all ranks of MPI_COMM_WORLD, as MPI_Alloc_mem is not.
 void begin();
+// The part of it that makes the state of MPI_COMM_WORLD.
+void begin_states();
 // The class of error that a peer's or the program's own error carries as its number, else
 // MPI_ERR_OTHER.
 int class_of(const Error& error) noexcept;
 // What a call that failed returns, after the error handler. Says why on standard error unless the
 // program stopped it.
 int fail(MPI_Comm comm, const Error& error);
-// Frees what is kept; the program's communicators are about to end.
+// Frees what is kept but the arena; the program's communicators are about to end.
 void free_states();
+// After MPI_Finalize, which calls what the program has to do at its end.
+void free_arena() noexcept;
 
 }  // namespace nostall::mpi

@@ -231,7 +231,7 @@ int fail(MPI_Comm comm, const Error& error) {
 
 void begin() {
   check_settings();
-  state_of(MPI_COMM_WORLD);
+  begin_states();
   if (profiling()) profile_begin();
 }
 
@@ -261,7 +261,9 @@ NOSTALL_EXPORT int MPI_Finalize() {
   own::report();
   if (own::profiling()) own::profile_end();
   own::free_states();
-  return PMPI_Finalize();
+  const int result = PMPI_Finalize();
+  own::free_arena();
+  return result;
 }
 
 NOSTALL_EXPORT int MPI_Allreduce(const void* send, void* receive, int count, MPI_Datatype type,

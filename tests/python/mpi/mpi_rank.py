@@ -853,6 +853,31 @@ def refused() -> None:
         assert (whole == size - 1).all()
 
 
+def at_the_end() -> None:
+    """What MPI_Finalize calls still communicates, and has its memory."""
+    total = np.ones(1000)
+    world.Allreduce(MPI.IN_PLACE, total)
+    others = world.Split(rank % 2)
+    others.Barrier()
+    memory = MPI.Alloc_mem(1 << 20)
+    data = np.frombuffer(memory, "f8")
+    ended = []
+
+    def end(comm: MPI.Comm, key: int, value: object) -> None:
+        data[:] = rank
+        world.Allreduce(MPI.IN_PLACE, data)
+        ended.append(bool((data == size * (size - 1) / 2).all()))
+        others.Barrier()
+        world.Bcast(total, 1)
+        more = MPI.Alloc_mem(1 << 20)
+        MPI.Free_mem(more)
+        MPI.Free_mem(memory)
+
+    MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=end), None)
+    MPI.Finalize()
+    assert ended == [True]
+
+
 def huge() -> None:
     """More than 2^31 elements. The same few pages stand for all but the last ones."""
     pages, times = 1 << 24, 129

@@ -302,6 +302,50 @@ def test_what_the_mpi_refuses_is_its_error(which: str) -> None:
     assert counts["allreduce"] == 6
 
 
+@pytest.mark.parametrize("which", MPIS)
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_collectives_and_memory_in_what_finalize_calls(which: str, nodes: int) -> None:
+    result = run(which, 3, [sys.executable, str(RANK), "at_the_end"], TEST_NODES=str(nodes))
+    assert "all right" in result.stdout, result.stdout + result.stderr
+    assert counted(result.stderr)["allocations"] == 1
+
+
+# A program may call MPI for communicators of sessions alone.
+_SESSION = """
+import time
+import mpi4py
+mpi4py.rc.initialize = False
+import numpy as np
+from mpi4py import MPI
+session = MPI.Session.Init()
+group = session.Create_group("mpi://WORLD")
+comm = MPI.Intracomm.Create_from_group(group, "nostall.test")
+column = MPI.DOUBLE.Create_vector(8, 1, 5).Commit()
+for _ in range(2):
+    total = np.ones(100_000)
+    if comm.rank == 1:
+        time.sleep(0.1)  # others wait
+    comm.Allreduce(MPI.IN_PLACE, total)
+    assert (total == comm.size).all()
+    grid = np.full((8, 5), float(comm.rank))
+    comm.Bcast([grid, 1, column], 1)
+    assert (grid[:, 0] == 1).all() and (grid[:, 1:] == comm.rank).all()
+rank = comm.rank
+comm.Free()
+group.Free()
+session.Finalize()
+if rank == 0:
+    print("all right", flush=True)
+"""
+
+
+@pytest.mark.parametrize("which", MPIS)
+def test_a_program_of_sessions_alone_is_the_mpis(which: str) -> None:
+    result = run(which, 2, [sys.executable, "-c", _SESSION])
+    assert result.returncode == 0, result.stderr
+    assert "all right" in result.stdout, result.stderr
+
+
 def test_more_than_two_gigabytes_in_one_call() -> None:
     result = run("mpich", 2, [sys.executable, str(RANK), "huge"])
     assert "all right" in result.stdout, result.stderr
