@@ -298,23 +298,26 @@ std::vector<Message> time_messages(MPI_Comm node) {
   PMPI_Comm_rank(MPI_COMM_WORLD, &rank);
   PMPI_Comm_size(MPI_COMM_WORLD, &ranks);
   const int partner = partner_of_zero(node, rank);
-  if (ranks < 2 || (rank != 0 && rank != partner)) return found;
+  const bool takes_part = ranks > 1 && (rank == 0 || rank == partner);
+  // On MPI_COMM_WORLD a receive that the program left could take the messages.
+  MPI_Comm both = MPI_COMM_NULL;
+  PMPI_Comm_split(MPI_COMM_WORLD, takes_part ? 0 : MPI_UNDEFINED, rank, &both);
+  if (both == MPI_COMM_NULL) return found;
+  const int other = rank == 0 ? 1 : 0;
   std::vector<std::byte> data(static_cast<size_t>(kSizes.back()));
   for (const int bytes : kSizes) {
     int64_t shortest = std::numeric_limits<int64_t>::max();
     for (int i = 0; i < kTrips; ++i) {
       const int64_t sent = now_ns();
-      const auto send = [&] {
-        PMPI_Send(data.data(), bytes, MPI_BYTE, rank == 0 ? partner : 0, kTag, MPI_COMM_WORLD);
-      };
+      const auto send = [&] { PMPI_Send(data.data(), bytes, MPI_BYTE, other, kTag, both); };
       if (rank == 0) send();
-      PMPI_Recv(data.data(), bytes, MPI_BYTE, rank == 0 ? partner : 0, kTag, MPI_COMM_WORLD,
-                MPI_STATUS_IGNORE);
+      PMPI_Recv(data.data(), bytes, MPI_BYTE, other, kTag, both, MPI_STATUS_IGNORE);
       if (rank != 0) send();
       shortest = std::min(shortest, now_ns() - sent);
     }
     if (rank == 0) found.push_back({static_cast<uint64_t>(bytes), shortest / 2});
   }
+  PMPI_Comm_free(&both);
   return found;
 }
 

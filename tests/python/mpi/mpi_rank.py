@@ -878,6 +878,23 @@ def at_the_end() -> None:
     assert ended == [True]
 
 
+def left_receive() -> None:
+    """A receive of any message that nobody sends, while MPI_Finalize runs."""
+    room = np.zeros(8 << 20, "u1")
+    request = world.Irecv(room)
+    ended = []
+
+    def end(comm: MPI.Comm, key: int, value: object) -> None:
+        ended.append(request.Test())
+        request.Cancel()
+        request.Wait()
+
+    MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=end), None)
+    MPI.Finalize()
+    assert ended == [False]
+    assert not room.any()
+
+
 def huge() -> None:
     """More than 2^31 elements. The same few pages stand for all but the last ones."""
     pages, times = 1 << 24, 129

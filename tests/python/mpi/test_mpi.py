@@ -407,6 +407,14 @@ def test_a_profile_has_every_collective(which: str, tmp_path: Path) -> None:
     assert min(times) > 0
 
 
+@pytest.mark.parametrize("which", MPIS)
+def test_a_profile_leaves_messages_to_the_program(which: str, tmp_path: Path) -> None:
+    program = [sys.executable, str(RANK), "left_receive"]
+    result = run(which, 2, program, NOSTALL_MPI_PROFILE=str(tmp_path))
+    assert "all right" in result.stdout, result.stdout + result.stderr
+    assert arrivals.read(arrivals.find([str(tmp_path)])).alpha.measured
+
+
 def test_a_profile_keeps_communicators_between_groups_apart(tmp_path: Path) -> None:
     result = launch(["between_groups"], 4, profile=str(tmp_path))
     assert "all right" in result.stdout, result.stderr
