@@ -7,6 +7,7 @@
 #include <dlfcn.h>
 #include <mpi.h>
 
+#include <algorithm>
 #include <array>
 #include <vector>
 
@@ -215,6 +216,37 @@ NOSTALL_EXPORT void ompi_ibarrier_f(Fint* comm, Fint* request, Fint* error) {
 }
 NOSTALL_FORTRAN(ibarrier, IBARRIER, Fint*, Fint*, Fint*);
 
+namespace {
+
+// A logical: 1 is true to compilers that look at the lowest bit, and to those that look at all.
+Fint logical(int flag) { return flag != 0 ? 1 : 0; }
+
+Fint from_one(int index) { return index == MPI_UNDEFINED ? index : index + 1; }
+
+// What a wait or a test for several requests gets from the program, and gives back.
+struct Waited {
+  Waited(Fint count, Fint* of)
+      : handles(of),
+        requests(static_cast<size_t>(count > 0 ? count : 0)),
+        statuses(std::max<size_t>(requests.size(), 1)) {
+    for (size_t i = 0; i < requests.size(); ++i) requests[i] = PMPI_Request_f2c(of[i]);
+  }
+  void give_back(Fint* to, Fint ended) {
+    constexpr size_t kStatus = sizeof(MPI_Status) / sizeof(int);
+    for (size_t i = 0; i < requests.size(); ++i) handles[i] = PMPI_Request_c2f(requests[i]);
+    if (ignored(to)) return;
+    for (size_t i = 0; static_cast<Fint>(i) < ended; ++i) {
+      PMPI_Status_c2f(&statuses[i], to + i * kStatus);
+    }
+  }
+
+  Fint* const handles;
+  std::vector<MPI_Request> requests;
+  std::vector<MPI_Status> statuses;  // a call that fails early may leave them
+};
+
+}  // namespace
+
 NOSTALL_EXPORT void ompi_wait_f(Fint* request, Fint* status, Fint* error) {
   MPI_Request waited = PMPI_Request_f2c(*request);
   MPI_Status ended{};  // a wait that fails early may leave it
@@ -225,20 +257,77 @@ NOSTALL_EXPORT void ompi_wait_f(Fint* request, Fint* status, Fint* error) {
 }
 NOSTALL_FORTRAN(wait, WAIT, Fint*, Fint*, Fint*);
 
+NOSTALL_EXPORT void ompi_test_f(Fint* request, Fint* flag, Fint* status, Fint* error) {
+  MPI_Request tested = PMPI_Request_f2c(*request);
+  MPI_Status ended{};
+  int done = 0;
+  const int result = MPI_Test(&tested, &done, &ended);
+  *request = PMPI_Request_c2f(tested);
+  *flag = logical(done);
+  if (done != 0 && !ignored(status)) PMPI_Status_c2f(&ended, status);
+  answer(error, result);
+}
+NOSTALL_FORTRAN(test, TEST, Fint*, Fint*, Fint*, Fint*);
+
 NOSTALL_EXPORT void ompi_waitall_f(Fint* count, Fint* requests, Fint* statuses, Fint* error) {
-  constexpr size_t kStatus = sizeof(MPI_Status) / sizeof(int);
-  const auto n = static_cast<size_t>(*count > 0 ? *count : 0);
-  std::vector<MPI_Request> waited(n);
-  std::vector<MPI_Status> ended(n);
-  for (size_t i = 0; i < n; ++i) waited[i] = PMPI_Request_f2c(requests[i]);
-  const int result = MPI_Waitall(*count, waited.data(), ended.data());
-  for (size_t i = 0; i < n; ++i) {
-    requests[i] = PMPI_Request_c2f(waited[i]);
-    if (!ignored(statuses)) PMPI_Status_c2f(&ended[i], statuses + i * kStatus);
-  }
+  Waited waited(*count, requests);
+  const int result = MPI_Waitall(*count, waited.requests.data(), waited.statuses.data());
+  waited.give_back(statuses, *count);
   answer(error, result);
 }
 NOSTALL_FORTRAN(waitall, WAITALL, Fint*, Fint*, Fint*, Fint*);
+
+NOSTALL_EXPORT void ompi_testall_f(Fint* count, Fint* requests, Fint* flag, Fint* statuses,
+                                   Fint* error) {
+  Waited waited(*count, requests);
+  int done = 0;
+  const int result = MPI_Testall(*count, waited.requests.data(), &done, waited.statuses.data());
+  waited.give_back(statuses, done != 0 ? *count : 0);
+  *flag = logical(done);
+  answer(error, result);
+}
+NOSTALL_FORTRAN(testall, TESTALL, Fint*, Fint*, Fint*, Fint*, Fint*);
+
+NOSTALL_EXPORT void ompi_waitany_f(Fint* count, Fint* requests, Fint* index, Fint* status,
+                                   Fint* error) {
+  Waited waited(*count, requests);
+  int which = MPI_UNDEFINED;
+  const int result = MPI_Waitany(*count, waited.requests.data(), &which, waited.statuses.data());
+  waited.give_back(status, 1);
+  *index = from_one(which);
+  answer(error, result);
+}
+NOSTALL_FORTRAN(waitany, WAITANY, Fint*, Fint*, Fint*, Fint*, Fint*);
+
+NOSTALL_EXPORT void ompi_testany_f(Fint* count, Fint* requests, Fint* index, Fint* flag,
+                                   Fint* status, Fint* error) {
+  Waited waited(*count, requests);
+  int which = MPI_UNDEFINED, done = 0;
+  const int result =
+      MPI_Testany(*count, waited.requests.data(), &which, &done, waited.statuses.data());
+  waited.give_back(status, done != 0 ? 1 : 0);
+  *index = from_one(which);
+  *flag = logical(done);
+  answer(error, result);
+}
+NOSTALL_FORTRAN(testany, TESTANY, Fint*, Fint*, Fint*, Fint*, Fint*, Fint*);
+
+#define NOSTALL_SOME(lower, UPPER, Name)                                                       \
+  NOSTALL_EXPORT void ompi_##lower##_f(Fint* count, Fint* requests, Fint* done, Fint* indices, \
+                                       Fint* statuses, Fint* error) {                          \
+    Waited waited(*count, requests);                                                           \
+    int some = 0;                                                                              \
+    const int result =                                                                         \
+        MPI_##Name(*count, waited.requests.data(), &some, indices, waited.statuses.data());    \
+    waited.give_back(statuses, some);                                                          \
+    for (Fint i = 0; i < some; ++i) indices[i] = from_one(indices[i]);                         \
+    *done = some;                                                                              \
+    answer(error, result);                                                                     \
+  }                                                                                            \
+  NOSTALL_FORTRAN(lower, UPPER, Fint*, Fint*, Fint*, Fint*, Fint*, Fint*)
+
+NOSTALL_SOME(waitsome, WAITSOME, Waitsome);
+NOSTALL_SOME(testsome, TESTSOME, Testsome);
 
 // Memory from a C function may be freed here, and the other way round.
 NOSTALL_EXPORT void ompi_alloc_mem_f(MPI_Aint* size, Fint* info, void* base, Fint* error) {

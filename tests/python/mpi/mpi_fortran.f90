@@ -6,6 +6,7 @@ program mpi_fortran
   integer, parameter :: MPI_COMM_WORLD = 0, MPI_SUM = 3, MPI_MAX = 1, MPI_INFO_NULL = 0
   integer, parameter :: MPI_INTEGER = 7, MPI_DOUBLE_PRECISION = 17, MPI_COMPLEX = 18
   integer, parameter :: MPI_THREAD_MULTIPLE = 3, MPI_STATUS_SIZE = 6, MPI_SUCCESS = 0
+  integer, parameter :: MPI_REQUEST_NULL = 0, MPI_UNDEFINED = -32766
   integer :: MPI_IN_PLACE, MPI_STATUS_IGNORE(MPI_STATUS_SIZE)
   double precision :: MPI_STATUSES_IGNORE(MPI_STATUS_SIZE, 1)
   common /mpi_fortran_in_place/ MPI_IN_PLACE
@@ -18,6 +19,8 @@ program mpi_fortran
   double precision :: sums(n), mine(n)
   complex :: pairs(5)
   integer :: every(21), counts(3), places(3)
+  integer :: waited(2), some, which, indices(2)
+  logical :: done
   character(len=16) :: text
 
   call get_environment_variable('OMPI_COMM_WORLD_RANK', text)
@@ -91,10 +94,56 @@ program mpi_fortran
                      request(1), error)
     call mpi_wait(request(1), MPI_STATUS_IGNORE, error)
     if (rank == 0 .and. any(every(1:3) /= (/ 0, 1, 2 /) + turn)) stop 26
+    ! Rank 0 comes late to what the others wait for, each time in another way.
+    if (rank == 0) call pause_for(5)
+    call mpi_ialltoall(whole, 1, MPI_INTEGER, every, 1, MPI_INTEGER, MPI_COMM_WORLD, waited(2), &
+                       error)
+    waited(1) = MPI_REQUEST_NULL
+    done = .false.
+    some = 0
+    which = 2
+    indices(1) = 2
+    do while (.not. done)
+      select case (mod(turn, 6))
+      case (0)
+        call mpi_test(waited(2), done, MPI_STATUS_IGNORE, error)
+      case (1)
+        call mpi_testall(2, waited, done, MPI_STATUSES_IGNORE, error)
+      case (2)
+        call mpi_testany(2, waited, which, done, status, error)
+      case (3)
+        call mpi_testsome(2, waited, some, indices, statuses, error)
+        done = some > 0
+      case (4)
+        call mpi_waitany(2, waited, which, status, error)
+        done = .true.
+      case (5)
+        call mpi_waitsome(2, waited, some, indices, MPI_STATUSES_IGNORE, error)
+        done = some == 1
+      end select
+      if (error /= MPI_SUCCESS) stop 41
+    end do
+    if (which /= 2 .or. indices(1) /= 2 .or. waited(2) /= MPI_REQUEST_NULL) stop 42
+    if (any(every(1:3) /= (/ 0, 1, 2 /) + turn)) stop 43
+    call mpi_waitany(2, waited, which, MPI_STATUS_IGNORE, error)
+    call mpi_waitsome(2, waited, some, indices, MPI_STATUSES_IGNORE, error)
+    if (which /= MPI_UNDEFINED .or. some /= MPI_UNDEFINED) stop 44
+    call mpi_testany(2, waited, which, done, MPI_STATUS_IGNORE, error)
+    if (.not. done .or. which /= MPI_UNDEFINED) stop 45
     ! A request that has ended is a null request.
     call mpi_wait(request(1), status, error)
     if (error /= MPI_SUCCESS) stop 8
   end do
   if (rank == 0) print *, 'all right'
   call mpi_finalize(error)
+contains
+  subroutine pause_for(milliseconds)
+    integer, intent(in) :: milliseconds
+    integer(kind=8) :: begin, now, rate
+    call system_clock(begin, rate)
+    now = begin
+    do while (now - begin < milliseconds*rate/1000)
+      call system_clock(now)
+    end do
+  end subroutine
 end program

@@ -45,4 +45,7 @@ def test_fortran_programs_are_answered(tmp_path: Path) -> None:
     profile = arrivals.read(arrivals.find([str(profiles)]))
     kinds = Counter(call.operation for call in profile.calls)
     assert (kinds["alltoall"], kinds["scan"], kinds["igather"]) == (10, 10, 10)
+    tested = [call for call in profile.calls if call.operation == "ialltoall"]
+    assert len(tested) == 10
+    assert all(call.left.min() >= call.arrived.max() for call in tested)
     assert not profile.left_out
