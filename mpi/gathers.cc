@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "device_memory.h"
 #include "traced.h"
 
 namespace nostall::mpi {
@@ -114,6 +115,9 @@ int answer(Gathering call, MPI_Comm comm, Fill fill, Pass pass) {
     if (bytes_of(count, call.to) > kMost) {
       return traced.passed(state, Fallback::type, call.from, pass());
     }
+  }
+  if (const auto why = device_error(*state, {call.send, call.receive})) {
+    return failed(*state, comm, *why);
   }
   try {
     gather(*state, call, comm);

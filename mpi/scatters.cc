@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "device_memory.h"
 #include "traced.h"
 
 namespace nostall::mpi {
@@ -58,6 +59,9 @@ int answer(const Scattering& call, MPI_Comm comm, CountsOf counts_of, Pass pass)
   const MpiReducer* reducer = MpiReducer::find(call.type, call.op);
   if (!reducer) return traced.passed(state, Fallback::type, call.type, pass());
   if (!state->one_node) return traced.passed(state, Fallback::multi_node, call.type, pass());
+  if (const auto why = device_error(*state, {call.send, call.receive})) {
+    return failed(*state, comm, *why);
+  }
   try {
     scatter(*state, call, counts, all, reducer->get());
   } catch (const Error& error) {

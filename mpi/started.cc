@@ -3,7 +3,9 @@
 #include <utility>
 
 #include "base/error.h"
+#include "device_memory.h"
 #include "profile.h"
+#include "traced.h"
 #include "wrappers.h"
 
 namespace nostall::mpi {
@@ -71,6 +73,7 @@ int iallreduce(const void* send, void* receive, uint64_t count, MPI_Datatype typ
   // A user's operation may not expect to run beside the program.
   const MpiReducer* found = state == nullptr ? nullptr : MpiReducer::find(type, op);
   if (found == nullptr || !found->has_kernel()) return starting.left_to_mpi(pass);
+  if (const auto why = device_error(*state, {send, receive})) return failed(*state, comm, *why);
   const collective::Reducer reducer = found->get();
   const uint64_t bytes = count * reducer.element_bytes();
   const bool in_place = send == MPI_IN_PLACE;
@@ -94,6 +97,7 @@ int ireduce(const void* send, void* receive, uint64_t count, MPI_Datatype type, 
   if (found == nullptr || !found->has_kernel() || root < 0 || root >= state->ranks) {
     return starting.left_to_mpi(pass);
   }
+  if (const auto why = device_error(*state, {send, receive})) return failed(*state, comm, *why);
   const collective::Reducer reducer = found->get();
   const uint64_t bytes = count * reducer.element_bytes();
   const bool is_root = state->rank == root, in_place = send == MPI_IN_PLACE;
@@ -115,6 +119,7 @@ int ibcast(void* buffer, uint64_t count, MPI_Datatype type, int root, MPI_Comm c
   const Starting starting(Call::bcast, count, type, comm, request);
   CommunicatorState* state = background_state(comm, bytes_of(count, type));
   if (state == nullptr || root < 0 || root >= state->ranks) return starting.left_to_mpi(pass);
+  if (const auto why = device_error(*state, {buffer})) return failed(*state, comm, *why);
   const bool is_root = state->rank == root;
   auto data = std::make_shared<Packed>(buffer, count, type, comm, is_root);
   const auto run = [node = state->node.get(), data, root, is_root] {

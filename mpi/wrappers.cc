@@ -13,6 +13,7 @@
 #include "base/clock.h"
 #include "base/error.h"
 #include "between.h"
+#include "device_memory.h"
 #include "mpi_state.h"
 #include "traced.h"
 #include "two_level.h"
@@ -36,6 +37,7 @@ int allreduce(const void* send, void* receive, uint64_t count, MPI_Datatype type
   if (!state->one_node && !reducer->get().commutative()) {
     return traced.passed(state, Fallback::multi_node, type, pass());
   }
+  if (const auto why = device_error(*state, {send, receive})) return failed(*state, comm, *why);
   try {
     const uint64_t bytes = count * reducer->element_bytes();
     const size_t alignment = reducer->get().alignment();
@@ -70,6 +72,7 @@ int reduce(const void* send, void* receive, uint64_t count, MPI_Datatype type, M
   if (!reducer) return traced.passed(state, Fallback::type, type, pass());
   if (!state->one_node) return traced.passed(state, Fallback::multi_node, type, pass());
   if (root < 0 || root >= state->ranks) return pass();  // an error; the MPI says so
+  if (const auto why = device_error(*state, {send, receive})) return failed(*state, comm, *why);
   try {
     const uint64_t bytes = count * reducer->element_bytes();
     const size_t alignment = reducer->get().alignment();
@@ -122,6 +125,7 @@ int bcast(void* buffer, uint64_t count, MPI_Datatype type, int root, MPI_Comm co
   if (root < 0 || root >= state->ranks || bytes > 0x7fffffff) {
     return traced.passed(state, Fallback::type, type, pass());
   }
+  if (const auto why = device_error(*state, {buffer})) return failed(*state, comm, *why);
   try {
     const bool is_root = state->rank == root;
     Packed data(buffer, count, type, comm, is_root);

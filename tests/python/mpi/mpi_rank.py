@@ -895,6 +895,48 @@ def left_receive() -> None:
     assert not room.any()
 
 
+def on_device() -> None:
+    """A buffer of one rank that the processor cannot read ends its communicator, on all ranks."""
+    count = 1 << 16
+    comms = [world.Dup() for _ in range(9)]
+    for comm in comms:
+        comm.Barrier()
+    driver = ctypes.CDLL(os.environ["TEST_CUDA"])
+    hidden = mmap.mmap(-1, 8 * count * size)
+    data = np.frombuffer(hidden, "f8")
+    address = data.ctypes.data
+    driver.pretend(ctypes.c_size_t(address), ctypes.c_size_t(data.nbytes), 1)
+    # What both can read is as any other.
+    data[:] = rank
+    world.Allreduce(MPI.IN_PLACE, data)
+    assert (data == size * (size - 1) / 2).all()
+    driver.pretend(ctypes.c_size_t(address), ctypes.c_size_t(data.nbytes), 0)
+    assert (
+        ctypes.CDLL(None).mprotect(ctypes.c_void_p(address), ctypes.c_size_t(data.nbytes), 0) == 0
+    )
+    host, out = np.ones(count * size), np.ones(count * size)
+    mine = data if rank == 1 else host
+    calls = [
+        lambda comm: comm.Allreduce(mine[:count], out[:count]),
+        lambda comm: comm.Allreduce(MPI.IN_PLACE, mine[:count]),
+        lambda comm: comm.Reduce(out[:count], mine[:count], root=1),
+        lambda comm: comm.Bcast(mine[:count], 1),
+        lambda comm: comm.Allgather(mine[:count], out),
+        lambda comm: comm.Reduce_scatter_block(mine, out[:count]),
+        lambda comm: comm.Iallreduce(mine[:count], out[:count]).Wait(),
+        lambda comm: comm.Ireduce(mine[:count], out[:count], root=0).Wait(),
+        lambda comm: comm.Ibcast(mine[:count], 1).Wait(),
+    ]
+    for comm, call in zip(comms, calls, strict=True):
+
+        def told(comm: MPI.Intracomm = comm, call: Callable[..., object] = call) -> None:
+            call(comm)
+            comm.Barrier()  # who had nothing to wait for is told by the next call
+
+        raises(MPI.ERR_OTHER, told)
+        comm.Free()
+
+
 def huge() -> None:
     """More than 2^31 elements. The same few pages stand for all but the last ones."""
     pages, times = 1 << 24, 129

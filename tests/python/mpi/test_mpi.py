@@ -346,6 +346,35 @@ def test_a_program_of_sessions_alone_is_the_mpis(which: str) -> None:
     assert "all right" in result.stdout, result.stderr
 
 
+_DRIVER = """
+#include <stddef.h>
+#include <stdint.h>
+static uintptr_t begin, end;
+static unsigned is_managed;
+void pretend(size_t address, size_t bytes, int managed) {
+  begin = address, end = address + bytes, is_managed = (unsigned)managed;
+}
+int cuPointerGetAttribute(void *value, int attribute, uintptr_t address) {
+  if (address < begin || address >= end) return 1;
+  *(unsigned *)value = attribute == 8 ? is_managed : 2;
+  return 0;
+}
+"""
+
+
+@pytest.mark.parametrize("which", MPIS)
+def test_buffers_on_a_device_are_refused_on_all_ranks(which: str, tmp_path: Path) -> None:
+    source, driver = tmp_path / "driver.c", tmp_path / "libcuda.so.1"
+    source.write_text(_DRIVER)
+    command = ["cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(driver), str(source)]
+    subprocess.run(command, check=True)
+    settings = {"NOSTALL_MPI_NONBLOCKING": "0", "TEST_CUDA": str(driver)}
+    result = run(which, 2, [sys.executable, str(RANK), "on_device"], **settings)
+    assert "all right" in result.stdout, result.stdout + result.stderr
+    told = "rank 1 calls a collective with a buffer in memory of a GPU"
+    assert f"{told}, which nostall does not read: set NOSTALL_MPI=off on all ranks" in result.stderr
+
+
 def test_more_than_two_gigabytes_in_one_call() -> None:
     result = run("mpich", 2, [sys.executable, str(RANK), "huge"])
     assert "all right" in result.stdout, result.stderr
