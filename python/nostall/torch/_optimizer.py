@@ -155,7 +155,11 @@ class GradientSync:
 
     def admit(self, i: int, _: torch.Tensor) -> None:
         """Called before autograd adds to the gradient of parameter i: it may be under reduction."""
-        if i in self._submitted and _accumulates(self._parameters[i]):
+        if _accumulates(self._parameters[i]):
+            self._refuse_again(i)
+
+    def _refuse_again(self, i: int) -> None:
+        if i in self._submitted:
             raise UsageError(
                 f"the gradient of {self._names[i]} was computed again before optimizer.step(): "
                 f"pass backward_passes_per_step={self.passes + 1} or more, use no_sync() for all "
@@ -165,6 +169,9 @@ class GradientSync:
 
     def ready(self, i: int, parameter: torch.Tensor) -> None:
         """Called when parameter i has its gradient."""
+        if not parameter.requires_grad:
+            return  # frozen amid the step: autograd adds nothing, but calls
+        self._refuse_again(i)  # what `admit` cannot see: backward() of the parameter itself
         self._accumulated[i] = None
         if self._paused:
             return
@@ -527,7 +534,9 @@ def _hook(
 
 
 def _accumulates(parameter: torch.Tensor) -> bool:
-    """Whether the pass under way adds to the parameter's gradient."""
+    """Whether the pass under way adds to the parameter's gradient, as far as autograd tells."""
+    if not parameter.requires_grad:
+        return False
     node = torch.autograd.graph.get_gradient_edge(parameter).node
     try:
         return bool(torch._C._will_engine_execute_node(node))

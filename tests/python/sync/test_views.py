@@ -180,6 +180,11 @@ def train(refused, **options):
                     told += "computed again" in str(error)
             loss = sum(p.square().sum() for p in model.parameters())
             torch.autograd.grad(loss, list(model.parameters()))  # adds to no gradient
+            weight = next(model.parameters())
+            loss = weight.square().sum()
+            weight.requires_grad_(False)  # nor does a pass to a frozen one
+            loss.backward()
+            weight.requires_grad_(True)
         optimizer.step()
     return told, digest(model)
 result = [
@@ -196,6 +201,24 @@ def test_a_pass_that_is_refused_on_one_rank_changes_no_gradient() -> None:
         (told, refused), (_, expected) = one
         assert told == 4 and refused == expected
         assert other == [[0, expected]] * 2
+
+
+DIRECT = """
+model = Net()
+optimizer = nt.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1),
+                                    model.named_parameters(), nt.SyncOptions(timeout=60))
+backward(model, 0)
+try:
+    model.a.weight.backward(torch.ones_like(model.a.weight))
+    result = "taken"
+except UsageError as error:
+    result = str(error)
+"""
+
+
+def test_a_gradient_that_is_given_to_a_parameter_itself_is_refused_too() -> None:
+    (told,) = run_ranks(1, SETUP + DIRECT)
+    assert told.startswith("the gradient of a.weight was computed again before optimizer.step()")
 
 
 OTHERS = """
