@@ -14,6 +14,7 @@ namespace {
 // larger than a part of one get buffers of their own.
 constexpr size_t kLeast = size_t{8} << 10, kMost = size_t{256} << 10, kPart = 4;
 constexpr size_t kAligned = 16;
+constexpr size_t kPage = 4096;  // the least that the system gives
 }  // namespace
 
 std::byte* Holding::take(size_t bytes) {
@@ -93,15 +94,20 @@ std::shared_ptr<Buffer> Loader::Run::take_tail(Task& task, uint64_t bytes) {
   });
   if (limits.empty()) {
     auto tail = batch_pool_->take(bytes);
-    std::memset(tail->data(), 0, tail->capacity());  // so that the next one finds it in use
+    // So that the next one finds it in use; threads that wait for it need no zeros.
+    for (size_t at = 0; at < tail->capacity(); at += kPage) tail->data()[at] = std::byte{0};
     return tail;
   }
+  const uint64_t others = batch_pool_->bytes();
   fail(task, batch.samples[padding.sample],
        Error(ErrorKind::io,
              (padding.field.empty() ? "" : "field " + padding.field + ": ") + "padded to its " +
                  padding.shape + " values, a batch of " + std::to_string(samples) + " needs " +
                  std::to_string(bytes) + " bytes, of which " + std::to_string(padding.bytes) +
                  " are zeros, and " + least(limits)->in_words() +
+                 (others == 0 ? ""
+                              : "; other batches of this loader have " + std::to_string(others) +
+                                    " bytes: fewer threads= make fewer at a time") +
                  "; leave the sample out (nostall.Filter), give the field a size, or leave out "
                  "padded=True",
              ENOMEM));

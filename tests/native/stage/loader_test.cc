@@ -341,6 +341,23 @@ TEST_F(PaddedBatches, TakeHalfOfTheReserveAtTheMost) {
   }
 }
 
+TEST_F(PaddedBatches, SayWhatOthersOfTheLoaderHave) {
+  LoaderConfig c = config();
+  c.batch_memory = [this](size_t bytes) {
+    available(kReserve / 2);
+    return take_from_heap(bytes);
+  };
+  Loader loader(c);
+  const auto first = must_have(loader);
+  try {
+    must_have(loader);
+    ADD_FAILURE() << "it was made";
+  } catch (const Error& e) {
+    EXPECT_NE(std::string(e.what()).find("other batches of this loader have "), std::string::npos)
+        << e.what();
+  }
+}
+
 // While no limit counts yet what one batch was given, none is looked at for another.
 TEST_F(PaddedBatches, TakeMemoryOneAfterTheOther) {
   LoaderConfig c = config();
