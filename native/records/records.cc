@@ -228,9 +228,11 @@ class RecordReader : public source::Reader {
 uint64_t fingerprint_of(const RecordTable& table) {
   Fnv hash;
   std::string stamp = table.stamp;
-  if (const size_t at = stamp.find(kRules); at != std::string::npos) {
-    const size_t end = stamp.find_first_not_of("0123456789", at + kRules.size());
-    stamp.erase(at, std::min(end, stamp.size()) - at);
+  // The last one: names that users gave may have these words too.
+  if (const size_t at = stamp.rfind(kRules); at != std::string::npos) {
+    const size_t number = at + kRules.size();
+    const size_t end = std::min(stamp.find_first_not_of("0123456789", number), stamp.size());
+    if (end > number) stamp.erase(at, end - at);
   }
   hash.text(table.kind).text(stamp).number(table.files.size());
   for (const StorageFile& f : table.files) {
