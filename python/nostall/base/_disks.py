@@ -45,9 +45,12 @@ class Mount:
 
 
 def mounts(table: str) -> list[Mount]:
-    """The file systems of a /proc/self/mountinfo, the last one that was mounted at a place."""
+    """The file systems of a /proc/self/mountinfo, the last one that was mounted at a place.
+
+    Names are as the kernel has them: of any bytes but a line feed's, which alone ends a line.
+    """
     found = {}
-    for line in table.splitlines():
+    for line in filter(None, table.split("\n")):
         head, _, tail = line.partition(" - ")
         number, root, place = head.split(" ")[2:5]
         kind, device, options = tail.split(" ")[:3]
@@ -57,7 +60,7 @@ def mounts(table: str) -> list[Mount]:
 
 
 def _unescaped(path: str) -> str:
-    return path.encode().decode("unicode_escape").encode("latin-1").decode("utf-8", "replace")
+    return os.fsdecode(os.fsencode(path).decode("unicode_escape").encode("latin-1"))
 
 
 def mount_of(path: str, known: list[Mount]) -> Mount | None:
@@ -126,4 +129,4 @@ def _turns(devices: str, number: str) -> bool:
 @functools.cache
 def local_directory() -> str:
     """Where tiers lie on a local disk; chosen once in a process."""
-    return choose(os.environ, mounts(Path("/proc/self/mountinfo").read_text()))
+    return choose(os.environ, mounts(os.fsdecode(Path("/proc/self/mountinfo").read_bytes())))

@@ -8,7 +8,8 @@ from pathlib import Path
 
 def stat(pid: int | str) -> list[str]:
     """The fields of /proc/PID/stat from the state on: 1 is the parent, 19 the start in clock ticks."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    # The name before the bracket is cut after 15 bytes, which may be within a character.
+    return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
 
 
 def environment(pid: int) -> dict[str, str]:

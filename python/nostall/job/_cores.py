@@ -102,26 +102,28 @@ def cpuset(proc: str = "/proc") -> Set[int]:
         for name in ("cpuset.cpus.effective", "cpuset.effective_cpus"):
             try:
                 spans = (group / name).read_text().split(",")
-            except OSError:
+                ends = [span.strip().partition("-") for span in spans]
+                return {n for a, _, b in ends for n in range(int(a), int(b or a) + 1)}
+            except (OSError, ValueError):  # no such file, or an empty one
                 continue
-            ends = [span.strip().partition("-") for span in spans]
-            return {n for a, _, b in ends for n in range(int(a), int(b or a) + 1)}
     return set()
 
 
 def _groups(controller: str, proc: str) -> list[Path]:
     """The control groups of this process that may have a controller (v1, v2), and those above them."""
     try:
-        lines = Path(proc, "self/cgroup").read_text().splitlines()
-        table = mounts(Path(proc, "self/mountinfo").read_text())
-    except OSError:
+        groups, table = (
+            os.fsdecode(Path(proc, name).read_bytes()) for name in ("self/cgroup", "self/mountinfo")
+        )
+        place: dict[str, PurePosixPath] = {}  # in each hierarchy; that of v2 has no name
+        for line in filter(None, groups.split("\n")):
+            _, names, path = line.split(":", 2)
+            place |= dict.fromkeys(names.split(","), PurePosixPath(path))
+        mounted = mounts(table)
+    except (OSError, ValueError):  # no /proc, or not as Linux writes it
         return []
-    place: dict[str, PurePosixPath] = {}  # in each hierarchy; that of v2 has no name
-    for line in lines:
-        _, names, path = line.split(":", 2)
-        place |= dict.fromkeys(names.split(","), PurePosixPath(path))
     found: list[Path] = []
-    for mount in table:
+    for mount in mounted:
         unified = mount.kind == "cgroup2"
         if not unified and not (mount.kind == "cgroup" and controller in mount.options.split(",")):
             continue

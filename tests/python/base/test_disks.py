@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,12 @@ def test_a_solid_state_disk_is_chosen_before_others(
     (tmp_path / "sys" / "8:17" / "queue" / "rotational").write_text("0\n")
     (tmp_path / "sys" / "8:1" / "queue" / "rotational").write_text("1\n")
     assert disks.choose({}, table(place), devices=devices) == str(place["spinning"])
+
+
+def test_names_of_mounts_need_not_be_text() -> None:
+    names = [b"/media/caf\xe9", "/media/caf\u00e9 \u2028".encode(), b"/media/\x0c\x85"]
+    found = known(*(line(os.fsdecode(name), "vfat", "/dev/sdb1") for name in names))
+    assert [os.fsencode(m.place) for m in found] == names
 
 
 def test_what_the_launcher_names_is_chosen_if_it_is_a_disk(

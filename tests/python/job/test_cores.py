@@ -117,7 +117,7 @@ def tree(tmp_path: Path) -> Tree:
         described = {"proc/self/cgroup": groups, "proc/self/mountinfo": "".join(lines)}
         for name, text in (described | files).items():
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / name).write_text(text)
+            (tmp_path / name).write_text(text, "latin-1")
         return str(tmp_path / "proc")
 
     return make
@@ -165,6 +165,25 @@ def test_without_control_groups_there_is_no_quota(tree: Tree, tmp_path: Path) ->
     assert cores.quota(str(tmp_path / "no proc")) is None
     assert cores.quota(tree("0::/\n", [("all", "cgroup2", "/")], {})) is None
     assert cores.cpuset(tree("0::/\n", [("all", "cgroup2", "/")], {})) == set()
+
+
+def test_mounts_and_groups_may_have_any_name(tree: Tree, tmp_path: Path) -> None:
+    files = {"all/cpu.max": "800000 100000\n", "all/cpuset.cpus.effective": "0-3\n"}
+    files |= {"all/a\x85b/cpu.max": "200000 100000\n", "all/a\x85b/cpuset.cpus.effective": "\n"}
+    mounts = [("all", "cgroup2", "/"), ("caf\xe9\x0c\x85", "vfat", "/caf\xe9")]
+    (tmp_path / "all").mkdir()
+    (tmp_path / "all" / os.fsdecode(b"a\x85b")).symlink_to(tmp_path / "all/a\x85b")
+    proc = tree("0::/a\x85b\n", mounts, files)
+    found = cores.quota(proc)
+    assert found is not None
+    assert found[0] == 2
+    assert cores.cpuset(proc) == {0, 1, 2, 3}
+
+
+def test_what_is_no_table_of_mounts_limits_nothing(tree: Tree, tmp_path: Path) -> None:
+    proc = tree("0::/\n", [("all", "cgroup2", "/")], {"all/cpu.max": "800000 100000\n"})
+    (tmp_path / "proc/self/mountinfo").write_text("none\n")
+    assert cores.quota(proc) is None
 
 
 def masks(monkeypatch: pytest.MonkeyPatch, mine: int, others: int) -> None:
