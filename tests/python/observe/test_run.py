@@ -280,6 +280,13 @@ def test_the_model_is_the_slowest_of_its_terms() -> None:
     assert kept.gain == pytest.approx(4.0)  # of the first one
 
 
+def test_records_without_the_memory_left_advise_a_part_of_the_machines() -> None:
+    rank = made()
+    rank.loaders[0].settings.update(dataset_bytes=100 << 30, memory_bytes=16 << 30)
+    tiers, *_ = advise(Run("run", [rank], None, []))
+    assert tiers.change == 'tiers=["ram:6GiB", "/local/disk:100GiB"]'
+
+
 def test_tiers_that_are_advised_have_room() -> None:
     def advised(**settings: Any) -> list[str]:
         """Of the ranks of two hosts that share 16 GB of data, and of which one took some memory."""

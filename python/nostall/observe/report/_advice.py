@@ -221,9 +221,10 @@ def _memory_left(ranks: Sequence[Loader]) -> float:
     """What the tightest limit of memory left on the host with least, when its first rank began."""
     hosts: dict[str, float] = {}
     for settings in (x.settings for x in ranks):
-        if "memory_left" in settings:
-            host = str(settings.get("host", ""))
-            hosts[host] = max(hosts.get(host, 0.0), settings["memory_left"])
+        # Older records have the machine's memory alone, of which the system and the training take some.
+        left = settings.get("memory_left", 0.75 * settings.get("memory_bytes", math.inf))
+        host = str(settings.get("host", ""))
+        hosts[host] = max(hosts.get(host, 0.0), left)
     return min(hosts.values(), default=math.inf)
 
 
