@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -20,6 +21,15 @@ def environment(pid: int) -> dict[str, str]:
         return {}
     variables = (os.fsdecode(v).partition("=") for v in found.split(b"\0"))
     return {name: value for name, _, value in variables if value}
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started, as far as /proc shows them."""
+    found = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            found += [int(child) for child in file.read_text().split()]
+    return found
 
 
 def mark() -> dict[str, str]:

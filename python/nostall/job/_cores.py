@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -12,7 +13,7 @@ from nostall.base import _process as process
 from nostall.base._disks import mounts
 from nostall.base._words import counted
 from nostall.errors import UsageError
-from nostall.job._world import from_environment
+from nostall.job._world import World, from_environment
 
 
 @dataclass(frozen=True)
@@ -31,14 +32,13 @@ def cores_of_rank(ranks_here: int) -> int:
 def share(ranks_here: int, *, proc: str = "/proc") -> Cores:
     """The least of what the affinity mask and the CPU quotas leave to this one of the node's ranks."""
     mine = os.sched_getaffinity(0)
-    around = divided(mine, ranks_here)
-    sharing = ranks_here if around is None else sharers(ranks_here, mine, around, cpuset(proc))
+    sharing = sharers(mine, ranks_here, cpuset(proc)) if ranks_here > 1 else 1
     count = len(mine) // sharing
     why = ""
     if count < (machine := os.cpu_count() or count):
         why = f"{len(mine)} of the machine's {counted(machine, 'core')} may be used"
         why += f", by {counted(sharing, 'rank')}" if sharing > 1 else ""
-        why += "; the launcher bound this rank to them" if around and ranks_here > 1 else ""
+        why += "; the launcher bound this rank to them" if sharing < ranks_here else ""
     if (limit := quota(proc)) is not None and math.ceil(limit[0]) // ranks_here < count:
         count = math.ceil(limit[0]) // ranks_here
         why = f"{limit[1]} allows {limit[0]:g} CPU{'' if limit[0] == 1 else 's'}"
@@ -46,39 +46,63 @@ def share(ranks_here: int, *, proc: str = "/proc") -> Cores:
     return Cores(max(1, count), why)
 
 
-def sharers(ranks_here: int, mine: Set[int], around: Set[int], own: Set[int]) -> int:
-    """How many ranks use the cores `mine`, if a launcher divided those `around` evenly among all.
+def sharers(mine: Set[int], ranks_here: int, own: Set[int]) -> int:
+    """How many of the node's ranks use cores of `mine`, this one with them.
 
-    Of those it could use no others than the cpuset's, `own`, which is empty if it is not known.
-    """
-    whole = len(around & own) or len(around)
-    return max(1, min(ranks_here, int(ranks_here * len(mine) / whole + 0.5)))
-
-
-def divided(mine: Set[int], ranks_here: int) -> Set[int] | None:
-    """The cores of which each rank was given a part; None if the ranks inherited what they have.
-
-    The nearest ancestor with more cores was the last to choose. Was it for a rank, so has its child
-    a rank's environment, or is this process; else the child is what started the ranks.
+    They are counted where an ancestor is seen to have started them all, once none has yet to be bound.
+    Else the nearest ancestor with other cores than `mine` was the last to choose: if for a rank, which
+    its child is, then it is taken to have divided its cores evenly; if for what starts the ranks, or
+    if there is none, all of them have `mine`. `own` are the cpuset's cores, none if it is not known.
     """
     pid = os.getpid()
     try:
         while (parent := int(process.stat(pid)[1])) > 0:
             around = os.sched_getaffinity(parent)
-            if len(around) > len(mine):
-                return around if pid == os.getpid() or _is_rank(pid, ranks_here) else None
+            chosen = not around <= mine
+            ranks = _started_with(pid, parent)
+            settled = not (chosen and any(around <= cores for cores in ranks.values()))
+            if settled and len(ranks) == ranks_here:
+                return max(1, sum(not mine.isdisjoint(cores) for cores in ranks.values()))
+            if chosen:
+                is_rank = pid == os.getpid() or _is_this_rank(pid, ranks_here)
+                return of_even_parts(ranks_here, mine, around, own) if is_rank else ranks_here
             pid = parent
     except OSError:  # no /proc, or not all of it
         pass
-    return None
+    return ranks_here
 
 
-def _is_rank(pid: int, ranks_here: int) -> bool:
-    """Whether a launcher started a process as one of so many ranks of this node."""
-    try:
-        return from_environment(process.environment(pid)).most_here == ranks_here
-    except UsageError:
+def of_even_parts(ranks_here: int, mine: Set[int], around: Set[int], own: Set[int]) -> int:
+    """How many ranks share `mine`, if those `around` that may be used were divided evenly among all."""
+    whole = (around | mine) & own or around | mine
+    return max(1, min(ranks_here, int(ranks_here * len(mine) / len(whole) + 0.5)))
+
+
+def _started_with(pid: int, parent: int) -> dict[int, Set[int]]:
+    """The cores of a job's ranks, as far as it is seen that a process started them with `pid`."""
+    found: dict[int, Set[int]] = {}
+    me = _place(process.environment(pid))
+    for child in process.children(parent):
+        with contextlib.suppress(OSError):  # it has ended
+            there = _place(process.environment(child))
+            if me and there and there.job == me.job:
+                found[there.rank] = os.sched_getaffinity(child)
+    return found
+
+
+def _is_this_rank(pid: int, ranks_here: int) -> bool:
+    """Whether a launcher started a process as this rank, not as another that started this one."""
+    me, it = _place(os.environ), _place(process.environment(pid))
+    if not me or not it or it.most_here != ranks_here:
         return False
+    return (it.rank, it.world_size) == (me.rank, me.world_size)
+
+
+def _place(environment: Mapping[str, str]) -> World | None:
+    try:
+        return from_environment({name: value for name, value in environment.items() if value})
+    except UsageError:
+        return None
 
 
 def quota(proc: str = "/proc") -> tuple[float, Path] | None:

@@ -21,7 +21,31 @@ import json, os, sys
 from nostall.job import _cores as cores
 if "alone" in sys.argv:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-print(json.dumps(sorted(cores.divided(os.sched_getaffinity(0), 2) or [])))
+if "together" in sys.argv:
+    sys.stdin.readline()
+print(cores.sharers(os.sched_getaffinity(0), 2, set()), flush=True)
+sys.stdin.readline()
+"""
+# Starts each of the ranks with its variables and cores, and has them count when all are there.
+TOGETHER = """
+import json, os, subprocess, sys
+words, ranks = json.loads(sys.argv[1])
+running = [
+    subprocess.Popen(
+        words,
+        env={**os.environ, **env},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        preexec_fn=lambda cores=cores: os.sched_setaffinity(0, cores),
+    )
+    for env, cores in ranks
+]
+for rank in running:
+    rank.stdin.write(b"\\n")
+    rank.stdin.flush()
+print(json.dumps([int(rank.stdout.readline()) for rank in running]))
+for rank in running:
+    rank.communicate()
 """
 PLACE = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 OPEN_MPI = {f"OMPI_COMM_WORLD_{n}": v for n, v in zip(
@@ -29,9 +53,14 @@ OPEN_MPI = {f"OMPI_COMM_WORLD_{n}": v for n, v in zip(
 )}  # fmt: skip
 SLURM = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0", "SLURM_STEP_ID": "0",
          "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_JOB_ID": "7"}  # fmt: skip
+TWO_TASKS = SLURM | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
 # Shells that stay, because something follows.
 WRAPPER = ["sh", "-c", '"$@"; true', "sh"]
 LAUNCHER = ["sh", "-c", f'{" ".join(f"{k}={v}" for k, v in PLACE.items())} "$@"; true', "sh"]
+
+several_cores = pytest.mark.skipif(
+    len(os.sched_getaffinity(0)) < 2, reason="one core cannot be divided"
+)
 
 
 @pytest.fixture
@@ -39,45 +68,101 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [
         n
         for n in os.environ
-        if n.startswith(("RANK", "WORLD", "LOCAL_", "OMPI_", "PMI_", "SLURM_"))
+        if n.startswith(("RANK", "WORLD", "LOCAL_", "OMPI_", "PMI_", "SLURM_", "MASTER_"))
     ]:
         monkeypatch.delenv(name)
 
 
-def divided(words: list[str], env: dict[str, str], bound: bool, *more: str) -> list[int]:
-    """What the last process of a line has found, of which the first one may be bound to a core."""
+def run(words: list[str], env: dict[str, str], bound: bool) -> str:
+    """What a line of words prints, of which the first process may be bound to a core."""
     core = min(os.sched_getaffinity(0))
-    done = subprocess.run(
-        [*words, sys.executable, "-c", RANK, *more],
+    return subprocess.run(
+        words,
         env={**os.environ, **env},
         preexec_fn=(lambda: os.sched_setaffinity(0, {core})) if bound else None,
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         check=True,
         timeout=100,
-    )
-    found: list[int] = json.loads(done.stdout)
+        text=True,
+    ).stdout
+
+
+def sharers(words: list[str], env: dict[str, str], bound: bool, *more: str) -> int:
+    """What the one rank of two that is there finds, which such a line starts."""
+    return int(run([*words, sys.executable, "-c", RANK, *more], env, bound))
+
+
+Ranks = list[tuple[dict[str, str], list[int]]]
+
+
+def sharers_together(
+    ranks: Ranks, env: dict[str, str] | None = None, *, bound: bool = False
+) -> list[int]:
+    """What ranks find that one process starts."""
+    words = [sys.executable, "-c", RANK, "together"]
+    start = [sys.executable, "-c", TOGETHER, json.dumps([words, ranks])]
+    found: list[int] = json.loads(run(start, env or {}, bound))
     return found
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core cannot be divided")
+def of_torchrun(rank: int) -> dict[str, str]:
+    return PLACE | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+
+
+@several_cores
 @pytest.mark.usefixtures("plain")
 def test_a_mask_is_a_ranks_own_where_it_was_given_to_a_rank() -> None:
-    all_here = sorted(os.sched_getaffinity(0))
-    assert divided([], PLACE, True) == all_here
-    assert divided(WRAPPER, PLACE, True) == all_here
+    assert sharers([], PLACE, True) == 1
+    assert sharers(WRAPPER, PLACE, True) == 1
     # As scripts write torch's variables, in a wrapper and in themselves, beside the launcher's.
-    assert divided(LAUNCHER, OPEN_MPI, True) == all_here
-    assert divided(LAUNCHER, {}, False, "alone") == all_here
+    assert sharers(LAUNCHER, OPEN_MPI, True) == 1
+    assert sharers(LAUNCHER, {}, False, "alone") == 1
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core cannot be divided")
+@several_cores
 @pytest.mark.usefixtures("plain")
 def test_a_mask_that_what_starts_the_ranks_had_is_shared_by_all() -> None:
-    assert divided(LAUNCHER, {}, True) == []
-    # Under srun, which started one process on this node.
-    assert divided(LAUNCHER, SLURM, True) == []
+    assert sharers(LAUNCHER, {}, True) == 2
+    # Under srun, which started one process on this node, or two of which this is not the second rank.
+    assert sharers(LAUNCHER, SLURM, True) == 2
+    assert sharers(LAUNCHER, TWO_TASKS, True) == 2
     # No process here has more cores.
-    assert divided(LAUNCHER, {}, False) == []
+    assert sharers(LAUNCHER, {}, False) == 2
+
+
+@several_cores
+@pytest.mark.usefixtures("plain")
+def test_ranks_that_are_bound_to_the_same_cores_are_counted() -> None:
+    first, second = sorted(os.sched_getaffinity(0))[:2]
+    zero, one = of_torchrun(0), of_torchrun(1)
+    assert sharers_together([(zero, [first]), (one, [first])]) == [2, 2]
+    assert sharers_together([(zero, [first]), (one, [second])]) == [1, 1]
+    # Those of another job are none of its ranks.
+    other = {"MASTER_PORT": "2"}
+    others = [(zero | other, [first]), (one | other, [first])]
+    assert sharers_together([(zero, [first]), (one, [second]), *others]) == [1, 1, 2, 2]
+    # torchrun under srun, which started two on this node and bound this one.
+    assert sharers_together([(zero, [first]), (one, [first])], TWO_TASKS, bound=True) == [2, 2]
+
+
+@several_cores
+@pytest.mark.usefixtures("plain")
+def test_what_starts_ranks_may_have_few_cores_itself() -> None:
+    # As where Slurm keeps cores for its own processes: this one has the first core alone.
+    first, second = sorted(os.sched_getaffinity(0))[:2]
+    zero, one = of_torchrun(0), of_torchrun(1)
+    assert sharers_together([(zero, [first]), (one, [second])], bound=True) == [1, 1]
+    assert sharers_together([(zero, [second]), (one, [second])], bound=True) == [2, 2]
+    assert sharers_together([(zero, [second])], bound=True) == [1]
+
+
+@several_cores
+@pytest.mark.usefixtures("plain")
+def test_a_rank_that_has_yet_to_be_bound_is_not_counted() -> None:
+    everywhere = sorted(os.sched_getaffinity(0))
+    ranks = [(of_torchrun(0), everywhere[:1]), (of_torchrun(1), everywhere)]
+    assert sharers_together(ranks)[0] == 1
 
 
 @pytest.mark.parametrize(
@@ -92,14 +177,13 @@ def test_a_mask_that_what_starts_the_ranks_had_is_shared_by_all() -> None:
         (4, 64, 128, 64, 4),  # bound to what the job has: not bound
         (4, 32, 128, 64, 2),
         (4, 63, 64, 64, 4),  # a core was given away
-        (1, 8, 64, 0, 1),
     ],
 )
-def test_ranks_share_by_the_part_that_their_masks_are(
+def test_ranks_that_are_not_seen_share_by_the_part_that_their_masks_are(
     ranks: int, mine: int, around: int, own: int, sharing: int
 ) -> None:
     sets = (set(range(count)) for count in (mine, around, own))
-    assert cores.sharers(ranks, *sets) == sharing
+    assert cores.of_even_parts(ranks, *sets) == sharing
 
 
 Tree = Callable[..., str]
