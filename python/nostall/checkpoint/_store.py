@@ -324,21 +324,32 @@ class Store:
         """What those of these manifests say that are there."""
         return [entry for name in names if (entry := self.read(step, name)) is not None]
 
-    def _counting(self, entries: Iterable[Entry]) -> list[Entry]:
+    def _counting(self, entries: Iterable[Entry], *, sure: bool = False) -> list[Entry]:
         """One manifest of each save, and what is damaged or cannot be read.
 
         A copy that was made beside a manifest.json of the save that could not be read counts, as it is
         the later one and was read back; but not where that one alone is whole.
+
+        Raises:
+            IoError: where one has to be `sure`, since another goes, and a part cannot be looked for.
         """
         found: dict[str, Entry] = {}
         for entry in entries:
             key = entry.id or entry.name
-            if key not in found or self._is_whole(entry) or not self._is_whole(found[key]):
+            if (
+                key not in found
+                or self._is_whole(entry, sure=sure)
+                or not self._is_whole(found[key], sure=sure)
+            ):
                 found[key] = entry
         return list(found.values())
 
-    def _is_whole(self, entry: Entry) -> bool:
-        return entry.manifest is not None and self.has_all(entry.manifest)
+    def _is_whole(self, entry: Entry, *, sure: bool) -> bool:
+        """Whether all parts are there; one that cannot be looked for is not, or raises if `sure`."""
+        manifest = entry.manifest
+        if manifest is None or not sure:
+            return manifest is not None and self.has_all(manifest)
+        return all(self._size(manifest.step, part.name) == part.size for part in manifest.parts)
 
     def _names(self, step: int) -> list[str]:
         """What is in a step's directory, in order; nothing if there is none.
@@ -401,10 +412,22 @@ class Store:
 
     def has(self, step: int, part: Part) -> bool:
         """Whether a part of that name and size is there."""
-        try:
-            return (self.directory(step) / part.name).stat().st_size == part.size
-        except OSError:
-            return False
+        with contextlib.suppress(IoError):
+            return self._size(step, part.name) == part.size
+        return False
+
+    def _size(self, step: int, name: str) -> int | None:
+        """Of a part; None if it is not there.
+
+        Raises:
+            IoError: that is not known.
+        """
+        path = self.directory(step) / name
+        with io_errors("look for", path):
+            try:
+                return path.stat().st_size
+            except (FileNotFoundError, NotADirectoryError):
+                return None
 
     def has_all(self, manifest: Manifest) -> bool:
         """Whether all its parts are there, by name and size."""
@@ -436,16 +459,10 @@ class Store:
         """
         for part in manifest.parts:
             path = self.directory(manifest.step) / part.name
-            try:
-                with io_errors("look for", path):
-                    size = path.stat().st_size
-            except IoError as error:
-                if error.errno not in (errno.ENOENT, errno.ENOTDIR):
-                    raise
-                if manifest.spread and error.errno == errno.ENOENT:
-                    continue
+            size = self._size(manifest.step, part.name)
+            if size is None and not manifest.spread:
                 return f"{path} does not exist"
-            if size != part.size:
+            if size not in (None, part.size):
                 return f"{path} has {size} bytes, its manifest says {part.size}"
         return ""
 
@@ -614,10 +631,15 @@ class Store:
             if any(entry.manifest is None for entry in entries):
                 continue  # damaged: for the user to look at
             keep = {*named}
-            counting = {entry.id: entry for entry in self._counting(entries)}
-            for entry in entries:
-                if entry is counting[entry.id] or not self._is_whole(counting[entry.id]):
-                    keep |= {entry.name, *_parts_of([entry])}
+            try:
+                counting = {entry.id: entry for entry in self._counting(entries, sure=True)}
+                for entry in entries:
+                    counts = counting[entry.id]
+                    if entry is counts or not self._is_whole(counts, sure=True):
+                        keep |= {entry.name, *_parts_of([entry])}
+            except IoError as error:
+                _log.warning("%s: %s", stays, error)
+                continue
             rubbish = [n for n in names if n not in keep and _OURS.fullmatch(n)]
             try:
                 _unlink(self.directory(step) / name for name in rubbish)
@@ -727,7 +749,8 @@ class Store:
                 else:
                     for entry in found:
                         entry.refuse_unread()  # it may be the copy that is whole
-                    stays = next(e for e in self._counting(found) if e.id == there.id)
+                    counting = self._counting(found, sure=True)
+                    stays = next(entry for entry in counting if entry.id == there.id)
                     if stays.name == _MANIFEST:
                         _write_durably(directory / _aside(there.id), there.to_bytes())
             _write_durably(directory / _MANIFEST, manifest.to_bytes())

@@ -560,6 +560,34 @@ def test_both_copies_of_a_save_go_when_its_step_is_saved_again(tmp_path: Path) -
     assert store.manifests() == [later] and sorted(names) == sorted(content(directory))
 
 
+def test_of_two_copies_none_goes_while_a_part_cannot_be_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, directory = Store(tmp_path, "durable"), Store(tmp_path, "durable").directory(3)
+    earlier = saved_empty(store, "aaaaaaaa-000001", sequence=5)
+    copy = dataclasses.replace(earlier, parts=(Part(0, part_name(0, earlier.id, 1), 0, ()),))
+    part = directory / copy.parts[0].name
+    part.touch()
+    (directory / f"manifest-{copy.id}.json").write_bytes(copy.to_bytes())
+    before, stat = content(directory), Path.stat
+
+    def failing(path: Path, **options: Any) -> os.stat_result:
+        if path == part:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return stat(path, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "stat", failing)
+        assert store.clean() == []
+        assert f"{directory} stays: cannot look for {part}: Input/output error" in caplog.text
+        with pytest.raises(IoError, match=f"cannot look for {part}"):  # which of them stays aside
+            store.publish(Manifest(3, "bbbbbbbb-000001", 1, (), sequence=9, abandoned=((5, 5),)))
+    assert content(directory) == before
+    store.clean()
+    assert store.manifests() == [copy]
+    assert content(directory).keys() == before.keys() - {earlier.parts[0].name}
+
+
 def saved_empty(store: Store, id: str, sequence: int) -> Manifest:
     """A save of step 3 whose part has no bytes."""
     part = Part(0, part_name(0, id), 0, ())
