@@ -726,7 +726,8 @@ class Store:
 
         An earlier save of the step goes, unless it is of a branch that was given up: that one stays
         under a name of its own, so that the training can go back to it. Where the manifest that is
-        there is damaged, or cannot be read, it stays, and the new one gets such a name.
+        there is damaged, or cannot be read, it stays, and the new one gets such a name; one of the same
+        save that has such a name already, and cannot be read, goes.
         """
         directory = self.directory(manifest.step)
         with self._changing, io_errors("complete the checkpoint in", directory):
@@ -738,9 +739,13 @@ class Store:
             newest = next((entry for entry in found if entry.name == _MANIFEST), None)
             there = newest.manifest if newest is not None else None
             late = there is not None and manifest.order < there.order  # a drain's
-            if newest is not None and (there is None or late):
-                _write_durably(directory / _aside(manifest.id), manifest.to_bytes())
-                return
+            beside, aside = newest is not None and (there is None or late), _aside(manifest.id)
+            if beside or any(entry.name == aside and entry.unread for entry in found):
+                # What could not be read there would count in place of this copy once it can.
+                _write_durably(directory / aside, manifest.to_bytes())
+                if beside:
+                    return
+                found = self._read_each(manifest.step, (_MANIFEST, aside))
             gone = {manifest.id}  # its copies that have lost parts
             if there is not None and there.id != manifest.id:
                 found += self._read_each(manifest.step, (_aside(there.id),))
@@ -755,9 +760,9 @@ class Store:
                         _write_durably(directory / _aside(there.id), there.to_bytes())
             _write_durably(directory / _MANIFEST, manifest.to_bytes())
             old = [entry for entry in found if entry.id in gone]
-            aside = [entry.name for entry in old if entry.name != _MANIFEST]
+            others = [entry.name for entry in old if entry.name != _MANIFEST]
             parts = _parts_of(old) - {part.name for part in manifest.parts}
-            _take_away(directory, aside, parts)
+            _take_away(directory, others, parts)
 
     def note_branch(self, branch: Branch) -> None:
         """Makes the begin of a branch durable."""

@@ -661,6 +661,55 @@ def test_a_copy_of_which_nothing_is_known_is_not_written_to(
     assert before.items() < drain().items()
 
 
+@pytest.mark.parametrize("other", ["lost", "gone"])
+def test_a_copy_that_was_read_back_counts_also_once_the_one_before_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
+    fast, durable = two_tiers(tmp_path)
+    unread, directory = Unread(monkeypatch), durable.directory(3)
+    id = fast.manifests()[-1].id
+    (first,) = directory.glob("*.safetensors")
+    newest, aside = directory / "manifest.json", directory / f"manifest-{id}.json"
+
+    def drain() -> Manifest:
+        with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable", keep_fast=3) as ckpt:
+            ckpt.wait(60)
+        found = durable.find(3, id)
+        assert found is not None and durable.has_all(found)
+        return found
+
+    unread.paths.add(newest)
+    second = drain()
+    assert aside.exists()
+    unread.paths = {aside}
+    (first if other == "lost" else newest).unlink()
+    third = drain()
+    assert third.parts != second.parts
+    unread.paths.clear()
+    assert drain() == third
+    parts = [name for name in content(directory) if name.endswith(".safetensors")]
+    assert parts == [third.parts[0].name]
+
+
+def test_an_earlier_save_goes_for_one_that_had_a_copy_which_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, unread = Store(tmp_path, "durable"), Unread(monkeypatch)
+    saved_empty(store, "aaaaaaaa-000001", sequence=5)
+    aside = store.directory(3) / "manifest-bbbbbbbb-000001.json"
+    aside.write_bytes(b"of a copy")
+    unread.paths.add(aside)
+
+    def readable(old: Path, new: Path) -> None:
+        rename(old, new)
+        unread.paths.discard(new)  # another file
+
+    monkeypatch.setattr(nostall.checkpoint._store, "rename", readable)
+    later = saved_empty(store, "bbbbbbbb-000001", sequence=6)
+    assert store.manifests() == [later]
+    assert sorted(content(store.directory(3))) == ["manifest.json", later.parts[0].name]
+
+
 @pytest.mark.parametrize("how", ["copy", "stop", "interrupt", "publish"])
 @pytest.mark.parametrize("there", ["damaged", "unread"])
 def test_a_drain_that_fails_beside_what_is_damaged_leaves_nothing(
