@@ -269,14 +269,17 @@ def _worked(failed: list[Error | OSError], store: Store, change: Callable[[], No
 
     Raises:
         Error: all that was noted, where the others would fail too, after requests in vain: the object
-            store does not answer, or is another job's.
+            store does not answer a small request either, or is another job's.
     """
     try:
         change()
     except (Error, OSError) as error:
         failed.append(error)
         if isinstance(error, UnreachableError | LostStoreError) and not store.is_directory:
-            _raise_all(failed)
+            try:
+                store.check_owned()  # it may have refused this one alone, or not in time
+            except (Error, OSError):
+                _raise_all(failed)
         return False
     return True
 

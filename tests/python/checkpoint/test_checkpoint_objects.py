@@ -517,6 +517,7 @@ def test_a_command_takes_the_store_from_no_job_that_may_run(
 
 @pytest.mark.parametrize("how", ["taken", "away"])
 def test_a_drain_ends_once_the_store_takes_nothing(
+    proxy: Proxy,
     url: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -534,8 +535,8 @@ def test_a_drain_ends_once_the_store_takes_nothing(
         if manifest.step == 1:
             raise IoError("of this one alone")
         if how == "away":
-            raise UnreachableError("no answer")
-        if manifest.step == 2:
+            proxy.meddle = lambda *_: error(503, "SlowDown")
+        elif manifest.step == 2:
             store_at(url).own()
         copy_all(store, manifest, copy)
 
@@ -543,7 +544,34 @@ def test_a_drain_ends_once_the_store_takes_nothing(
     assert main(["checkpoints", "drain", fast, url]) == IoError.exit_code
     said = capsys.readouterr().err
     assert tried == [1, 2] and "of this one alone; " in said
-    assert ("taken over" if how == "taken" else "no answer") in said
+    assert ("taken over" if how == "taken" else "503") in said
+
+
+@pytest.mark.parametrize(
+    ("status", "code"), [(400, "EntityTooLarge"), (403, "AccessDenied"), (503, "SlowDown")]
+)
+def test_a_checkpoint_that_the_store_refuses_keeps_no_other_from_its_turn(
+    proxy: Proxy,
+    url: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    status: int,
+    code: str,
+) -> None:
+    fast = str(tmp_path / "fast")
+    with nostall.Checkpointer(fast, level="fast", keep=3) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(state_of(step), step)
+
+    def refuse(request: Request, forward: Callable[[], Answer]) -> Answer:
+        part = request.method == "PUT" and f"{_step(1)}/rank-" in request.path
+        return error(status, code) if part else forward()
+
+    proxy.meddle = refuse
+    assert main(["checkpoints", "drain", fast, url]) == IoError.exit_code
+    said = capsys.readouterr()
+    assert f"{_step(1)}/rank-" in said.err
+    assert "2 checkpoints drained" in said.out and steps_on(url) == [2, 3]
 
 
 def test_all_stores_are_taken_before_a_command_removes(
