@@ -257,6 +257,8 @@ class Store:
     """
 
     is_directory = True
+    # Whether a job that owns it knows that none before still saves here; not where there are no locks.
+    is_exclusive = True
     # A rank looks for what another one has left at this interval, or at rising ones: until all ranks of
     # the job together look so many times a second, or each at so long an interval.
     _look_seconds, _looks_per_second, _longest_look = 0.02, 100, 2.0
@@ -501,7 +503,8 @@ class Store:
                 f"{self.root} is used by another running job's checkpointer: give every job a "
                 "directory of its own"
             )
-        if got == _native.Locked.unsupported:
+        self.is_exclusive = got != _native.Locked.unsupported
+        if not self.is_exclusive:
             _log.warning(
                 "the file system of %s has no locks: nothing keeps another job from using it at the "
                 "same time",

@@ -411,6 +411,8 @@ def _drain(arguments: argparse.Namespace) -> int:
         read_back(durable, manifest.step, part, name, _native.Priority.normal)
 
     with _owning([fast, durable], arguments.take_over):
+        if durable.is_exclusive:  # else the parts may be of a save that a running job completes
+            durable.clean()
         waiting = undrained(fast, durable, Keep(arguments.keep))
         failed: list[Error | OSError] = []
         for manifest in waiting:

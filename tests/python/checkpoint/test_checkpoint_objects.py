@@ -547,6 +547,40 @@ def test_a_drain_ends_once_the_store_takes_nothing(
     assert ("taken over" if how == "taken" else "503") in said
 
 
+def test_a_drain_removes_what_a_killed_one_has_left_and_nothing_of_a_running_job(
+    bucket: Any, make: Any, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["checkpoints", "drain", str(tmp_path / "other"), url]
+    with nostall.Checkpointer(tmp_path / "other") as ckpt:
+        ckpt.save(state_of(1), 1, level="fast")
+
+    def upload(number: int) -> str:
+        """A part that no manifest names yet."""
+        key = f"runs/one/{_step(2)}/{_part_name(Part(0, '', 0, ()), ID, f'{number:016x}')}"
+        bucket.put_object(Key=key, Body=b"")
+        return key.removeprefix("runs/one/")
+
+    with make():
+        part = upload(1)
+        assert main(command) == UsageError.exit_code
+        assert keys(bucket) == [part]
+    assert main(command) == 0
+    assert kinds(bucket) == ["manifest", "rank"] and steps_on(url) == [1]
+
+    uploaded = [upload(2)]
+    with contextlib.ExitStack() as jobs:
+
+        def begin(store: ObjectStore) -> list[Any]:
+            jobs.callback((job := store_at(url)).disown)
+            job.own()
+            uploaded.append(upload(3))
+            return []
+
+        monkeypatch.setattr(ObjectStore, "_uploads", begin)
+        assert main(command) == PeerError.exit_code
+        assert set(uploaded) < set(keys(bucket))
+
+
 @pytest.mark.parametrize(
     ("status", "code"), [(400, "EntityTooLarge"), (403, "AccessDenied"), (503, "SlowDown")]
 )

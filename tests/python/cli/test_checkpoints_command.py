@@ -23,7 +23,7 @@ import torch
 import nostall
 from nostall import _native
 from nostall.checkpoint._format import Manifest
-from nostall.checkpoint._store import Entry, Store, io_errors
+from nostall.checkpoint._store import Entry, Store, io_errors, part_name
 from nostall.cli import _checkpoints, main
 from nostall.errors import CorruptionError, Error, IoError, PeerError, UsageError
 
@@ -474,6 +474,45 @@ def test_what_fails_keeps_no_other_checkpoint_from_its_turn(
         assert main(words) == error.exit_code
     assert "step 2 is refused" in capsys.readouterr().err
     assert [m.step for m in durable.manifests()] == [1, 2]
+
+
+def test_drain_removes_what_a_killed_one_has_left(
+    tiers: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = Store(tiers[1], "durable")
+    before = sorted(store.root.rglob("step-*/*"))
+    left, of_user = (
+        store.directory(3) / name
+        for name in (part_name(0, store.saves(3)[0].id, 77), "notes.safetensors")
+    )
+    words = ["checkpoints", "drain", *tiers]
+
+    def drained() -> list[Path]:
+        left.touch()
+        of_user.touch()
+        assert main(words) == 0
+        return sorted(store.root.rglob("step-*/*"))
+
+    assert drained() == sorted([*before, of_user])
+    lock = _native.DirectoryLock(str(store.root / ".lock"))  # a running job's
+    assert lock.acquire() == _native.Locked.yes
+    left.touch()
+    assert main(words) == UsageError.exit_code and left.exists()
+    lock.release()
+
+    class NoLock:
+        def __init__(self, path: str) -> None:
+            pass
+
+        def acquire(self) -> _native.Locked:
+            return _native.Locked.unsupported
+
+        def release(self) -> None:
+            pass
+
+    monkeypatch.setattr(_native, "DirectoryLock", NoLock)
+    assert drained() == sorted([*before, of_user, left])
+    assert "has no locks: nothing keeps" in caplog.text
 
 
 @pytest.mark.parametrize("rate", ["300", "0.5B", "fast", ""])
