@@ -316,10 +316,12 @@ def _settle(nodes: Nodes, held: Sequence[Held]) -> None:
             store.publish(manifest)
 
     for h in held:
-        if h.lost and whole is not None and h.manifest.sequence < whole.sequence:
+        older = whole is not None and h.manifest.sequence < whole.sequence
+        if h.lost and older and not h.unread:
             trying(remove, h.manifest)  # parts of it went with another node
     missed = [h for h in held if not h.lost and any(here in at for at in h.holders.values())]
-    store.clean({name for h in missed for name, at in h.holders.items() if here in at})
+    unread = {part.name for h in held if h.unread for part in h.manifest.parts}
+    store.clean(unread | {name for h in missed for name, at in h.holders.items() if here in at})
     for h in missed:
         trying(complete, h.manifest)
 

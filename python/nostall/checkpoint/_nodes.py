@@ -54,10 +54,14 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Held:
-    """A checkpoint as the nodes have it together: `holders` are the nodes that have each part."""
+    """A checkpoint as the nodes have it together: `holders` are the nodes that have each part.
+
+    `unread`: a node could not look at its files of the step, so what is lost here may be there.
+    """
 
     manifest: Manifest
     holders: dict[str, list[int]]
+    unread: bool = False
 
     @property
     def lost(self) -> list[int]:
@@ -91,9 +95,15 @@ def holdings(store: Store) -> list[dict[str, Any]]:
     """What a node has: manifests, and the sizes of files; plain values, for an allgather."""
     found = []
     for step in store.steps():
-        files = store.files(step)
+        files: dict[str, int] = {}
+        unread = False
+        try:
+            files = store.files(step)
+        except IoError as error:
+            _log.warning("the parts of step %d count as lost: %s", step, error)
+            unread = True
         texts = [e.manifest.to_bytes().decode() for e in store.saves(step) if e.manifest]
-        found.append({"step": step, "manifests": texts, "files": files})
+        found.append({"step": step, "manifests": texts, "files": files, "unread": unread})
     return found
 
 
@@ -121,7 +131,8 @@ def together(per_node: Sequence[Sequence[dict[str, Any]]]) -> list[Held]:
             part.name: [i for i, here in enumerate(files) if here.get(part.name) == part.size]
             for part in manifest.parts
         }
-        held.append(Held(manifest, holders))
+        unread = any(v["unread"] for found in per_node for v in found if v["step"] == manifest.step)
+        held.append(Held(manifest, holders, unread))
     return held
 
 

@@ -436,10 +436,13 @@ class Store:
         return all(self.has(manifest.step, part) for part in manifest.parts)
 
     def files(self, step: int) -> dict[str, int]:
-        """Names and sizes of a step's parts, whether a manifest names them or not."""
-        with contextlib.suppress(OSError), os.scandir(self.directory(step)) as found:
-            return {f.name: f.stat().st_size for f in found if f.name.endswith(".safetensors")}
-        return {}
+        """Names and sizes of a step's parts, whether a manifest names them or not.
+
+        Raises:
+            IoError: they cannot be looked at.
+        """
+        names = [name for name in self._names(step) if name.endswith(".safetensors")]
+        return {name: size for name in names if (size := self._size(step, name)) is not None}
 
     def lacks(self, manifest: Manifest) -> bool:
         """Whether this save was certainly not made complete here: no manifest of it has its name.

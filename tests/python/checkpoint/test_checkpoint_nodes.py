@@ -854,6 +854,46 @@ def test_what_has_lost_parts_goes_once_a_later_one_is_whole(
         assert Store(tmp_path / f"node{node}", "fast").steps() == [2, 3]
 
 
+@pytest.mark.parametrize("without", [None, 0, 1])
+def test_what_a_node_cannot_look_at_is_not_taken_for_lost(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    without: int | None,
+) -> None:
+    """Also where a node's part is named by the other one's manifest alone."""
+    monkeypatch.setenv("NOSTALL_HOST", "127.0.0.1")
+    make = checkpointer_of(tmp_path, world_size=2)
+
+    def save(rank: int, gather: Any) -> None:
+        with make(rank, gather) as ckpt:
+            for step in (1, 2):
+                ckpt.save({"rank": rank}, step, level="fast")
+
+    assert World(2).run(save) == [None, None]
+    stores = [Store(tmp_path / f"node{node}", "fast") for node in (0, 1)]
+    (part,) = stores[1].directory(1).glob("*.safetensors")
+    if without is not None:
+        (stores[without].directory(1) / "manifest.json").unlink()
+    kept, stat = sorted(tmp_path.rglob("*.safetensors")), Path.stat
+
+    def failing(path: Path, **options: Any) -> os.stat_result:
+        if path == part:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return stat(path, **options)
+
+    def begin(rank: int, gather: Any) -> None:
+        make(rank, gather).close()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "stat", failing)
+        assert World(2).run(begin) == [None, None]
+    assert f"the parts of step 1 count as lost: cannot look for {part}" in caplog.text
+    assert sorted(tmp_path.rglob("*.safetensors")) == kept
+    assert World(2).run(begin) == [None, None]
+    assert [[m.step for m in store.manifests()] for store in stores] == [[1, 2]] * 2
+
+
 def test_a_durable_directory_that_is_gone_hides_nothing_that_the_nodes_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1218,7 +1258,7 @@ def test_the_newest_save_of_a_step_counts_and_lost_parts_are_named() -> None:
     def node(manifest: Manifest | None, **files: int) -> list[dict[str, Any]]:
         texts = [manifest.to_bytes().decode()] if manifest else []
         named = {f"{name}.safetensors": size for name, size in files.items()}
-        return [{"step": 5, "manifests": texts, "files": named}]
+        return [{"step": 5, "manifests": texts, "files": named, "unread": False}]
 
     held, before = together([node(old, a=0), node(new, b=0)])
     assert held.manifest == new and held.holders == {"b.safetensors": [1]} and not held.lost
