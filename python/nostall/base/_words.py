@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import io
 import re
 import sys
@@ -35,7 +36,8 @@ def print_any_name() -> None:
     codecs.register_error("nostall.escaped", _escaped)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="nostall.escaped")
+            with contextlib.suppress(OSError):  # a pipe has taken the place of a file
+                stream.reconfigure(errors="nostall.escaped")
 
 
 def words_of(error: Exception) -> str:

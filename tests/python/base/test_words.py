@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from pathlib import Path
 
@@ -51,6 +52,20 @@ def test_one_of_each_is_told_so(tmp_path: Path) -> None:
 def test_an_error_that_is_not_expected_is_told_with_its_kind() -> None:
     assert words_of(IoError("the disk is full")) == "the disk is full"
     assert words_of(TypeError("no number")) == "TypeError: no number"
+
+
+def test_a_stream_whose_file_another_took_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open(tmp_path / "out", "w", encoding="ascii") as out:
+        there, here = os.pipe()
+        os.dup2(here, out.fileno())
+        os.close(here)
+        monkeypatch.setattr(sys, "stdout", out)
+        print_any_name()
+        print("printed", flush=True)
+    assert os.read(there, 100) == b"printed\n"
+    os.close(there)
 
 
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
