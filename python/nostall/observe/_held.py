@@ -27,21 +27,23 @@ class Watch:
         self.held = Held()
         self._every, self._calls = 1, 0
 
-    def __call__(self) -> None:
+    def __call__(self) -> bool:
+        """Whether a moment was added."""
         self._calls += 1
         if self._calls % self._every:
-            return
+            return False
         try:
             resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])
             there = os.statvfs("/dev/shm")
         except OSError:  # none here
-            return
+            return False
         columns = self.held.time, self.held.own, self.held.shared
         used = (there.f_blocks - there.f_bfree) * there.f_frsize
-        row = time.time(), float((resident - shared) * _PAGE), float(used)
+        row = round(time.time(), 1), (resident - shared) * _PAGE, used
         for column, value in zip(columns, row, strict=True):
             column.append(value)
         if len(self.held.time) > _MOMENTS:
             self._every *= 2
             for column in columns:
                 del column[::2]
+        return True

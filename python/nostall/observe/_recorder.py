@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from nostall import _native
 from nostall.base._words import counted, printable
@@ -16,6 +16,7 @@ from nostall.observe._stats import (
     OriginStats,
     Stats,
     add_up,
+    as_one,
 )
 
 _log = logging.getLogger("nostall")
@@ -50,10 +51,10 @@ class Recorder:
 
     def totals(self) -> tuple[EpochStats, dict[str, int]]:
         """All epochs added up, and the most memory seen by pool. From any thread."""
-        return add_up(self._all()), self._memory()
+        return add_up(self._all()), self.memory()
 
     def recent(self) -> list[EpochStats]:
-        """The newest epoch, after all those before it as one. From any thread."""
+        """The newest epoch, after all those before it as one (as of `add_up`). From any thread."""
         epochs = self._all()
         earlier = epochs[:-1]
         return [*([add_up(earlier)] if len(earlier) > 1 else earlier), *epochs[-1:]]
@@ -65,7 +66,8 @@ class Recorder:
             if state is self._state:  # else the sums may be of the next epoch
                 return found
 
-    def _memory(self) -> dict[str, int]:
+    def memory(self) -> dict[str, int]:
+        """The most memory seen, by pool."""
         return dict(zip(_POOLS, self._record.most, strict=True))
 
     def _frozen(self, running: _Running) -> EpochStats:
@@ -125,7 +127,7 @@ class Recorder:
             ended = self._frozen(running)
             epochs = [*self._state[0], ended]
             if len(epochs) > 2 * _EPOCHS:
-                epochs = [_summed(epochs[:-_EPOCHS]), *epochs[-_EPOCHS:]]
+                epochs = [as_one(epochs[:-_EPOCHS]), *epochs[-_EPOCHS:]]
             self._state = epochs, None
             if ended.substituted:
                 self._warn_of(ended)
@@ -167,7 +169,7 @@ class Recorder:
             epochs=self._all(),
             batches=BatchRecords(*self._record.columns),
             lower_bound_bytes=lower_bound(),
-            memory=self._memory(),
+            memory=self.memory(),
             peers=peers or {},
             loader=loader,
             sources=sources or {},
@@ -179,13 +181,7 @@ class Recorder:
         )
 
 
-def _summed(epochs: list[EpochStats]) -> EpochStats:
-    """Adds epochs up into one, whose size does not grow with their number."""
-    total = add_up(epochs)
-    return dataclasses.replace(total, substituted=sorted(set(total.substituted)))
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class _Running:
     """An iteration of one epoch."""
 

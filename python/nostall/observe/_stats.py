@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -228,7 +228,7 @@ class Stats:
             line += f" by this rank of {self.world_size}"
         else:
             line += f", lower bound of the job {format_bytes(self.lower_bound_bytes)}"
-        bad = sorted({s for e in self.epochs for s in e.substituted})
+        bad = replaced(self.epochs)
         if bad:
             some = ", ".join(map(str, bad[:8])) + (", ..." if len(bad) > 8 else "")
             line += (
@@ -307,7 +307,7 @@ def _who(stats: Stats) -> str:
 
 
 def add_up(epochs: Sequence[EpochStats]) -> EpochStats:
-    """One rank's epochs as one."""
+    """One rank's epochs as one, without samples that were replaced: many epochs have many."""
     return EpochStats(
         epoch=-1,
         seconds=sum(e.seconds for e in epochs),
@@ -317,8 +317,17 @@ def add_up(epochs: Sequence[EpochStats]) -> EpochStats:
         bytes=sum(e.bytes for e in epochs),
         origins=_sum_origins(epochs),
         decode_seconds=sum(e.decode_seconds for e in epochs),
-        substituted=[s for e in epochs for s in e.substituted],
     )
+
+
+def replaced(epochs: Iterable[EpochStats]) -> list[int]:
+    """The samples whose place others took, each once."""
+    return sorted({s for e in epochs for s in e.substituted})
+
+
+def as_one(epochs: Sequence[EpochStats]) -> EpochStats:
+    """Epochs as one, whose size does not grow with their number."""
+    return replace(add_up(epochs), substituted=replaced(epochs))
 
 
 def subtract(now: EpochStats, before: EpochStats) -> EpochStats:
@@ -381,7 +390,7 @@ def alike(ranks: Sequence[Stats]) -> list[list[EpochStats]]:
     for s in ranks:
         earlier = [e for e in s.epochs if e.epoch < first]
         later = [e for e in s.epochs if e.epoch >= first]
-        found.append([*([add_up(earlier)] if earlier else []), *later])
+        found.append([*([as_one(earlier)] if earlier else []), *later])
     return found
 
 
@@ -417,7 +426,7 @@ def merge(ranks: Sequence[Stats]) -> Stats:
                 bytes=total.bytes,
                 origins=total.origins,
                 decode_seconds=total.decode_seconds,
-                substituted=total.substituted,
+                substituted=replaced(parts),
             )
         )
     columns = {

@@ -18,7 +18,6 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,7 @@ from nostall.base import _process as process
 from nostall.errors import Error, IoError, UsageError
 from nostall.observe import _values as values
 from nostall.observe._held import Watch
-from nostall.observe._stats import ORIGINS, EpochStats, Stats, subtract
+from nostall.observe._stats import ORIGINS, EpochStats, Stats, add_up, subtract
 
 if TYPE_CHECKING:
     from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -39,6 +38,8 @@ __all__ = ["HELP", "Interval", "close", "measured", "scalars", "serve", "text", 
 
 VARIABLE = options.row("observe.metrics_port").variable
 LIVE_SECONDS = 1.0
+# The columns of memory grow to tens of kilobytes.
+HELD_SECONDS = 10.0
 
 # Connections at a time, each of which holds a thread and a descriptor of the training.
 _CONNECTIONS = 16
@@ -277,14 +278,23 @@ def to_tensorboard(writer: Any, stats: Stats, step: int) -> None:
         writer.add_scalar(name, value, step)
 
 
-class Live:
-    """Writes what a loader is doing into a file, once a second at most, for ``nostall top``."""
+def _plain(epoch: EpochStats) -> dict[str, Any]:
+    """As `Stats.to_dict` has it, without the samples that were replaced: they may be many."""
+    origins = {name: vars(origin) for name, origin in epoch.origins.items()}
+    return {**vars(epoch), "origins": origins, "substituted": []}
 
-    def __init__(self, path: Path, rank: int, name: str) -> None:
-        self._path = path
+
+class Live:
+    """Writes what a loader is doing into a file, once a second at most, for ``nostall top``.
+
+    Beside it, every ten seconds at most, is what its process held.
+    """
+
+    def __init__(self, stem: str, rank: int, name: str) -> None:
+        self._path, self._held_path = Path(f"{stem}.live.json"), Path(f"{stem}.held.json")
         self._pid = os.getpid()
         self._fixed = {"rank": rank, "loader": name, "pid": self._pid, "process": process.mark()}
-        self._next = 0.0
+        self._next = self._next_held = 0.0
         self._newest: tuple[Recorder, int, int, int] | None = None
         self.memory = Watch()
 
@@ -294,11 +304,15 @@ class Live:
         if now < self._next or os.getpid() != self._pid:
             return
         self._next = now + LIVE_SECONDS
-        self.memory()
-        self._write(self._data(*self._newest))
+        added = self.memory()
+        self._write(self._path, self._data(*self._newest))
+        if added and now >= self._next_held:
+            self._next_held = now + HELD_SECONDS
+            self._write(self._held_path, vars(self.memory.held))
 
     def _data(self, recorder: Recorder, epoch: int, batch: int, queue: int) -> dict[str, Any]:
-        total, memory = recorder.totals()
+        recent, memory = recorder.recent(), recorder.memory()
+        total = add_up(recent)
         return {
             **self._fixed,
             "time": time.time(),
@@ -312,9 +326,8 @@ class Live:
             "source_bytes": total.origins["source"].bytes,
             "memory": sum(memory.values()),
             # For the report, of a loader that does not come to write its record.
-            "epochs": [asdict(e) for e in recorder.recent()],
+            "epochs": [_plain(e) for e in recent],
             "pools": memory,
-            "held": vars(self.memory.held),
         }
 
     def end(self) -> None:
@@ -322,12 +335,12 @@ class Live:
         if self._newest is not None and os.getpid() == self._pid:
             self._next = float("inf")
             self.memory()
-            self._write({**self._data(*self._newest), "ended": time.time()})
+            self._write(self._path, {**self._data(*self._newest), "ended": time.time()})
             self._newest = None
 
-    def _write(self, data: dict[str, Any]) -> None:
+    def _write(self, path: Path, data: dict[str, Any]) -> None:
         try:
-            values.write(self._path, data)
+            values.write(path, data)
         except Exception as error:  # a failure to observe never ends the training
             self._next = float("inf")
-            logging.getLogger("nostall").warning("cannot write %s: %s", self._path, error)
+            logging.getLogger("nostall").warning("cannot write %s: %s", path, error)

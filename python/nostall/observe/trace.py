@@ -8,7 +8,8 @@ themselves; a program names its own phases with `span`:
 
 A run's directory holds, for each rank, ``rank<r>.trace.json.gz`` (Chrome's format) and, for each of its
 loaders in the order in which they began, ``rank<r>.<n>.run.json`` (its settings, and once it has ended
-its statistics) and ``rank<r>.<n>.live.json`` (what it does). All files of a process begin alike.
+its statistics), ``rank<r>.<n>.live.json`` (what it does) and ``rank<r>.<n>.held.json`` (the memory of its
+process over time). All files of a process begin alike.
 """
 
 from __future__ import annotations
@@ -182,9 +183,9 @@ def begin(loader: Observed, stats: Callable[[], Stats]) -> None:
             _refused = True
             logging.getLogger("nostall").warning("%s; training goes on without a record", error)
     if _run is not None and _run.pid == os.getpid():
-        stem = _run.directory / f"{_run.stem}.{_run.begun}"
+        stem = str(_run.directory / f"{_run.stem}.{_run.begun}")
         _run.begun += 1
-        live = metrics.Live(Path(f"{stem}.live.json"), loader.world.rank, loader.name)
+        live = metrics.Live(stem, loader.world.rank, loader.name)
         settings, path = describe(loader), Path(f"{stem}.run.json")
         entry = _Entry(weakref.ref(loader), settings, stats, live, path)
         _write(entry, dict)  # a job that is killed leaves this

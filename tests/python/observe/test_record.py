@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import tracemalloc
@@ -14,8 +15,9 @@ import pytest
 
 import nostall
 from nostall.observe import _recorder as record
-from nostall.observe import trace
+from nostall.observe import metrics, trace
 from nostall.observe._stats import Stats, merge
+from nostall.observe.report import _run as runs
 
 
 @pytest.fixture
@@ -107,6 +109,29 @@ def test_the_last_batches_and_epochs_are_whole_and_sums_are_of_all(
     assert stats.memory["staging"] > 0
     assert "earlier" in str(stats) and Stats.from_dict(stats.to_dict()) == stats
     assert merge([stats, replace(stats, rank=1)]).samples == 1200
+
+
+def test_what_is_written_each_second_does_not_grow_with_samples_that_were_replaced(
+    loader: Callable[[int], nostall.DataLoader],
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    home = tmp_path_factory.mktemp("run")
+    monkeypatch.setattr(metrics, "LIVE_SECONDS", 0.0)
+    trace.start(home, rank=0)
+    with loader(4) as source:
+        assert [len(list(epoch)) for epoch in source.epochs()] == [3] * 4
+        told = json.loads((home / "rank0.0.live.json").read_text())
+        stats = source.stats()
+    trace.stop()
+    assert [(e["epoch"], e["samples"], e["substituted"]) for e in told["epochs"]] == [
+        (-1, 18, []),
+        (3, 6, []),
+    ]
+    # Its record has them.
+    (kept,) = runs.read(home).stats
+    assert [e.substituted for e in kept.epochs] == [e.substituted for e in stats.epochs]
+    assert [e.substituted for e in kept.epochs] == [[3]] * 4
 
 
 def test_sums_never_fall_while_another_thread_asks_for_them(

@@ -23,6 +23,7 @@ import nostall
 from nostall import trace
 from nostall.errors import CorruptionError, Error, IoError, UsageError
 from nostall.loader.transforms import RandomResizedCrop, ToTensor
+from nostall.observe import metrics
 from nostall.observe.report import _digest as digest
 from nostall.observe.timelines._stream import Source
 
@@ -128,6 +129,30 @@ def test_two_processes_of_one_rank_keep_their_own_files(tmp_path: Path) -> None:
     files = sorted(home.glob("rank0*.trace.json.gz"))
     assert len(files) == 2
     assert {e["name"] for f in files for e in events(f) if e["ph"] == "X"} == {"mine", "x"}
+
+
+def test_memory_over_time_is_not_written_with_all_else(
+    image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "LIVE_SECONDS", 0.0)
+    trace.start(tmp_path, rank=0)
+    with job(image_folder) as loader:
+        batches = iter(loader)
+        for _ in range(3):
+            next(batches)
+        assert "held" not in json.loads((tmp_path / "rank0.0.live.json").read_text())
+        held = json.loads((tmp_path / "rank0.0.held.json").read_text())
+        assert [len(column) for column in held.values()] == [1, 1, 1]
+        assert {type(x) for x in held["own"] + held["shared"]} == {int}
+        # As if ten seconds had passed.
+        (entry,) = trace._run.entries if trace._run is not None else []
+        entry.live._next_held = 0.0
+        next(batches)
+        held = json.loads((tmp_path / "rank0.0.held.json").read_text())
+        assert [len(column) for column in held.values()] == [4, 4, 4]
+    trace.stop()
+    kept = json.loads((tmp_path / "rank0.0.run.json").read_text())
+    assert len(kept["held"]["time"]) == 5
 
 
 def test_a_forked_child_records_nothing(tmp_path: Path) -> None:

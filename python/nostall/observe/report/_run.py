@@ -10,7 +10,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -297,21 +297,30 @@ def lacks(ranks: Sequence[Rank]) -> list[str]:
         *_of_ranks(
             (r for r in ranks if not all(x.ended for x in r.loaders)),
             "did not come to end all loaders, as after a kill: their statistics end at most a second "
-            "before the last batch, and lack single batches",
+            "before the last batch, and lack single batches and samples that were replaced",
         ),
     ]
 
 
-def _so_far(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
+def _so_far(record: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """What a record lacks whose loader has not ended: from what it told ``nostall top``."""
-    try:
-        told = json.loads(path.read_text())
-        found, held = {"epochs": told["epochs"], "memory": told["pools"]}, told["held"]
-    except (OSError, ValueError, RecursionError, LookupError, TypeError):  # of no batch yet
-        found, held = {"epochs": [], "memory": dict.fromkeys(POOLS, 0)}, asdict(Held())
-    nothing = Stats(0, 1, [], BatchRecords(), 0, {}).to_dict()
+
+    def told(kind: str, names: Sequence[str], otherwise: dict[str, Any]) -> dict[str, Any]:
+        path = record.with_name(record.name.replace(_RECORD, f".{kind}.json"))
+        try:
+            data = json.loads(path.read_text())
+            return {name: data[name] for name in names}
+        except (OSError, ValueError, RecursionError, LookupError, TypeError):  # of no batch yet
+            return otherwise
+
+    nothing = Stats(0, 1, [], BatchRecords(), 0, dict.fromkeys(POOLS, 0)).to_dict()
     given = {n: settings.get(n) for n in ("rank", "world_size", "seed", "threads", "fetchers")}
-    return {"held": held, "stats": {**nothing, **given, "loader": settings.get("name"), **found}}
+    found = told("live", ("epochs", "pools"), {"epochs": [], "pools": nothing["memory"]})
+    stats = {"epochs": found["epochs"], "memory": found["pools"], "loader": settings.get("name")}
+    return {
+        "held": told("held", list(vars(Held())), vars(Held())),
+        "stats": {**nothing, **given, **stats},
+    }
 
 
 def _loader(path: Path) -> Loader:
@@ -323,7 +332,7 @@ def _loader(path: Path) -> Loader:
         raise CorruptionError(f"{path} is not a record of a run")
     ended = "stats" in data
     if not ended:
-        data |= _so_far(path.with_name(path.name.replace(_RECORD, ".live.json")), data)
+        data |= _so_far(path, data)
     try:
         stats = Stats.from_dict(data.pop("stats"))
         settings = {k: values.read(_SETTINGS.get(k, Any), v, k) for k, v in data.items()}

@@ -14,7 +14,15 @@ import numpy as np
 from nostall.base._sizes import format_bytes
 from nostall.base._words import counted
 from nostall.errors import IoError, UsageError
-from nostall.observe._stats import DEVICE_CAUSES, HEADINGS, ORIGINS, Stats, device_lines, merge
+from nostall.observe._stats import (
+    DEVICE_CAUSES,
+    HEADINGS,
+    ORIGINS,
+    Stats,
+    device_lines,
+    merge,
+    replaced,
+)
 from nostall.observe.report._advice import advise, bandwidth, reason
 from nostall.observe.report._digest import CAUSES, FETCHING, Digest, Spans
 from nostall.observe.report._drawing import Line, Part, bar, legend, lines, spans, stacks
@@ -565,7 +573,7 @@ def _of_loader(run: Run, group: Sequence[Loader], named: bool) -> str:
         f"{name.replace('_', ' ')} {format_bytes(float(size))}"
         for name, size in whole.memory.items() if size
     )  # fmt: skip
-    bad = sorted({s for e in whole.epochs for s in e.substituted})
+    bad = replaced(whole.epochs)
     return section(
         title,
         f"<p>{html.escape('; '.join(facts))}</p>" if facts else "",
