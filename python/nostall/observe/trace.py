@@ -183,15 +183,20 @@ def begin(loader: Observed, stats: Callable[[], Stats]) -> None:
             _refused = True
             logging.getLogger("nostall").warning("%s; training goes on without a record", error)
     if _run is not None and _run.pid == os.getpid():
-        stem = str(_run.directory / f"{_run.stem}.{_run.begun}")
-        _run.begun += 1
-        live = metrics.Live(stem, loader.world.rank, loader.name)
-        settings, path = describe(loader), Path(f"{stem}.run.json")
-        entry = _Entry(weakref.ref(loader), settings, stats, live, path)
+        entry = next((e for e in _run.entries if e.loader() is loader), None)
+        if entry is not None:  # it goes on, from another place
+            began = entry.settings["began"]
+            entry.settings, entry.stats = describe(loader) | {"began": began}, stats
+        else:
+            stem = str(_run.directory / f"{_run.stem}.{_run.begun}")
+            _run.begun += 1
+            live = metrics.Live(stem, loader.world.rank, loader.name)
+            path = Path(f"{stem}.run.json")
+            entry = _Entry(weakref.ref(loader), describe(loader), stats, live, path)
+            _run.entries.append(entry)
+            loader.on_batch(live)
+            Closer(loader, _end, _run, entry)
         _write(entry, dict)  # a job that is killed leaves this
-        _run.entries.append(entry)
-        loader.on_batch(live)
-        Closer(loader, _end, _run, entry)
 
 
 def keep(loader: Observed) -> None:

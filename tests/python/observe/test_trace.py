@@ -131,6 +131,24 @@ def test_two_processes_of_one_rank_keep_their_own_files(tmp_path: Path) -> None:
     assert {e["name"] for f in files for e in events(f) if e["ph"] == "X"} == {"mine", "x"}
 
 
+def test_a_loader_whose_state_is_loaded_while_it_runs_is_recorded_once(
+    image_folder: Path, tmp_path: Path
+) -> None:
+    trace.start(tmp_path, rank=0)
+    with job(image_folder) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+        (path,) = tmp_path.glob("*.run.json")
+        began = json.loads(path.read_text())["began"]
+        loader.load_state_dict(state)
+        samples = 4 + sum(len(batch[0]) for epoch in loader.epochs() for batch in epoch)
+    trace.stop()
+    assert list(tmp_path.glob("*.run.json")) == [path]
+    kept = json.loads(path.read_text())
+    assert sum(e["samples"] for e in kept["stats"]["epochs"]) == samples
+    assert kept["began"] == began
+
+
 def test_memory_over_time_is_not_written_with_all_else(
     image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
