@@ -8,8 +8,8 @@ themselves; a program names its own phases with `span`:
 
 A run's directory holds, for each rank, ``rank<r>.trace.json.gz`` (Chrome's format) and, for each of its
 loaders in the order in which they began, ``rank<r>.<n>.run.json`` (its settings, and once it has ended
-its statistics), ``rank<r>.<n>.live.json`` (what it does) and ``rank<r>.<n>.held.json`` (the memory of its
-process over time). All files of a process begin alike.
+its statistics), ``rank<r>.<n>.live.json`` (what it does) and ``rank<r>.<n>.held.json`` (its process's
+memory over time). All files of a process begin alike.
 """
 
 from __future__ import annotations

@@ -617,6 +617,33 @@ def test_a_killed_job_leaves_its_settings_and_its_statistics_so_far(
     assert loader.settings["threads"] == 3 and loader.stats.epochs == []
 
 
+def test_a_job_that_was_killed_before_its_first_batch_is_not_told_that_nothing_is_to_do(
+    image_folder: Path, tmp_path: Path
+) -> None:
+    trace.start(tmp_path, rank=0)
+    data = nostall.ImageFolder(image_folder, index=False)
+    with nostall.DataLoader(data, 4, epochs=1, tiers=[], output="numpy") as loader:
+        trace.begin(loader, loader.stats)
+        run = runs.read(tmp_path)  # as if it were killed here
+        assert run_page.headline(run) == "No batch was taken before the record ends"
+        assert run_page.advice_lines(run) == []
+        page, text = run_page.page([run]), run_page.text(run)
+        assert '<h1 class="bad">No batch was taken' in page
+        assert "What to change" not in page and "0.0 %" not in page + text
+        assert "did not come to end all loaders" in text
+    trace.stop()
+    # Threads may have read meanwhile.
+    rank = made()
+    assert rank.digest is not None
+    rank.digest.spans = {("data", "read source"): spans([0], [10], 100)}
+    nothing = replace(rank.loaders[0].stats, epochs=[])
+    rank.loaders = [replace(rank.loaders[0], stats=nothing, ended=False)]
+    assert "No batch was taken" in run_page.text(Run("run", [rank], None, []))
+    # Of a program without loaders the trace says all.
+    rank.loaders = []
+    assert "No batch was taken" not in run_page.text(Run("run", [rank], None, []))
+
+
 def test_of_several_processes_of_a_rank_one_is_reported_with_all_that_it_left(
     image_folder: Path, tmp_path: Path
 ) -> None:

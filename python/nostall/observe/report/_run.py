@@ -129,6 +129,13 @@ class Run:
         return by_loader((x for r in self.ranks for x in r.loaders), lambda x: x.stats)
 
     @property
+    def begun(self) -> bool:
+        """Whether there is anything to say of its time: not before the first batch of all loaders."""
+        loaders = [x for r in self.ranks for x in r.loaders]
+        waits = all(x.ended for x in loaders) or any(x.stats.epochs for x in loaders)
+        return waits and self.seconds > 0
+
+    @property
     def modelled(self) -> bool:
         """Whether loaders left what the model of the advice is made of."""
         return any(x.settings and x.stats.epochs for r in self.ranks for x in r.loaders)
@@ -354,6 +361,8 @@ def percent(share: float | None) -> str:
 
 def words(run: Run) -> str:
     """Where the run waited, in one paragraph."""
+    if not run.begun:
+        return "Waits are recorded as they end, so that nothing is known of how it waited."
     causes = run.causes()
     parts = sorted(
         ((share, cause) for cause, share in causes.items() if share >= 0.001), reverse=True

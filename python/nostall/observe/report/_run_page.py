@@ -52,8 +52,8 @@ _MARKS = 2000
 def advice_lines(run: Run) -> list[str]:
     """What to change, one sentence each; none where that is not known."""
     found = advise(run)
-    if not found and run.data >= _LITTLE and not run.modelled:
-        return []  # notes say what is missing
+    if not found and not (run.begun and (run.data < _LITTLE or run.modelled)):
+        return []  # the headline or notes say what is missing
     if not found:
         line = "No change that the model knows would make this run noticeably shorter"
         why = "; ".join(reason(run)) if run.waited >= _LITTLE else ""
@@ -86,7 +86,9 @@ def page(runs: Sequence[Run]) -> str:
     columns = "".join(
         "<div>" + "\n".join(_whole(r, name)) + "</div>" for r, name in zip(runs, "AB", strict=True)
     )
-    compared = section("Side by side", _names(runs), _compared(runs[0], runs[1]))
+    compared = ""
+    if all(r.begun for r in runs):
+        compared = section("Side by side", _names(runs), _compared(runs[0], runs[1]))
     return document(_TITLE, f'{compared}<div class="pair">{columns}</div>')
 
 
@@ -137,9 +139,13 @@ def _whole(run: Run, name: str) -> list[str]:
     groups = run.loaders()
     out = [
         f'<header><p class="above">{html.escape(named)}</p>{_headline(run)}{_facts(run)}</header>',
-        section("Where the time went", _shares(run), _cards(run, groups)),
+        section("Where the time went", _shares(run), _cards(run, groups)) if run.begun else "",
         section("What to change", _changes(run)),
-        section("What it did" if run.alone else "What each rank did", _lanes(run), _ranks(run)),
+        section(
+            "What it did" if run.alone else "What each rank did",
+            _lanes(run),
+            _ranks(run) if run.begun else "",
+        ),
         section("What each device did", _devices(run)),
     ]
     digests = [r.digest for r in run.ranks if r.digest is not None]
@@ -160,6 +166,8 @@ def _list(lines: Sequence[str]) -> str:
 
 def headline(run: Run) -> str:
     """The answer: what the time waited for, and what would end it."""
+    if not run.begun:
+        return "No batch was taken before the record ends"
     if run.waited < _LITTLE:
         return f"Nothing to do: the training waited {percent(run.waited)} of its time"
     most, share = run.most()
@@ -180,7 +188,7 @@ def headline(run: Run) -> str:
 
 
 def _headline(run: Run) -> str:
-    kind = "good" if run.waited < _LITTLE else "bad"
+    kind = "good" if run.begun and run.waited < _LITTLE else "bad"
     return (
         f'<h1 class="{kind}">{html.escape(headline(run))}</h1>'
         f'<p class="key">{html.escape(words(run))}</p>'
