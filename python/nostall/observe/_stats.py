@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -362,24 +363,20 @@ def _sum_origins(epochs: Sequence[EpochStats]) -> dict[str, OriginStats]:
     }
 
 
-def by_loader(found: Iterable[T], stats: Callable[[T], Stats]) -> list[list[T]]:
-    """Groups statistics by loader, one of each rank; a loader is identified by its name.
+def by_loader(found: Iterable[tuple[int, T]], stats: Callable[[T], Stats]) -> list[list[T]]:
+    """Groups statistics by loader, one of each process, which are numbered; a loader is identified by
+    its name.
 
-    A rank that occurs twice for a name, as after a restart, begins another group.
+    A process that has a name twice, as after a restart, begins another group.
     """
-    groups: list[list[T]] = []
-    for item in sorted(found, key=lambda x: _number_last(stats(x).loader)):
-        mine = stats(item)
-        for group in groups:
-            of = [stats(x) for x in group]
-            if (of[0].loader, of[0].world_size) == (mine.loader, mine.world_size) and all(
-                s.rank != mine.rank for s in of
-            ):
-                group.append(item)
-                break
-        else:
-            groups.append([item])
-    return groups
+    groups: dict[tuple[tuple[str, int], int, int], list[T]] = {}
+    times: Counter[tuple[int, str, int]] = Counter()
+    for process, item in found:
+        name, world = stats(item).loader, stats(item).world_size
+        times[process, name, world] += 1
+        key = _number_last(name), world, times[process, name, world]
+        groups.setdefault(key, []).append(item)
+    return [groups[key] for key in sorted(groups)]
 
 
 def alike(ranks: Sequence[Stats]) -> list[list[EpochStats]]:

@@ -33,7 +33,7 @@ from nostall.base import _options as options
 from nostall.base._garbage import Closer
 from nostall.errors import Error, IoError, UsageError
 from nostall.job._cores import cores_of_rank
-from nostall.job._world import find_world
+from nostall.job._world import World, find_world
 from nostall.observe import _values as values
 from nostall.observe import metrics
 
@@ -178,7 +178,8 @@ def begin(loader: Observed, stats: Callable[[], Stats]) -> None:
     directory = options.value("observe.trace")
     if directory and not _refused and (_run is None or _run.pid != os.getpid()):
         try:
-            start(directory, loader.world.rank, loader.world.world_size)
+            place = _place(loader)
+            start(directory, place.rank, place.world_size)
         except Error as error:
             _refused = True
             logging.getLogger("nostall").warning("%s; training goes on without a record", error)
@@ -197,6 +198,15 @@ def begin(loader: Observed, stats: Callable[[], Stats]) -> None:
             loader.on_batch(live)
             Closer(loader, _end, _run, entry)
         _write(entry, dict)  # a job that is killed leaves this
+
+
+def _place(loader: Observed) -> World:
+    """The process's, of which the launcher knows more than a loader that validates alone."""
+    try:
+        here = find_world()
+    except UsageError:  # the loader has been told
+        return loader.world
+    return here if here.world_size > 1 else loader.world
 
 
 def keep(loader: Observed) -> None:

@@ -478,11 +478,12 @@ def test_of_two_ranks_the_slower_is_named_from_a_tenth_on() -> None:
     assert "straggler" not in run_page.page([stepping([0.0, 0.0], [0.1, 0.2])])
 
 
-def test_the_loader_of_most_of_the_time_tells_the_straggler() -> None:
+def test_the_loader_of_most_batches_tells_the_straggler() -> None:
     run = stepping([0.1, 0.1, 0.1], [1.0, 1.0, 0.0])
     for rank in run.ranks:
         (training,) = rank.loaders
-        epochs = [replace(e, seconds=1.0) for e in training.stats.epochs]
+        # An iterator that is left open counts seconds all the time.
+        epochs = [replace(e, seconds=99.0, batches=1) for e in training.stats.epochs]
         stats = replace(training.stats, loader="loader 0", epochs=epochs, batches=BatchRecords())
         rank.loaders = [replace(training, stats=replace(training.stats, loader="loader 1"))]
         rank.loaders.insert(0, replace(training, stats=stats))
@@ -674,6 +675,42 @@ def test_files_of_loaders_are_numbered_as_they_begin(image_folder: Path, tmp_pat
             kept = json.loads((tmp_path / f"rank0.{number}.{kind}.json").read_text())
             assert kept[name] == loader.name
     assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_loaders_of_a_process_stay_together_whatever_ranks_they_have(
+    image_folder: Path, tmp_path: Path
+) -> None:
+    """Two ranks train together, and each validates all samples by itself."""
+    data = nostall.ImageFolder(image_folder, index=False)
+    for rank in range(2):
+        trace.start(tmp_path, rank=rank, world=2)
+        alone: dict[str, Any] = {"rank": 0, "world_size": 1, "output": "numpy", "tiers": []}
+        for _ in range(2):
+            with nostall.DataLoader(data, 4, epochs=1, **alone) as loader:
+                list(loader)
+        trace.stop()
+    # The second process's numbers go on from the first's, which was the same here.
+    for rank in range(2):
+        for number in range(2):
+            path = tmp_path / f"rank{rank}.{number}.run.json"
+            kept = json.loads(path.read_text())
+            kept["stats"]["loader"] = f"loader {number}"
+            if number == 0:
+                kept["stats"] |= {"rank": rank, "world_size": 2}
+            path.write_text(json.dumps(kept))
+    found = runs.read(tmp_path)
+    assert found.notes == []
+    assert [[x.stats.loader for x in r.loaders] for r in found.ranks] == [
+        ["loader 0", "loader 1"],
+        ["loader 0", "loader 1"],
+    ]
+    assert [[x.stats.rank for x in g] for g in found.loaders()] == [[0, 1], [0, 0]]
+    text = run_page.page([found])
+    assert text.count("Samples and origins over time: loader") == 2
+    # Without a trace too.
+    for path in tmp_path.glob("*.trace.json.gz"):
+        path.unlink()
+    assert [len(r.loaders) for r in runs.read(tmp_path).ranks] == [2, 2]
 
 
 def test_a_loader_that_stands_idle_adds_no_threads() -> None:

@@ -124,7 +124,8 @@ def test_loaders_of_a_process_are_told_apart() -> None:
         return replace(stats(rank), loader=f"loader {number}")
 
     some = [made(1, 10), made(0, 2), made(0, 10), made(1, 2), made(1, 2)]
-    groups = [[(s.rank, s.loader) for s in g] for g in by_loader(some, lambda s: s)]
+    ranked = [(s.rank, s) for s in some]
+    groups = [[(s.rank, s.loader) for s in g] for g in by_loader(ranked, lambda s: s)]
     assert groups == [
         [(0, "loader 2"), (1, "loader 2")],
         [(1, "loader 2")],  # of a process that came after it

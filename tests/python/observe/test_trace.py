@@ -149,6 +149,22 @@ def test_a_loader_whose_state_is_loaded_while_it_runs_is_recorded_once(
     assert kept["began"] == began
 
 
+def test_a_process_records_under_its_own_rank_though_a_loader_of_another_begins(
+    image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NOSTALL_TRACE", str(tmp_path))
+    for name, value in (("RANK", 1), ("WORLD_SIZE", 2), ("LOCAL_RANK", 1), ("LOCAL_WORLD_SIZE", 2)):
+        monkeypatch.setenv(name, str(value))
+    alone: dict[str, Any] = {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1}
+    with job(image_folder, **alone) as loader:
+        next(iter(loader))
+    trace.stop()
+    monkeypatch.delenv("NOSTALL_TRACE")
+    (path,) = tmp_path.glob("*.run.json")
+    assert path.name == "rank1.0.run.json"
+    assert json.loads(path.read_text())["stats"]["rank"] == 0
+
+
 def test_memory_over_time_is_not_written_with_all_else(
     image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

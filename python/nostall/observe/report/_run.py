@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -126,7 +127,7 @@ class Run:
 
     def loaders(self) -> list[list[Loader]]:
         """The records of each loader of the job, for example of training and of validation."""
-        return by_loader((x for r in self.ranks for x in r.loaders), lambda x: x.stats)
+        return by_loader(((r.rank, x) for r in self.ranks for x in r.loaders), lambda x: x.stats)
 
     @property
     def begun(self) -> bool:
@@ -227,7 +228,7 @@ def read(directory: str | os.PathLike[str]) -> Run:
         UsageError: the directory holds no run.
     """
     home = Path(directory)
-    processes: dict[tuple[int, str], Rank] = {}
+    processes: dict[str, Rank] = {}
     notes: list[str] = []
     others: list[Path] = []
     of_mpi: list[Digest] = []
@@ -235,8 +236,10 @@ def read(directory: str | os.PathLike[str]) -> Run:
         try:
             if path.name.endswith(_RECORD):
                 loader, stem = _loader(path), path.name.removesuffix(_RECORD).rpartition(".")[0]
-                rank = loader.stats.rank
-                processes.setdefault((rank, stem), Rank(rank)).loaders.append(loader)
+                # Loaders of one process may have other ranks than its own, as one that validates alone.
+                named = re.match(r"rank(\d+)", stem)
+                rank = int(named[1]) if named else loader.stats.rank
+                processes.setdefault(stem, Rank(rank)).loaders.append(loader)
             elif digest.is_ours(source := Source(path)):
                 found = digest.read(source)
                 notes += found.notes
@@ -244,7 +247,8 @@ def read(directory: str | os.PathLike[str]) -> Run:
                     of_mpi.append(found)
                     continue
                 stem = path.name.partition(".trace.json")[0]
-                processes.setdefault((found.rank, stem), Rank(found.rank)).digest = found
+                process = processes.setdefault(stem, Rank(found.rank))
+                process.rank, process.digest = found.rank, found
             elif path.suffix in (".json", ".gz") and is_trace(path):
                 others.append(path)
         except Error as error:

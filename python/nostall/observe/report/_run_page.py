@@ -5,7 +5,9 @@ from __future__ import annotations
 import html
 import os
 import statistics
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -255,7 +257,7 @@ def _cards(run: Run, groups: Sequence[Sequence[Loader]]) -> str:
     )
     cards = [(f"{run.seconds:,.1f} s", length)]
     for group in groups[:2]:
-        whole = merge([x.stats for x in group])
+        whole = _whole_of(group)
         rate = whole.samples / whole.seconds if whole.seconds else 0.0
         name = f" of {whole.loader}" if len(groups) > 1 else ""
         cards.append((f"{rate:,.0f}", f"samples a second{name}{everywhere}"))
@@ -394,8 +396,11 @@ def _devices(run: Run) -> str:
 def _ranks(run: Run) -> str:
     """Waits by cause, and the time between batches without them: the slowest rank is a straggler."""
     shown = {r.rank for r in _shown(run.ranks)}
-    longest = max(run.loaders(), key=lambda g: sum(x.stats.seconds for x in g), default=[])
-    loaders = {x.stats.rank: x for x in longest}
+    batches: Counter[str] = Counter()
+    for x in (x for r in run.ranks for x in r.loaders):
+        batches[x.stats.loader] += sum(e.batches for e in x.stats.epochs)
+    most = max(batches, key=lambda name: batches[name], default="")
+    loaders = {r.rank: x for r in run.ranks for x in r.loaders if x.stats.loader == most}
     rows, lengths, own = [], [], {}
     hidden = {"others"} if run.alone else set()
     hidden |= {"peers"} if run.alone and run.peers is None else set()
@@ -562,9 +567,14 @@ def _imbalance(found: Analysis) -> str:
 # ---------------------------------------------------------------------------- one loader
 
 
+def _whole_of(group: Sequence[Loader]) -> Stats:
+    """The statistics of all processes; several may have one rank, as where each validates alone."""
+    return merge([replace(x.stats, rank=i) for i, x in enumerate(group)])
+
+
 def _of_loader(run: Run, group: Sequence[Loader], named: bool) -> str:
     stats = [x.stats for x in group]
-    whole = merge(stats)
+    whole = _whole_of(group)
     given = group[0].settings
     data = given.get("storage") or given.get("dataset") or ""
     title = _STALLS + (f": {whole.loader}" + (f", {data}" if data else "") if named else "")
@@ -600,11 +610,14 @@ def _capital(line: str) -> str:
 
 
 def read_line(whole: Stats, ranks: int) -> str:
-    """What was read from the source, compared with the bound if all ranks are present."""
+    """What was read from the source, compared with the bound if each rank is present once."""
     line = f"read {whole.source_bytes / 1e6:.1f} MB from the source"
     if ranks == whole.world_size and whole.lower_bound_bytes:  # else it is not known
         line += f", lower bound {whole.lower_bound_bytes / 1e6:.1f} MB"
-    return f"{line}." if whole.world_size == 1 else f"{line}; {ranks} of {whole.world_size} ranks."
+    if whole.world_size == 1:
+        return f"{line}."
+    several = "" if ranks <= whole.world_size else f" in {ranks} processes"
+    return f"{line}; {min(ranks, whole.world_size)} of {whole.world_size} ranks{several}."
 
 
 def _over_time(stats: Sequence[Stats]) -> tuple[Any, float, dict[str, Any]]:
@@ -622,7 +635,7 @@ def _over_time(stats: Sequence[Stats]) -> tuple[Any, float, dict[str, Any]]:
 
 def _limits(run: Run, group: Sequence[Loader]) -> list[tuple[str, str, float]]:
     """Samples a second that the source and the threads alone would give, by what was measured."""
-    whole = merge([x.stats for x in group])
+    whole = _whole_of(group)
     out = []
     rate, size = bandwidth(run), sum(e.bytes for e in whole.epochs)
     if rate and size and whole.source_bytes:
