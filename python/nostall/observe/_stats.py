@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 FORMAT = 8
+_WITHOUT_THREADS = 7  # the format before, without `threads` and `fetchers`
 
 T = TypeVar("T")
 
@@ -156,9 +157,12 @@ class Stats:
         Raises:
             CorruptionError: the data is not of this format.
         """
-        if data.get("format") != FORMAT:
+        if data.get("format") == _WITHOUT_THREADS:
+            data = {**data, "threads": 0, "fetchers": 0}
+        elif data.get("format") != FORMAT:
             raise CorruptionError(
-                f"these are statistics of format {data.get('format')!r}, this release reads {FORMAT}"
+                f"these are statistics of format {data.get('format')!r}, this release reads "
+                f"{_WITHOUT_THREADS} and {FORMAT}"
             )
         found: Stats = read(cls, data, "statistics")
         parts: list[tuple[str, dict[str, Any], Iterable[str]]] = [("memory", found.memory, POOLS)]

@@ -661,6 +661,19 @@ def test_of_several_processes_of_a_rank_one_is_reported_with_all_that_it_left(
     assert any(n.startswith(note) for n in found.notes)
 
 
+def test_a_run_of_the_format_before_has_its_threads_in_its_settings(
+    image_folder: Path, tmp_path: Path
+) -> None:
+    record(image_folder, tmp_path)
+    (path,) = tmp_path.glob("*.run.json")
+    kept = json.loads(path.read_text())
+    threads, fetchers = kept["stats"].pop("threads"), kept["stats"].pop("fetchers")
+    path.write_text(json.dumps({**kept, "stats": {**kept["stats"], "format": 7}}))
+    found = runs.read(tmp_path)
+    assert found.notes == []
+    assert [(s.threads, s.fetchers) for s in found.stats] == [(threads, fetchers)]
+
+
 def test_files_of_loaders_are_numbered_as_they_begin(image_folder: Path, tmp_path: Path) -> None:
     trace.start(tmp_path, rank=0)
     data = nostall.ImageFolder(image_folder, index=False)

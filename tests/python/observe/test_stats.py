@@ -150,6 +150,14 @@ def test_the_rich_table_has_the_same_cells() -> None:
     assert list(zip(*cells, strict=True)) == stats().rows()
 
 
+def test_statistics_of_the_format_before_are_read() -> None:
+    data = replace(stats(), threads=0, fetchers=0).to_dict()
+    del data["threads"], data["fetchers"]
+    assert Stats.from_dict({**data, "format": 7}) == stats()
+    with pytest.raises(CorruptionError, match="format 6, this release reads 7 and 8"):
+        Stats.from_dict({**data, "format": 6})
+
+
 @pytest.mark.parametrize("damage", ["format", "epochs", "batches", "memory", "rank"])
 def test_damaged_statistics_are_refused(damage: str) -> None:
     data = stats().to_dict()

@@ -11,7 +11,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -347,6 +347,8 @@ def _loader(path: Path) -> Loader:
     try:
         stats = Stats.from_dict(data.pop("stats"))
         settings = {k: values.read(_SETTINGS.get(k, Any), v, k) for k, v in data.items()}
+        known = {k: getattr(stats, k) or settings.get(k, 0) for k in ("threads", "fetchers")}
+        stats = replace(stats, **known)
     except CorruptionError as error:
         raise CorruptionError(f"{path}: {error}") from error
     for name in _AT_LEAST_ONE:
