@@ -124,10 +124,13 @@ def advise(run: Run, most: int = 2) -> list[Advice]:
     groups = run.loaders()
     found = [a for g in groups for a in _of_loader(run, g, named=len(groups) > 1)]
     waits = {r.rank: s for r in run.ranks if (s := run.peer_seconds(r)) is not None}
+    # A rank that is in no round with the others is not late.
+    meet = {r.rank for r in run.ranks if r.phase("peers") is not None}
     if run.timeline is not None:
         waits |= {r.rank: r.average * r.rounds for r in run.timeline.ranks}
-    if run.peers and len(waits) > 1:
-        late = min(waits, key=lambda r: waits[r])
+        meet |= {r.rank for r in run.timeline.ranks}
+    if run.peers and len(meet) > 1:
+        late = min(meet, key=lambda r: waits[r])
         mean = sum(waits.values()) / len(waits)
         found.append(
             _advice(

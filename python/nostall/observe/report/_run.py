@@ -185,11 +185,18 @@ class Run:
 
     def peer_seconds(self, rank: Rank) -> float | None:
         """Seconds that one rank waited for the others; None if that was not recorded."""
-        spans = rank.phase("peers")
-        if spans is not None or self.timeline is None:
-            return spans
-        found = [r.average * r.rounds for r in self.timeline.ranks if r.rank == rank.rank]
-        return sum(found) if found else None
+        if rank.phase("peers") is None and self.timeline is not None:
+            found = [r.average * r.rounds for r in self.timeline.ranks if r.rank == rank.rank]
+            if found:
+                return sum(found)
+        return self.phase(rank, "peers")
+
+    def phase(self, rank: Rank, category: str) -> float | None:
+        """Seconds of a rank in spans of a category; 0 of one whose trace lacks what others have."""
+        seconds = rank.phase(category)
+        if seconds is None and rank.digest is not None and self._phase(category) is not None:
+            return 0.0
+        return seconds
 
     @property
     def checkpoints(self) -> float | None:

@@ -412,10 +412,11 @@ def _ranks(run: Run) -> str:
             own[r.rank] = float(alone.mean())
         if r.rank not in shown:
             continue
-        waits: dict[str, float | None] = {**r.waits(), "checkpoint": r.phase("checkpoint")}
-        if run.checkpoints is not None and r.digest is not None:  # of other ranks alone, or too
-            waits["checkpoint"] = waits["checkpoint"] or 0.0
-        waits["peers"] = run.peer_seconds(r)
+        waits: dict[str, float | None] = {
+            **r.waits(),
+            "checkpoint": run.phase(r, "checkpoint"),
+            "peers": run.peer_seconds(r),
+        }
         known = {c: w / r.seconds if r.seconds else 0.0 for c, w in waits.items() if w is not None}
         rows.append(
             (str(r.rank), *(percent(known.get(c)) for c in names), percent(sum(known.values())))
