@@ -162,7 +162,9 @@ def _folder(arguments: argparse.Namespace) -> int:
         folder = ImageFolder(
             arguments.root, index=arguments.index or True, allow_empty=True, extensions=extensions
         )
-    kept = path if os.path.exists(path) else "kept nowhere"
+    # An older one may be there that cannot be replaced.
+    stored = not _native.check_index(root=arguments.root, index_path=path, **options)
+    kept = path if stored else "kept nowhere"
     print(
         f"{kept}: {counted(len(folder), 'sample')} of {counted(len(folder.classes), 'class')}, "
         f"{counted(folder.total_bytes, 'byte')}, fingerprint {folder.fingerprint:016x}"
@@ -209,6 +211,8 @@ def _replace(root: str, path: str, options: dict[str, Any]) -> None:
     try:
         _list(root, fresh, options, must_store=True)
         os.replace(fresh, path)
+    except IoError as error:
+        raise IoError(str(error).replace(fresh, path)) from error
     finally:
         Path(fresh).unlink(missing_ok=True)
 

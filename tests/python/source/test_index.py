@@ -205,13 +205,14 @@ def test_a_listing_that_cannot_be_replaced_stays(
     open_folder = _native.open_folder
 
     def unwritten(*, index_path: str, **options: Any) -> Any:
-        fresh = index_path and not Path(index_path).exists()
-        return open_folder(index_path=f"{root}/absent/listing" if fresh else index_path, **options)
+        if index_path and not Path(index_path).exists():
+            raise IoError(f"cannot store the index {index_path}: No space left on device")
+        return open_folder(index_path=index_path, **options)
 
     with monkeypatch.context() as patched:
         patched.setattr(_native, "open_folder", unwritten)
         assert main(["index", str(root)]) == IoError.exit_code
-    assert f"cannot store the index {root}/absent/listing: " in capsys.readouterr().err
+    assert f"cannot store the index {index}: No space" in capsys.readouterr().err
     assert index.read_bytes() == before
 
 
@@ -239,6 +240,12 @@ def test_a_listing_that_is_kept_nowhere_names_no_file(
 ) -> None:
     root = make_folder(6)
     monkeypatch.setattr(_index, "listing_of", lambda *_: str(root / "absent" / "listing"))
+    assert main(["index", str(root)]) == 0
+    assert capsys.readouterr().out.startswith("kept nowhere: 6 samples of 2 classes")
+    # One that is there, and can be neither read nor replaced.
+    listing = root.parent / "listing"
+    (listing / "full").mkdir(parents=True)
+    monkeypatch.setattr(_index, "listing_of", lambda *_: str(listing))
     assert main(["index", str(root)]) == 0
     assert capsys.readouterr().out.startswith("kept nowhere: 6 samples of 2 classes")
 
