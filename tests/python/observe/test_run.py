@@ -749,6 +749,51 @@ def test_a_loader_that_stands_idle_adds_no_threads() -> None:
     assert causes["source"] == pytest.approx(0)
 
 
+def test_threads_are_those_of_the_loaders_that_are_waited_for_together() -> None:
+    rank = made()
+    (loader,) = rank.loaders
+    assert rank.digest is not None
+    rank.digest.spans = {
+        ("data", "wait for batch"): spans([0], [8]),
+        ("data", "decode"): spans([0] * 8, [8] * 8),
+        ("data", "read source"): spans([0], [8]),
+        ("compute", "forward"): spans([8], [10]),
+    }
+
+    def using(*loaders: tuple[str, list[float], float]) -> list[Loader]:
+        found = []
+        for name, times, stall in loaders:
+            columns = {n: [0.0] * len(times) for n in BatchRecords.__dataclass_fields__}
+            (epoch, _) = loader.stats.epochs
+            stats = replace(
+                loader.stats, loader=name, threads=8, made=100.0,
+                epochs=[replace(epoch, stall_seconds=stall)],
+                batches=BatchRecords(**{**columns, "time": times}),
+            )  # fmt: skip
+            found.append(replace(loader, stats=stats))
+        return found
+
+    steps = [float(x) for x in range(100)]
+    # Two that are zipped share the 8 threads that were busy.
+    rank.loaders = using(("labelled", steps, 4.0), ("unlabelled", [x + 0.5 for x in steps], 4.0))
+    assert rank.threads == 16
+    assert Run("run", [rank], None, []).causes()["decode"] == pytest.approx(0.4)
+    # One that gives a batch for each ten of the other, and a third beside each of its batches.
+    rank.loaders = using(
+        ("labelled", steps, 4.0), ("text", steps[::10], 1.0), ("sound", steps[::10], 1.0)
+    )
+    assert rank.threads == 24
+    # Validation, in an epoch and after each, takes turns; the one that was waited for counts.
+    validation = [s + x / 100 for s in (20.1, 50.1, 99.1) for x in range(10)]
+    rank.loaders = using(("training", steps, 8.0), ("validation", validation, 1.0))
+    rank.loaders[1] = replace(rank.loaders[1], stats=replace(rank.loaders[1].stats, threads=32))
+    assert rank.threads == 8
+    # Of a killed job single batches are not known.
+    rank.loaders = using(("training", [], 8.0), ("validation", [], 1.0))
+    assert rank.threads == 8
+    assert Rank(0).threads == 1
+
+
 def test_without_settings_no_report_says_that_nothing_can_be_changed(
     image_folder: Path, tmp_path: Path
 ) -> None:

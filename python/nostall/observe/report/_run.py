@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from nostall.errors import CorruptionError, Error, UsageError
 from nostall.observe import _values as values
 from nostall.observe._held import Held
@@ -73,8 +75,11 @@ class Rank:
 
     @property
     def threads(self) -> int:
-        """Threads that transform, of the loader that has most: loaders take turns."""
-        return max((x.stats.threads for x in self.loaders), default=1) or 1
+        """Threads that transform, of the loaders that were waited for longest together: others take
+        turns with them, and events do not say whose they are."""
+        groups = _used_together([x.stats for x in self.loaders])
+        most = max(groups, key=lambda g: sum(s.stall_seconds for s in g), default=[])
+        return sum(s.threads for s in most) or 1
 
     @property
     def seconds(self) -> float:
@@ -109,6 +114,22 @@ class Rank:
     def phase(self, category: str) -> float | None:
         """Seconds in spans of a category; None if nothing was recorded."""
         return self.digest.busy(category) if self.digest is not None else None
+
+
+def _used_together(stats: Sequence[Stats]) -> list[list[Stats]]:
+    """Groups a process's loaders: most batches of a loader come right after one of its group's others,
+    as of two that are zipped, where validation inside an epoch takes many in a row."""
+    n = len(stats)
+    times = [np.asarray(s.batches.time, np.float64) + (s.made or 0.0) for s in stats]
+    order = np.repeat(np.arange(n), [len(t) for t in times])
+    order = order[np.argsort(np.concatenate([*times, np.zeros(0)]), kind="stable")]
+    after = np.bincount(order[1:] * n + order[:-1], minlength=n * n).reshape(n, n)
+    np.fill_diagonal(after, 0)
+    group = np.arange(n)
+    for i in range(n):
+        if after[i].sum() > len(times[i]) / 2:
+            group[group == group[i]] = group[after[i].argmax()]
+    return [[s for s, g in zip(stats, group, strict=True) if g == one] for one in np.unique(group)]
 
 
 @dataclass
