@@ -40,19 +40,19 @@ class Wait:
     def after_backward(cls, operation: str) -> Wait:
         """A wait as DistributedDataParallel's: from the end of the backward pass under way to `end`.
 
-        Outside of a backward pass it is none.
+        Outside of a backward pass it is none. Nor is it at the end of an inner pass, as of a re-entrant
+        checkpoint of activations: others compute on, and nothing says whether the training waits.
         """
         wait = cls(operation)
         if _native.trace_on() and torch._C._current_graph_task_id() >= 0:
-            if cls._newest is not None:
-                cls._newest._began = 0  # that was the end of an inner pass
             cls._newest = wait
             # Also before DistributedDataParallel's own callback, which waits.
             torch.autograd.Variable._execution_engine.queue_callback(wait._begin_if_newest)
         return wait
 
     def _begin_if_newest(self) -> None:
-        if self is Wait._newest:
+        # An inner pass is within a node of the outer one.
+        if self is Wait._newest and torch._C._current_autograd_node() is None:
             self._begin()
 
     def _begin(self) -> None:

@@ -65,6 +65,10 @@ def test_a_trace_has_what_ddp_waits_for_and_not_what_is_reduced_meanwhile(tmp_pa
     check("waits_of_ddp", 2, TEST_TRACE=str(tmp_path))
 
 
+def test_a_trace_has_no_wait_at_the_end_of_an_inner_backward_pass(tmp_path: Path) -> None:
+    check("waits_of_checkpointed_ddp", 2, TEST_TRACE=str(tmp_path))
+
+
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_trace_has_the_waits_for_asynchronous_work(nodes: int, tmp_path: Path) -> None:
     check("waits_of_works", 2, TEST_TRACE=str(tmp_path), NODES=str(nodes))

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import nostall.torch
 from nostall.errors import PeerError, UsageError
@@ -360,6 +361,45 @@ def waits_of_ddp() -> None:
         assert len(waited.begin) == 1, found.spans
         assert waited.end[0] >= reductions.end.max()
         assert between_at.begin[0] < reductions.end.min()
+
+
+def waits_of_checkpointed_ddp() -> None:
+    """At the end of an inner pass nothing is waited for: the outer one computes on."""
+    chosen: dict[str, Callable[[], object]] = {"between": int}
+    end, reduced = waits.Wait.end, threading.Event()
+
+    def told(wait: waits.Wait) -> None:
+        end(wait)
+        reduced.set()
+
+    def between() -> None:
+        with trace.span("between"):  # as long as what the inner pass began
+            assert reduced.wait(60)
+
+    class Parts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.near = torch.nn.Linear(50, 50, bias=False)
+            self.far = torch.nn.Linear(50, 50, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            inner = Calling.apply(self.near(x), lambda: chosen["between"]())
+            return checkpoint(self.far, inner, use_reentrant=True)
+
+    model = DistributedDataParallel(Parts(), bucket_cap_mb=0.001)
+
+    def step() -> None:
+        model(torch.ones(2, 50)).sum().backward()
+
+    step()
+    step()  # DDP has chosen its buckets
+    chosen["between"] = between
+    with mock.patch.object(waits.Wait, "end", told):
+        found = recorded(os.environ["TEST_TRACE"], step)
+    assert len(found.of("background", "allreduce").begin) == 2
+    between_at = found.of("compute", "between")
+    assert len(between_at.begin) == 1
+    assert (found.of("peers", "wait for allreduce").begin >= between_at.end).all(), found.spans
 
 
 def waits_of_works() -> None:
