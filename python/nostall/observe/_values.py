@@ -12,6 +12,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from nostall.errors import CorruptionError
 
+MOMENT = "%Y-%m-%d %H:%M:%S %z"  # as people read it
 _LARGEST = 2**64 - 1  # of any number: no sum of those in a file overflows
 
 

@@ -246,7 +246,7 @@ def describe(loader: Observed) -> dict[str, Any]:
     return {
         "host": platform.node(),
         "command": _command(),
-        "began": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "began": time.strftime(values.MOMENT),
         "versions": _versions(),
         "rank_cores": cores_of_rank(loader.world.most_here),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),

@@ -661,8 +661,39 @@ def test_of_several_processes_of_a_rank_one_is_reported_with_all_that_it_left(
     of_trace = Path(rank.digest.path).name.removesuffix(".trace.json.gz")
     kept = json.loads((tmp_path / f"{of_trace}.0.run.json").read_text())
     assert loader.stats.loader == kept["name"]
-    note = "rank 0 left records of several processes, as after a restart: the longest is reported"
-    assert any(n.startswith(note) for n in found.notes)
+    assert found.notes[0].startswith("the directory holds 2 attempts, as after restarts: number ")
+
+
+def test_ranks_of_one_attempt_are_laid_side_by_side() -> None:
+    def process(rank: int, origin: float, seconds: float) -> Rank:
+        found = made(rank)
+        assert found.digest is not None
+        found.digest.origin = origin
+        found.digest.spans = {("compute", "forward"): spans([0], [seconds])}
+        return found
+
+    # Of the second attempt rank 1 has little, and rank 0 more than of the first.
+    first, second = [process(0, 100, 20), process(1, 101, 20)], [process(0, 200, 30)]
+    second += [process(1, 202, 5)]
+    ranks, notes = runs._one_of_each([*second, *first])
+    assert ranks == {0: first[0], 1: first[1]}
+    (note,) = notes
+    assert note.startswith("the directory holds 2 attempts, as after restarts: number 1, which has")
+    # A process that left no trace has its place by its loaders' begin.
+    killed = process(0, 0, 1)
+    killed.digest = None
+    settings = killed.loaders[0].settings
+    for began, place in ((150, 2), (103, 1)):
+        settings["began"] = time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(began))
+        attempts = runs._attempts([*first, *second, killed])
+        assert [killed in a for a in attempts].index(True) == place - 1
+    # Two at a time that call themselves alike.
+    ranks, notes = runs._one_of_each([*first, process(1, 110, 30)])
+    assert [ranks[r].seconds for r in (0, 1)] == [20, 30]
+    (note,) = notes
+    assert note.startswith("rank 1 left records of several processes: the longest is reported")
+    # Those that never met, each of a rank of its own, are all of the run.
+    assert runs._one_of_each([process(0, 0, 5), process(1, 100, 5)])[1] == []
 
 
 def test_a_run_of_the_format_before_has_its_threads_in_its_settings(

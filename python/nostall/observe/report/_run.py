@@ -7,11 +7,14 @@ profiler in the same directory show how long ranks waited for each other.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +90,19 @@ class Rank:
         if self.digest is not None:
             return self.digest.seconds
         return sum(x.stats.seconds for x in self.loaders)
+
+    @property
+    def began(self) -> float:
+        """When it did, in seconds since 1970, by its own host; 0 if that is not known."""
+        if self.digest is not None:
+            return self.digest.origin
+        moments = []
+        for settings in (x.settings for x in self.loaders):
+            with suppress(ValueError):
+                moments.append(
+                    datetime.strptime(settings.get("began", ""), values.MOMENT).timestamp()
+                )
+        return min(moments, default=0.0)
 
     def waits(self) -> dict[str, float]:
         """Seconds of waiting for batches, by cause; without a trace, from sums of the statistics."""
@@ -281,14 +297,8 @@ def read(directory: str | os.PathLike[str]) -> Run:
                 others.append(path)
         except Error as error:
             notes.append(f"left out: {error}")
-    # After restarts in one directory, or of processes that call themselves alike.
-    by_length = sorted(processes.values(), key=lambda r: r.seconds)
-    ranks = {r.rank: r for r in by_length}
-    notes += _of_ranks(
-        (ranks[r] for r, count in Counter(r.rank for r in by_length).items() if count > 1),
-        "left records of several processes, as after a restart: the longest is reported, the others "
-        "are left out",
-    )
+    ranks, said = _one_of_each(list(processes.values()))
+    notes += said
     for found in of_mpi:
         rank_of = ranks.setdefault(found.rank, Rank(found.rank))
         rank_of.digest = rank_of.digest.joined(found) if rank_of.digest is not None else found
@@ -312,6 +322,40 @@ def read(directory: str | os.PathLike[str]) -> Run:
     notes += _of_ranks(lacking, "left no record")
     notes += lacks(list(ranks.values()))
     return Run(str(home), [ranks[r] for r in sorted(ranks)], timeline, notes)
+
+
+def _one_of_each(processes: Sequence[Rank]) -> tuple[dict[int, Rank], list[str]]:
+    """A process of each rank, all of one attempt, and what is left out."""
+    counts = Counter(p.rank for p in processes)
+    if len(counts) == len(processes):
+        return {p.rank: p for p in processes}, []
+    attempts = _attempts(processes)
+    longest = max(attempts, key=lambda a: sum(p.seconds for p in a))
+    notes = []
+    if len(attempts) > 1:
+        number = 1 + next(i for i, a in enumerate(attempts) if a is longest)
+        notes.append(
+            f"the directory holds {len(attempts)} attempts, as after restarts: number {number}, which "
+            "has most of the time, is reported, the others are left out"
+        )
+    ranks = {p.rank: p for p in sorted(longest, key=lambda p: p.seconds)}
+    notes += _of_ranks(
+        (ranks[r] for r, count in Counter(p.rank for p in longest).items() if count > 1),
+        "left records of several processes: the longest is reported, the others are left out",
+    )
+    return ranks, notes
+
+
+def _attempts(processes: Sequence[Rank]) -> list[list[Rank]]:
+    """Groups processes by the time in which they ran: an attempt ends before the next one begins."""
+    found: list[list[Rank]] = []
+    end = -math.inf
+    for process in sorted(processes, key=lambda p: p.began):
+        if process.began > end:
+            found.append([])
+        found[-1].append(process)
+        end = max(end, process.began + process.seconds)
+    return found
 
 
 def _of_ranks(ranks: Iterable[Rank], words: str) -> list[str]:
