@@ -566,6 +566,9 @@ def test_statistics_alone_know_the_threads_of_their_loader() -> None:
     text = page([stats])
     assert "as fast as the source gave: 50" in text and "as fast as 4 threads decoded: 200" in text
     assert "rank 0 left no trace: waits are divided by sums" in text
+    merged = page([merge([stats, replace(stats, rank=1)])])
+    assert "all ranks left no trace: waits are divided by sums" in merged
+    assert "<td>-1</td>" not in merged and "<td>all</td>" in merged
     assert "No change" not in text
     # Loaders that read in turn are no faster together.
     assert bandwidth(_of_statistics([stats, replace(stats, loader="validation")])) == 50e6

@@ -361,6 +361,8 @@ def _attempts(processes: Sequence[Rank]) -> list[list[Rank]]:
 def _of_ranks(ranks: Iterable[Rank], words: str) -> list[str]:
     """A note of these ranks; none if there are none."""
     numbers = [str(number) for number in sorted(r.rank for r in ranks)]
+    if "-1" in numbers:  # of statistics that are merged
+        return [f"all ranks {words}"]
     several = "s" if len(numbers) > 1 else ""
     return [f"rank{several} {', '.join(numbers)[:80]} {words}"] if numbers else []
 

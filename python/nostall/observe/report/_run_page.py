@@ -418,12 +418,11 @@ def _ranks(run: Run) -> str:
             "peers": run.peer_seconds(r),
         }
         known = {c: w / r.seconds if r.seconds else 0.0 for c, w in waits.items() if w is not None}
-        rows.append(
-            (str(r.rank), *(percent(known.get(c)) for c in names), percent(sum(known.values())))
-        )
+        name = str(r.rank) if r.rank >= 0 else "all"  # of statistics that are merged
+        rows.append((name, *(percent(known.get(c)) for c in names), percent(sum(known.values()))))
         if len(steps):
             times = [*np.percentile(steps, (50, 95, 100)).tolist(), float(np.median(works))]
-            lengths.append((str(r.rank), *(f"{1e3 * t:.1f} ms" for t in times)))
+            lengths.append((name, *(f"{1e3 * t:.1f} ms" for t in times)))
     # Of two ranks the faster: between them lies none.
     usual = statistics.median_low(own.values()) if own else 0.0
     late = ""
