@@ -478,13 +478,16 @@ def test_of_two_ranks_the_slower_is_named_from_a_tenth_on() -> None:
     assert "straggler" not in run_page.page([stepping([0.0, 0.0], [0.1, 0.2])])
 
 
-def test_the_loader_of_most_batches_tells_the_straggler() -> None:
+def test_the_loader_of_most_of_the_time_tells_the_straggler() -> None:
     run = stepping([0.1, 0.1, 0.1], [1.0, 1.0, 0.0])
     for rank in run.ranks:
         (training,) = rank.loaders
-        # An iterator that is left open counts seconds all the time.
-        epochs = [replace(e, seconds=99.0, batches=1) for e in training.stats.epochs]
-        stats = replace(training.stats, loader="loader 0", epochs=epochs, batches=BatchRecords())
+        # Of one iterator, which stays open and gives more batches, each at once.
+        moments = [x + y / 100 for x in (3.0, 9.0) for y in range(50)]
+        columns = {n: [0.0] * 100 for n in BatchRecords.__dataclass_fields__} | {"time": moments}
+        epochs = [replace(e, seconds=99.0, batches=50) for e in training.stats.epochs]
+        stats = replace(training.stats, loader="loader 0", epochs=epochs)
+        stats = replace(stats, batches=BatchRecords(**columns))
         rank.loaders = [replace(training, stats=replace(training.stats, loader="loader 1"))]
         rank.loaders.insert(0, replace(training, stats=stats))
     assert "Rank 2 is a straggler" in run_page.page([run])
@@ -650,6 +653,17 @@ def test_a_job_that_was_killed_before_its_first_batch_is_not_told_that_nothing_i
     # Of a program without loaders the trace says all.
     rank.loaders = []
     assert "No batch was taken" not in run_page.text(Run("run", [rank], None, []))
+
+
+def test_what_a_killed_rank_did_not_tell_is_not_held_to_the_bound() -> None:
+    ranks = [made(0), made(1)]
+    for rank in ranks:
+        (loader,) = rank.loaders
+        rank.loaders = [replace(loader, stats=replace(loader.stats, world_size=2))]
+    run = Run("run", ranks, None, [])
+    assert "lower bound 800.0 MB; 2 of 2 ranks" in run_page.page([run])
+    ranks[1].loaders[0].ended = False
+    assert "lower bound" not in run_page.page([run])
 
 
 def test_of_several_processes_of_a_rank_one_is_reported_with_all_that_it_left(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import os
 import statistics
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -396,10 +396,10 @@ def _devices(run: Run) -> str:
 def _ranks(run: Run) -> str:
     """Waits by cause, and the time between batches without them: the slowest rank is a straggler."""
     shown = {r.rank for r in _shown(run.ranks)}
-    batches: Counter[str] = Counter()
+    lasted: dict[str, float] = defaultdict(float)
     for x in (x for r in run.ranks for x in r.loaders):
-        batches[x.stats.loader] += sum(e.batches for e in x.stats.epochs)
-    most = max(batches, key=lambda name: batches[name], default="")
+        lasted[x.stats.loader] += _lasted(x.stats)
+    most = max(lasted, key=lambda name: lasted[name], default="")
     loaders = {r.rank: x for r in run.ranks for x in r.loaders if x.stats.loader == most}
     rows, lengths, own = [], [], {}
     hidden = {"others"} if run.alone else set()
@@ -441,6 +441,13 @@ def _ranks(run: Run) -> str:
         + folded(table(("rank", *names.values(), "together"), rows), "waits by cause, as a table")
         + (folded(table(steps_of, lengths), "lengths of steps, as a table") if lengths else "")
     )
+
+
+def _lasted(stats: Stats) -> float:
+    """Seconds of all steps, by the usual one: an iterator that stays open counts what others do too."""
+    time, epoch = (np.asarray(c, np.float64) for c in (stats.batches.time, stats.batches.epoch))
+    steps = np.diff(time)[epoch[1:] == epoch[:-1]]
+    return float(np.median(steps)) * sum(e.batches for e in stats.epochs) if len(steps) else 0.0
 
 
 def _steps(rank: Rank, loader: Loader | None) -> tuple[Any, Any, Any]:
@@ -598,7 +605,7 @@ def _of_loader(run: Run, group: Sequence[Loader], named: bool) -> str:
         _flow(run, group),
         _origins(stats),
         folded(table(HEADINGS, whole.rows()), "by epoch, as a table"),
-        f"<p>{_capital(read_line(whole, len(stats)))}"
+        f"<p>{_capital(_read_line(whole, group))}"
         + (f" Memory, most seen: {html.escape(memory)}." if memory else "")
         + "</p>",
         f"<p>Samples that could not be used: {', '.join(map(str, bad))}</p>" if bad else "",
@@ -609,15 +616,16 @@ def _capital(line: str) -> str:
     return line[:1].upper() + line[1:]
 
 
-def read_line(whole: Stats, ranks: int) -> str:
-    """What was read from the source, compared with the bound if each rank is present once."""
+def _read_line(whole: Stats, group: Sequence[Loader]) -> str:
+    """What was read from the source, with the bound where the records are of all that the job read."""
     line = f"read {whole.source_bytes / 1e6:.1f} MB from the source"
-    if ranks == whole.world_size and whole.lower_bound_bytes:  # else it is not known
+    ranks, world = len(group), whole.world_size
+    if ranks == world and whole.lower_bound_bytes and all(x.ended for x in group):
         line += f", lower bound {whole.lower_bound_bytes / 1e6:.1f} MB"
-    if whole.world_size == 1:
+    if world == 1:
         return f"{line}."
-    several = "" if ranks <= whole.world_size else f" in {ranks} processes"
-    return f"{line}; {min(ranks, whole.world_size)} of {whole.world_size} ranks{several}."
+    several = "" if ranks <= world else f" in {ranks} processes"
+    return f"{line}; {min(ranks, world)} of {world} ranks{several}."
 
 
 def _over_time(stats: Sequence[Stats]) -> tuple[Any, float, dict[str, Any]]:
