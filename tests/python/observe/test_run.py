@@ -482,9 +482,10 @@ def test_the_loader_of_most_of_the_time_tells_the_straggler() -> None:
     run = stepping([0.1, 0.1, 0.1], [1.0, 1.0, 0.0])
     for rank in run.ranks:
         (training,) = rank.loaders
-        # Of one iterator, which stays open and gives more batches, each at once.
+        # Its iterators stay open, and give more batches, each at once.
         moments = [x + y / 100 for x in (3.0, 9.0) for y in range(50)]
         columns = {n: [0.0] * 100 for n in BatchRecords.__dataclass_fields__} | {"time": moments}
+        columns["epoch"] = [0.0] * 50 + [1.0] * 50
         epochs = [replace(e, seconds=99.0, batches=50) for e in training.stats.epochs]
         stats = replace(training.stats, loader="loader 0", epochs=epochs)
         stats = replace(stats, batches=BatchRecords(**columns))
