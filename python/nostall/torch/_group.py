@@ -870,6 +870,8 @@ class Group(ProcessGroup):  # type: ignore[misc]
     ) -> Any:
         self._refuse()
         device = tensors[0].device.type if len(tensors) > 0 else "cpu"
+        if device == "cpu":
+            arguments, last = _for_gloo(name, arguments, last)
         doing = Doing(name, arguments[1] if name in ("send", "recv") else None)
         with self._calls:
             try:
@@ -881,7 +883,9 @@ class Group(ProcessGroup):  # type: ignore[misc]
             if device != "cpu":
                 return work
             if name in _MESSAGES:
-                return _Delegated(self._aborts, self._calls, work, doing, limit=self._timeout)
+                return _Delegated(
+                    self._aborts, self._calls, work, doing, limit=self._timeout, last=last
+                )
             self._delegated.add(work)
         return _Delegated(self._aborts, self._calls, work, doing, self._delegated, last=last)
 
@@ -1033,6 +1037,40 @@ def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
 def _copy_back(tensor: torch.Tensor, flat: torch.Tensor) -> None:
     if tensor.data_ptr() != flat.data_ptr():
         tensor.detach().copy_(flat)
+
+
+def _for_gloo(
+    name: str, arguments: tuple[Any, ...], last: Callable[[], list[torch.Tensor]] | None
+) -> tuple[tuple[Any, ...], Callable[[], list[torch.Tensor]] | None]:
+    """The arguments of a call to Gloo, which sends memory as it is, and what to do after it."""
+
+    def tensors(argument: Any) -> list[torch.Tensor]:
+        if isinstance(argument, torch.Tensor):
+            return [argument]
+        if not isinstance(argument, (list, tuple)):
+            return []
+        return [tensor for each in argument for tensor in tensors(each)]
+
+    every = [tensor for argument in arguments for tensor in tensors(argument)]
+    lazy = [t for t in every if t.layout == torch.strided and (t.is_conj() or t.is_neg())]
+    if not lazy:
+        return arguments, last
+    read = {id(t): t.detach().resolve_conj().resolve_neg() for t in lazy}
+
+    def exchanged(argument: Any) -> Any:
+        if isinstance(argument, (list, tuple)):
+            return [exchanged(each) for each in argument]
+        return read.get(id(argument), argument)
+
+    outputs = [] if name == "send" else tensors(arguments[0])
+
+    def write() -> list[torch.Tensor]:
+        for output in outputs:
+            if id(output) in read:
+                output.detach().copy_(read[id(output)])
+        return outputs if last is None else last()
+
+    return tuple(exchanged(argument) for argument in arguments), write
 
 
 def _hide_from_compiler() -> None:

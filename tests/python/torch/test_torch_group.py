@@ -205,8 +205,9 @@ def test_sums_of_shorts(nodes: int) -> None:
     check("shorts", 2, NODES=str(nodes))
 
 
-def test_tensors_that_are_negated_when_they_are_read() -> None:
-    check("negated", 2)
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_tensors_that_are_negated_when_they_are_read(nodes: int) -> None:
+    check("negated", 2, NODES=str(nodes))
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

@@ -1151,6 +1151,20 @@ def negated() -> None:
     dist.all_reduce(mine)
     assert mine.item() == size * (size + 1) / 2
     assert rank != 0 or memory.item() == -1j * mine.item()
+    parts = [torch.empty(1) for _ in range(size)]
+    mine.fill_(rank + 1)
+    dist.all_gather(parts, mine)
+    assert [part.item() for part in parts] == [1, 2]
+    dist.gather(mine, parts if rank == 1 else None, dst=1)
+    assert [part.item() for part in parts] == [1, 2]
+    dist.scatter(mine, [part * 3 for part in parts] if rank == 1 else None, src=1)
+    assert mine.item() == 3 * (rank + 1)
+    for sender in range(size):
+        if rank == sender:
+            dist.send(mine.fill_(7 + rank), 1 - rank)
+        else:
+            dist.recv(mine, sender)
+            assert mine.item() == 7 + sender
 
 
 def sums_of_booleans() -> None:
