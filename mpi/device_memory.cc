@@ -53,11 +53,10 @@ bool is_on_device(GetAttribute get, const void* buffer) noexcept {
 
 }  // namespace
 
-std::optional<Error> device_error(CommunicatorState& state,
-                                  std::initializer_list<const void*> buffers) {
+std::optional<Error> device_error(CommunicatorState& state, std::initializer_list<Buffer> buffers) {
   const GetAttribute get = get_attribute();
-  if (get == nullptr || std::none_of(buffers.begin(), buffers.end(), [get](const void* buffer) {
-        return is_on_device(get, buffer);
+  if (get == nullptr || std::none_of(buffers.begin(), buffers.end(), [get](const Buffer& buffer) {
+        return buffer.bytes > 0 && is_on_device(get, buffer.data);
       })) {
     return {};
   }

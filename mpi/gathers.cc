@@ -111,12 +111,14 @@ int answer(Gathering call, MPI_Comm comm, Fill fill, Pass pass) {
   if (state->queue) state->queue->drain();
   listen(*state);
   if (!state->one_node) return traced.passed(state, Fallback::multi_node, call.from, pass());
+  uint64_t all = 0;
   for (const uint64_t count : call.counts) {
-    if (bytes_of(count, call.to) > kMost) {
-      return traced.passed(state, Fallback::type, call.from, pass());
-    }
+    const uint64_t bytes = bytes_of(count, call.to);
+    if (bytes > kMost) return traced.passed(state, Fallback::type, call.from, pass());
+    all += bytes;
   }
-  if (const auto why = device_error(*state, {call.send, call.receive})) {
+  const uint64_t mine = bytes_of(call.count, call.from);
+  if (const auto why = device_error(*state, {{call.send, mine}, {call.receive, all}})) {
     return failed(*state, comm, *why);
   }
   try {
@@ -126,7 +128,7 @@ int answer(Gathering call, MPI_Comm comm, Fill fill, Pass pass) {
   } catch (const std::bad_alloc&) {
     return failed_without_memory(*state, comm);
   }
-  return traced.ours(state, bytes_of(call.count, call.from));
+  return traced.ours(state, mine);
 }
 
 // Arguments that are errors; the MPI says so.

@@ -21,10 +21,9 @@ struct Scattering {
 };
 
 void scatter(CommunicatorState& state, const Scattering& call, std::span<const uint64_t> counts,
-             uint64_t all, const collective::Reducer& reducer) {
+             uint64_t given, uint64_t got, const collective::Reducer& reducer) {
   const uint64_t mine = counts[static_cast<size_t>(state.rank)];
   const bool in_place = call.send == MPI_IN_PLACE;
-  const uint64_t given = all * reducer.element_bytes(), got = mine * reducer.element_bytes();
   Aligned out(call.receive, in_place ? given : got, reducer.alignment(), in_place);
   Aligned in(in_place ? out.get() : call.send, given, reducer.alignment(), true, out.get(), got);
   if (call.equal) {
@@ -59,17 +58,20 @@ int answer(const Scattering& call, MPI_Comm comm, CountsOf counts_of, Pass pass)
   const MpiReducer* reducer = MpiReducer::find(call.type, call.op);
   if (!reducer) return traced.passed(state, Fallback::type, call.type, pass());
   if (!state->one_node) return traced.passed(state, Fallback::multi_node, call.type, pass());
-  if (const auto why = device_error(*state, {call.send, call.receive})) {
+  const uint64_t element = reducer->element_bytes(), given = all * element;
+  const uint64_t got = counts[static_cast<size_t>(state->rank)] * element;
+  const uint64_t touched = call.send == MPI_IN_PLACE ? given : got;
+  if (const auto why = device_error(*state, {{call.send, given}, {call.receive, touched}})) {
     return failed(*state, comm, *why);
   }
   try {
-    scatter(*state, call, counts, all, reducer->get());
+    scatter(*state, call, counts, given, got, reducer->get());
   } catch (const Error& error) {
     return failed(*state, comm, error);
   } catch (const std::bad_alloc&) {
     return failed_without_memory(*state, comm);
   }
-  return traced.ours(state, all * reducer->element_bytes());
+  return traced.ours(state, given);
 }
 
 template <typename Count, typename Pass>

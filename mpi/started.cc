@@ -73,9 +73,11 @@ int iallreduce(const void* send, void* receive, uint64_t count, MPI_Datatype typ
   // A user's operation may not expect to run beside the program.
   const MpiReducer* found = state == nullptr ? nullptr : MpiReducer::find(type, op);
   if (found == nullptr || !found->has_kernel()) return starting.left_to_mpi(pass);
-  if (const auto why = device_error(*state, {send, receive})) return failed(*state, comm, *why);
   const collective::Reducer reducer = found->get();
   const uint64_t bytes = count * reducer.element_bytes();
+  if (const auto why = device_error(*state, {{send, bytes}, {receive, bytes}})) {
+    return failed(*state, comm, *why);
+  }
   const bool in_place = send == MPI_IN_PLACE;
   auto out = std::make_shared<Aligned>(receive, bytes, reducer.alignment(), in_place);
   auto in = in_place
@@ -97,12 +99,14 @@ int ireduce(const void* send, void* receive, uint64_t count, MPI_Datatype type, 
   if (found == nullptr || !found->has_kernel() || root < 0 || root >= state->ranks) {
     return starting.left_to_mpi(pass);
   }
-  if (const auto why = device_error(*state, {send, receive})) return failed(*state, comm, *why);
   const collective::Reducer reducer = found->get();
-  const uint64_t bytes = count * reducer.element_bytes();
   const bool is_root = state->rank == root, in_place = send == MPI_IN_PLACE;
-  auto out = std::make_shared<Aligned>(is_root ? receive : nullptr, is_root ? bytes : 0,
-                                       reducer.alignment(), in_place);
+  const uint64_t bytes = count * reducer.element_bytes(), written = is_root ? bytes : 0;
+  if (const auto why = device_error(*state, {{send, bytes}, {receive, written}})) {
+    return failed(*state, comm, *why);
+  }
+  auto out = std::make_shared<Aligned>(is_root ? receive : nullptr, written, reducer.alignment(),
+                                       in_place);
   auto in = in_place
                 ? out
                 : std::make_shared<Aligned>(send, bytes, reducer.alignment(), true, out->get());
@@ -117,9 +121,10 @@ template <typename Pass>
 int ibcast(void* buffer, uint64_t count, MPI_Datatype type, int root, MPI_Comm comm,
            MPI_Request* request, Pass pass) {
   const Starting starting(Call::bcast, count, type, comm, request);
-  CommunicatorState* state = background_state(comm, bytes_of(count, type));
+  const uint64_t bytes = bytes_of(count, type);
+  CommunicatorState* state = background_state(comm, bytes);
   if (state == nullptr || root < 0 || root >= state->ranks) return starting.left_to_mpi(pass);
-  if (const auto why = device_error(*state, {buffer})) return failed(*state, comm, *why);
+  if (const auto why = device_error(*state, {{buffer, bytes}})) return failed(*state, comm, *why);
   const bool is_root = state->rank == root;
   auto data = std::make_shared<Packed>(buffer, count, type, comm, is_root);
   const auto run = [node = state->node.get(), data, root, is_root] {

@@ -37,9 +37,11 @@ int allreduce(const void* send, void* receive, uint64_t count, MPI_Datatype type
   if (!state->one_node && !reducer->get().commutative()) {
     return traced.passed(state, Fallback::multi_node, type, pass());
   }
-  if (const auto why = device_error(*state, {send, receive})) return failed(*state, comm, *why);
+  const uint64_t bytes = count * reducer->element_bytes();
+  if (const auto why = device_error(*state, {{send, bytes}, {receive, bytes}})) {
+    return failed(*state, comm, *why);
+  }
   try {
-    const uint64_t bytes = count * reducer->element_bytes();
     const size_t alignment = reducer->get().alignment();
     Aligned out(receive, bytes, alignment, send == MPI_IN_PLACE);
     Aligned in(send == MPI_IN_PLACE ? out.get() : send, bytes, alignment, true, out.get());
@@ -56,7 +58,7 @@ int allreduce(const void* send, void* receive, uint64_t count, MPI_Datatype type
   } catch (const std::bad_alloc&) {
     return failed_without_memory(*state, comm);
   }
-  return traced.ours(state, count * reducer->element_bytes());
+  return traced.ours(state, bytes);
 }
 
 template <typename Pass>
@@ -72,12 +74,14 @@ int reduce(const void* send, void* receive, uint64_t count, MPI_Datatype type, M
   if (!reducer) return traced.passed(state, Fallback::type, type, pass());
   if (!state->one_node) return traced.passed(state, Fallback::multi_node, type, pass());
   if (root < 0 || root >= state->ranks) return pass();  // an error; the MPI says so
-  if (const auto why = device_error(*state, {send, receive})) return failed(*state, comm, *why);
+  const bool is_root = state->rank == root;
+  const uint64_t bytes = count * reducer->element_bytes(), written = is_root ? bytes : 0;
+  if (const auto why = device_error(*state, {{send, bytes}, {receive, written}})) {
+    return failed(*state, comm, *why);
+  }
   try {
-    const uint64_t bytes = count * reducer->element_bytes();
     const size_t alignment = reducer->get().alignment();
-    const bool is_root = state->rank == root;
-    Aligned out(is_root ? receive : nullptr, is_root ? bytes : 0, alignment, send == MPI_IN_PLACE);
+    Aligned out(is_root ? receive : nullptr, written, alignment, send == MPI_IN_PLACE);
     Aligned in(send == MPI_IN_PLACE ? out.get() : send, bytes, alignment, true, out.get());
     state->node->reduce(in.get(), out.get(), count, reducer->get(), static_cast<uint32_t>(root));
     if (is_root) out.write_back();
@@ -86,7 +90,7 @@ int reduce(const void* send, void* receive, uint64_t count, MPI_Datatype type, M
   } catch (const std::bad_alloc&) {
     return failed_without_memory(*state, comm);
   }
-  return traced.ours(state, count * reducer->element_bytes());
+  return traced.ours(state, bytes);
 }
 
 void two_level_bcast(CommunicatorState& state, void* data, uint64_t bytes, int root) {
@@ -125,7 +129,7 @@ int bcast(void* buffer, uint64_t count, MPI_Datatype type, int root, MPI_Comm co
   if (root < 0 || root >= state->ranks || bytes > 0x7fffffff) {
     return traced.passed(state, Fallback::type, type, pass());
   }
-  if (const auto why = device_error(*state, {buffer})) return failed(*state, comm, *why);
+  if (const auto why = device_error(*state, {{buffer, bytes}})) return failed(*state, comm, *why);
   try {
     const bool is_root = state->rank == root;
     Packed data(buffer, count, type, comm, is_root);

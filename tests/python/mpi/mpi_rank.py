@@ -895,6 +895,36 @@ def left_receive() -> None:
     assert not room.any()
 
 
+def unused_on_device(device: int, host: int, count: int) -> None:
+    """Where a call reads and writes nothing, a buffer may be anywhere; mpi4py would give null."""
+
+    def handle(of: object) -> ctypes.c_void_p:
+        return ctypes.c_void_p(MPI._handleof(of))
+
+    there, here, some = ctypes.c_void_p(device), ctypes.c_void_p(host), ctypes.c_int(count)
+    kind, total, comm, none = handle(MPI.DOUBLE), handle(MPI.SUM), handle(world), ctypes.c_int(0)
+    request, status = ctypes.c_void_p(), MPI.Status()
+    calls: list[tuple[str, tuple[object, ...]]] = [
+        ("Reduce", (here, here if rank == 0 else there, some, kind, total, 0, comm)),
+        ("Allreduce", (there, there, none, kind, total, comm)),
+        ("Reduce", (there, there, none, kind, total, 0, comm)),
+        ("Bcast", (there, none, kind, 0, comm)),
+        ("Allgather", (there, none, kind, there, none, kind, comm)),
+        ("Reduce_scatter_block", (there, there, none, kind, total, comm)),
+        ("Ireduce", (here, here if rank == 0 else there, some, kind, total, 0, comm)),
+        ("Iallreduce", (there, there, none, kind, total, comm)),
+        ("Ibcast", (there, none, kind, 0, comm)),
+    ]
+    for name, arguments in calls:
+        later = (ctypes.byref(request),) if name.startswith("I") else ()
+        library = ctypes.CDLL(None)
+        assert getattr(library, f"MPI_{name}")(*arguments, *later) == MPI.SUCCESS, name
+        if later:
+            assert (
+                library.MPI_Wait(*later, ctypes.c_void_p(MPI._addressof(status))) == MPI.SUCCESS
+            ), name
+
+
 def on_device() -> None:
     """A buffer of one rank that the processor cannot read ends its communicator, on all ranks."""
     count = 1 << 16
@@ -916,6 +946,7 @@ def on_device() -> None:
     )
     host, out = np.ones(count * size), np.ones(count * size)
     mine = data if rank == 1 else host
+    unused_on_device(address, host.ctypes.data, count)
     calls = [
         lambda comm: comm.Allreduce(mine[:count], out[:count]),
         lambda comm: comm.Allreduce(MPI.IN_PLACE, mine[:count]),
