@@ -31,7 +31,7 @@ struct Notice {
   std::array<char, 508> why{};
 };
 
-// What the MPI may still read or write at any later time. Places stay where they are.
+// What the MPI may still read or write at any later time, so none is ever destroyed. Places stay where they are.
 template <typename T>
 class Kept {
  public:
@@ -116,7 +116,7 @@ void notify_other_nodes(CommunicatorState& state, const Error& why) noexcept {
     return;
   }
   // The MPI may read them at any time later.
-  static Kept<Notice> notices;
+  static Kept<Notice>& notices = *new Kept<Notice>;
   Notice* const notice = &notices.add({});
   notice->error_class = class_of(why);
   std::snprintf(notice->why.data(), notice->why.size(), "on the node of rank %d: %s", state.rank,
@@ -172,7 +172,7 @@ void Lookout::look() {
 }
 
 void keep(std::shared_ptr<void> memory) {
-  static Kept<std::shared_ptr<void>> kept;
+  static auto& kept = *new Kept<std::shared_ptr<void>>;
   kept.add(std::move(memory));
 }
 

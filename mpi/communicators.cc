@@ -34,8 +34,9 @@ struct Registry {
   std::vector<CommunicatorState*> ended NOSTALL_GUARDED_BY(mutex);
   uint32_t next_id NOSTALL_GUARDED_BY(mutex) = 0;
 };
+// Nothing static here has a destructor: a program may call MPI_Finalize in its exit handlers, behind those.
 Registry& registry() {
-  static Registry one;
+  static Registry& one = *new Registry;
   return one;
 }
 
@@ -46,15 +47,42 @@ std::atomic<uint64_t>& endings() {
   return count;
 }
 
-// Between MPI_Init and MPI_Finalize. A communicator of a session may exist without, but then there is
-// no MPI_COMM_SELF.
-std::atomic<bool>& live() {
+// From MPI_Finalize on.
+std::atomic<bool>& over() {
   static std::atomic<bool> now{false};
   return now;
 }
 
-std::shared_ptr<collective::Communicator>& shared_arena() {
-  static std::shared_ptr<collective::Communicator> one;
+// Where the MPI_Finalize of another preloaded library comes first, this is what reaches us.
+void end_with_comm_self() {
+  const auto at_end = [](MPI_Comm, int, void*, void*) {
+    end();
+    return MPI_SUCCESS;
+  };
+  int key = MPI_KEYVAL_INVALID;
+  PMPI_Comm_create_keyval(MPI_COMM_NULL_COPY_FN, at_end, &key, nullptr);
+  PMPI_Comm_set_attr(MPI_COMM_SELF, key, nullptr);
+  PMPI_Comm_free_keyval(&key);
+}
+
+// Between MPI_Init and MPI_Finalize, whose calls need not come to us. A communicator of a session may
+// exist without, but then there is no MPI_COMM_SELF.
+bool is_live() {
+  static std::atomic<bool> begun{false};
+  if (over().load(std::memory_order_acquire)) return false;
+  if (begun.load(std::memory_order_acquire)) return true;
+  int initialized = 0;
+  PMPI_Initialized(&initialized);
+  if (initialized != 0 && !begun.exchange(true)) end_with_comm_self();
+  return initialized != 0;
+}
+
+struct Arena {
+  std::shared_ptr<collective::Communicator> kept;
+  std::atomic<collective::Communicator*> now{nullptr};
+};
+Arena& shared_arena() {
+  static Arena& one = *new Arena;
   return one;
 }
 
@@ -108,10 +136,10 @@ uint64_t shared_bytes() {
 
 // A program makes many communicators.
 const std::string& selection_text_once() {
-  static const std::string text = [] {
+  static const std::string& text = *new std::string([] {
     const char* named = std::getenv("NOSTALL_COLLECTIVES");
     return collective::selection_text(named != nullptr ? named : "");
-  }();
+  }());
   return text;
 }
 
@@ -306,7 +334,7 @@ CommunicatorState* leave_to_mpi(MPI_Comm comm) {
 CommunicatorState* look_up(MPI_Comm comm, bool make) {
   void* attribute = nullptr;
   int found = 0;
-  if (comm == MPI_COMM_NULL || !live().load(std::memory_order_acquire)) return nullptr;
+  if (comm == MPI_COMM_NULL || !is_live()) return nullptr;
   PMPI_Comm_get_attr(comm, keyval(), &attribute, &found);
   if (found != 0) {
     return attribute == no_state() ? nullptr : static_cast<CommunicatorState*>(attribute);
@@ -356,30 +384,36 @@ CommunicatorState* state_of(MPI_Comm comm) {
   thread_local MPI_Comm last = MPI_COMM_NULL;
   thread_local CommunicatorState* its_state = nullptr;
   thread_local uint64_t at = 0;
+  if (!is_live()) return nullptr;
   const uint64_t now = endings().load(std::memory_order_acquire);
   if (comm == last && at == now) return its_state;
   its_state = look_up(comm, true);
   last = comm;
   at = now;
+  static std::atomic<bool> begun{false};
+  if (comm == MPI_COMM_WORLD && !begun.exchange(true)) {
+    if (its_state != nullptr) {
+      shared_arena().kept = its_state->node;
+      shared_arena().now.store(its_state->node.get(), std::memory_order_release);
+    }
+    begin();
+  }
   return its_state;
 }
 
 CommunicatorState* known_state_of(MPI_Comm comm) { return look_up(comm, false); }
 
-collective::Communicator* arena() noexcept { return shared_arena().get(); }
-
-void begin_states() {
-  live().store(true, std::memory_order_release);
-  endings().fetch_add(1);
-  const CommunicatorState* world = state_of(MPI_COMM_WORLD);
-  if (world != nullptr) shared_arena() = world->node;
+collective::Communicator* arena() noexcept {
+  return shared_arena().now.load(std::memory_order_acquire);
 }
 
-void free_arena() noexcept { shared_arena().reset(); }
+void free_arena() noexcept {
+  shared_arena().now.store(nullptr, std::memory_order_release);
+  shared_arena().kept.reset();
+}
 
 void free_states() {
-  live().store(false, std::memory_order_release);
-  endings().fetch_add(1);
+  over().store(true, std::memory_order_release);
   Registry& known = registry();
   const MutexLock lock(known.mutex);
   known.ended.clear();

@@ -359,13 +359,13 @@ void hand_on(const char* name, Arguments... arguments) {
 NOSTALL_EXPORT void mpi_init_f08_(Fint* error) {
   Fint result = MPI_SUCCESS;
   hand_on("mpi_init_f08_", &result);
-  if (result == MPI_SUCCESS) nostall::mpi::begin();
+  if (result == MPI_SUCCESS) nostall::mpi::state_of(MPI_COMM_WORLD);
   answer(error, result);
 }
 NOSTALL_EXPORT void mpi_init_thread_f08_(Fint* required, Fint* provided, Fint* error) {
   Fint result = MPI_SUCCESS;
   hand_on("mpi_init_thread_f08_", required, provided, &result);
-  if (result == MPI_SUCCESS) nostall::mpi::begin();
+  if (result == MPI_SUCCESS) nostall::mpi::state_of(MPI_COMM_WORLD);
   answer(error, result);
 }
 NOSTALL_EXPORT void mpi_finalize_f08_(Fint* error) { answer(error, MPI_Finalize()); }

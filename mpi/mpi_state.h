@@ -65,21 +65,23 @@ struct CommunicatorState {
 // and where the MPI failed meanwhile: a revoked one.
 CommunicatorState* state_of(MPI_Comm comm);
 // The same, but null where none was made yet; other ranks need not be in a call. Whether one was
-// made is the same on all ranks, since all make the same calls.
+// made is the same on all ranks, since all make the same calls. (Not of a session's, if a thread calls
+// on that while another is in MPI_Init.)
 CommunicatorState* known_state_of(MPI_Comm comm);
 // Whose memory MPI_Alloc_mem gives; null where the MPI does.
 collective::Communicator* arena() noexcept;
-// After MPI_Init, which is collective over all ranks of MPI_COMM_WORLD, as MPI_Alloc_mem is not.
+// When the state of MPI_COMM_WORLD was made, by all its ranks: after MPI_Init, which is collective as
+// MPI_Alloc_mem is not, or at the first collective where another library answers MPI_Init.
 void begin();
-// The part of it that makes the state of MPI_COMM_WORLD.
-void begin_states();
+// At MPI_Finalize, whoever answers that; once.
+void end();
 // The class of error that a peer's or the program's own error carries as its number, else
 // MPI_ERR_OTHER.
 int class_of(const Error& error) noexcept;
 // What a call that failed returns, after the error handler. Says why on standard error unless the
 // program stopped it.
 int fail(MPI_Comm comm, const Error& error);
-// Frees what is kept but the arena; the program's communicators are about to end.
+// The part of end() that frees what is kept but the arena.
 void free_states();
 // After MPI_Finalize, which calls what the program has to do at its end.
 void free_arena() noexcept;

@@ -22,7 +22,7 @@ struct Requests {
   std::map<MPI_Request, Place> places NOSTALL_GUARDED_BY(mutex);
 };
 Requests& requests() {
-  static Requests all;
+  static Requests& all = *new Requests;  // as communicators' registry: it outlasts exit handlers
   return all;
 }
 std::atomic<uint64_t>& under_way() {

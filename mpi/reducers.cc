@@ -15,6 +15,9 @@ namespace {
 using collective::DataType;
 using collective::Op;
 
+// Handles are not constant expressions in every MPI. The tables of them have no destructors, behind which
+// the program's exit handlers may call MPI.
+
 template <typename T>
 constexpr DataType integer() {
   constexpr bool is_signed = static_cast<T>(-1) < T{};
@@ -33,20 +36,20 @@ constexpr DataType integer() {
 // Fortran's compiler decides how large its types are.
 std::optional<DataType> fortran_type_of(MPI_Datatype type) {
   enum class Kind : uint8_t { integer, real, complex };
-  static const std::vector<std::pair<MPI_Datatype, Kind>> known{
-      {MPI_INTEGER, Kind::integer},
-      {MPI_INTEGER1, Kind::integer},
-      {MPI_INTEGER2, Kind::integer},
-      {MPI_INTEGER4, Kind::integer},
-      {MPI_INTEGER8, Kind::integer},
-      {MPI_REAL, Kind::real},
-      {MPI_REAL4, Kind::real},
-      {MPI_REAL8, Kind::real},
-      {MPI_DOUBLE_PRECISION, Kind::real},
-      {MPI_COMPLEX, Kind::complex},
-      {MPI_COMPLEX8, Kind::complex},
-      {MPI_COMPLEX16, Kind::complex},
-      {MPI_DOUBLE_COMPLEX, Kind::complex}};
+  static const auto& known =
+      *new std::vector<std::pair<MPI_Datatype, Kind>>{{MPI_INTEGER, Kind::integer},
+                                                      {MPI_INTEGER1, Kind::integer},
+                                                      {MPI_INTEGER2, Kind::integer},
+                                                      {MPI_INTEGER4, Kind::integer},
+                                                      {MPI_INTEGER8, Kind::integer},
+                                                      {MPI_REAL, Kind::real},
+                                                      {MPI_REAL4, Kind::real},
+                                                      {MPI_REAL8, Kind::real},
+                                                      {MPI_DOUBLE_PRECISION, Kind::real},
+                                                      {MPI_COMPLEX, Kind::complex},
+                                                      {MPI_COMPLEX8, Kind::complex},
+                                                      {MPI_COMPLEX16, Kind::complex},
+                                                      {MPI_DOUBLE_COMPLEX, Kind::complex}};
   if (type == MPI_DATATYPE_NULL) return std::nullopt;
   for (const auto& [theirs, kind] : known) {
     int bytes = 0;
@@ -72,8 +75,7 @@ std::optional<DataType> fortran_type_of(MPI_Datatype type) {
 }
 
 std::optional<DataType> type_of(MPI_Datatype type) {
-  // Handles are not constant expressions in every MPI.
-  static const std::vector<std::pair<MPI_Datatype, DataType>> known{
+  static const auto& known = *new std::vector<std::pair<MPI_Datatype, DataType>>{
       {MPI_FLOAT, DataType::float32},
       {MPI_DOUBLE, DataType::float64},
       {MPI_INT, integer<int>()},
@@ -106,7 +108,7 @@ std::optional<DataType> type_of(MPI_Datatype type) {
 }
 
 std::optional<Op> op_of(MPI_Op op) {
-  static const std::vector<std::pair<MPI_Op, Op>> known{
+  static const auto& known = *new std::vector<std::pair<MPI_Op, Op>>{
       {MPI_SUM, Op::sum},   {MPI_PROD, Op::prod}, {MPI_MIN, Op::min},   {MPI_MAX, Op::max},
       {MPI_LAND, Op::land}, {MPI_LOR, Op::lor},   {MPI_LXOR, Op::lxor}, {MPI_BAND, Op::band},
       {MPI_BOR, Op::bor},   {MPI_BXOR, Op::bxor}};
@@ -127,7 +129,7 @@ bool is_in_standard(MPI_Op op, MPI_Datatype type) {
     std::vector<MPI_Op> operations;
     std::vector<MPI_Datatype> types;
   };
-  static const std::vector<Defined> all{
+  static const auto& all = *new std::vector<Defined>{
       {{MPI_MINLOC, MPI_MAXLOC},
        {MPI_2INT, MPI_FLOAT_INT, MPI_2INTEGER, MPI_2REAL, MPI_2DOUBLE_PRECISION}},
       {{MPI_LAND, MPI_LOR, MPI_LXOR}, {MPI_C_BOOL, MPI_CXX_BOOL, MPI_LOGICAL}},

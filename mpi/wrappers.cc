@@ -2,6 +2,7 @@
 #include "wrappers.h"
 
 #include <array>
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -199,6 +200,8 @@ void check_settings() {
          is_old ? "; \"arrival\" was called \"exchange\"" : "");
 }
 
+std::atomic<bool> profile_begun{false};
+
 void report() {
   const char* verbose = std::getenv("NOSTALL_MPI_VERBOSE");
   int rank = 0;
@@ -239,8 +242,17 @@ int fail(MPI_Comm comm, const Error& error) {
 
 void begin() {
   check_settings();
-  begin_states();
-  if (profiling()) profile_begin();
+  if (!profiling()) return;
+  profile_begin();
+  profile_begun = true;
+}
+
+void end() {
+  static std::atomic<bool> ended{false};
+  if (ended.exchange(true)) return;
+  report();
+  if (profile_begun) profile_end();
+  free_states();
 }
 
 const char* name_of(Fallback passed) noexcept {
@@ -255,20 +267,18 @@ namespace own = nostall::mpi;
 
 NOSTALL_EXPORT int MPI_Init(int* argc, char*** argv) {
   const int result = PMPI_Init(argc, argv);
-  if (result == MPI_SUCCESS) own::begin();
+  if (result == MPI_SUCCESS) own::state_of(MPI_COMM_WORLD);
   return result;
 }
 
 NOSTALL_EXPORT int MPI_Init_thread(int* argc, char*** argv, int required, int* provided) {
   const int result = PMPI_Init_thread(argc, argv, required, provided);
-  if (result == MPI_SUCCESS) own::begin();
+  if (result == MPI_SUCCESS) own::state_of(MPI_COMM_WORLD);
   return result;
 }
 
 NOSTALL_EXPORT int MPI_Finalize() {
-  own::report();
-  if (own::profiling()) own::profile_end();
-  own::free_states();
+  own::end();
   const int result = PMPI_Finalize();
   own::free_arena();
   return result;

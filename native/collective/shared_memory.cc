@@ -50,7 +50,8 @@ uint32_t forks() {
 // addresses there is the child's own, so the child may neither use nor unmap it.
 std::shared_ptr<Mapping> map_once(Descriptor file, const std::string& name, uint64_t bytes) {
   static Mutex mutex;
-  static std::map<std::tuple<uint32_t, dev_t, ino_t>, std::weak_ptr<Mapping>> mapped;
+  using Mapped = std::map<std::tuple<uint32_t, dev_t, ino_t>, std::weak_ptr<Mapping>>;
+  static Mapped& mapped = *new Mapped;  // a program's exit handlers may make communicators
   struct stat status {};
   if (::fstat(file.get(), &status) != 0) throw io_error("cannot examine", name, errno);
   const uint32_t made = forks();

@@ -878,6 +878,17 @@ def at_the_end() -> None:
     assert ended == [True]
 
 
+def exits() -> None:
+    """Leaves MPI_Finalize to an exit handler."""
+    total = np.ones(1000)
+    for comm in (world, *(world.Split(rank % 2) for _ in range(3))):
+        comm.Allreduce(MPI.IN_PLACE, total)
+    world.Iallreduce(MPI.IN_PLACE, total).Wait()
+    MPI.Alloc_mem(1 << 20)
+    handles = [ctypes.c_long(MPI._handleof(one)) for one in (MPI.INT, MPI.SUM, world)]
+    ctypes.CDLL(None).remember(*handles)
+
+
 def left_receive() -> None:
     """A receive of any message that nobody sends, while MPI_Finalize runs."""
     room = np.zeros(8 << 20, "u1")

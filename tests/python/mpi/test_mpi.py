@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mpis import MPIS, counted, launcher, run
+from mpis import MPIS, counted, launcher, library, run
 from procfs import OwnSharedMemory
 
 from nostall.cli import _run as mpi
@@ -346,6 +346,86 @@ def test_a_program_of_sessions_alone_is_the_mpis(which: str) -> None:
     assert "all right" in result.stdout, result.stderr
 
 
+# A tool that counts something, say, and is preloaded before ours.
+_TOOL = """
+int PMPI_Init(int *count, char ***words);
+int PMPI_Init_thread(int *count, char ***words, int required, int *provided);
+int PMPI_Finalize(void);
+int MPI_Init(int *count, char ***words) { return PMPI_Init(count, words); }
+int MPI_Init_thread(int *count, char ***words, int required, int *provided) {
+  return PMPI_Init_thread(count, words, required, provided);
+}
+int MPI_Finalize(void) { return PMPI_Finalize(); }
+"""
+
+
+def shared_object(name: str, source: str, directory: Path, *options: str) -> Path:
+    text, made = directory / f"{name}.c", directory / name
+    text.write_text(source)
+    subprocess.run(["cc", "-shared", "-fPIC", *options, "-o", str(made), str(text)], check=True)
+    return made
+
+
+@pytest.mark.parametrize("which", MPIS)
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_another_library_answers_init_and_finalize(which: str, nodes: int, tmp_path: Path) -> None:
+    tool = shared_object("tool.so", _TOOL, tmp_path)
+    settings = {
+        "LD_PRELOAD": f"{tool} {library(which)}",
+        "NOSTALL_MPI_PROFILE": str(tmp_path),
+        "NOSTALL_MPI_BETWEEN": "sometimes",
+        "TEST_NODES": str(nodes),
+    }
+    result = run(which, 3, [sys.executable, str(RANK), "at_the_end"], **settings)
+    assert "all right" in result.stdout, result.stdout + result.stderr
+    assert "NOSTALL_MPI_BETWEEN=sometimes is neither" in result.stderr
+    counts = counted(result.stderr)
+    # What MPI_Finalize calls for the program comes before the end of ours.
+    assert (counts["allreduce"], counts["allocations"]) == (2, 2)
+    profile = arrivals.read(arrivals.find([str(tmp_path)]))
+    assert [call.operation for call in profile.calls].count("allreduce") == 2
+
+
+# Exit handlers run behind the destructors of what was made since they were registered.
+_AT_EXIT = """
+#include <stdio.h>
+#include <stdlib.h>
+int MPI_Allreduce(const void *in, void *out, int count, long type, long op, long comm);
+int MPI_Comm_dup(long comm, long *made);
+int MPI_Finalize(void);
+static long type, op, comm;
+void remember(long t, long o, long c) { type = t, op = o, comm = c; }
+static void last(void) {
+  int one = 1, sum = 0, again = 0;
+  long made = 0;
+  int failed = MPI_Allreduce(&one, &sum, 1, type, op, comm) || MPI_Comm_dup(comm, &made) ||
+               MPI_Allreduce(&sum, &again, 1, type, op, made);
+  printf("failed %d, sum %d\\n", failed, again);
+  fflush(stdout);
+  MPI_Finalize();
+}
+__attribute__((constructor)) static void first(void) { atexit(last); }
+"""
+
+
+@pytest.mark.parametrize("which", MPIS)
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_exit_handlers_communicate_and_finalize(which: str, nodes: int, tmp_path: Path) -> None:
+    handler = shared_object("handler.so", _AT_EXIT, tmp_path)
+    settings = {
+        "LD_PRELOAD": f"{library(which)} {handler}",
+        "NOSTALL_MPI_NONBLOCKING": "0",
+        "MPI4PY_RC_FINALIZE": "0",
+        "TEST_NODES": str(nodes),
+    }
+    result = run(which, 3, [sys.executable, str(RANK), "exits"], **settings)
+    # MPICH's launcher may kill (9) who has finalized and is not gone yet.
+    ended = (0, 9) if which == "mpich" else (0,)
+    assert result.returncode in ended, result.stdout + result.stderr
+    assert result.stdout.count("failed 0, sum 9") == 3, result.stdout + result.stderr
+    assert counted(result.stderr)["allreduce"] == 4 + 2
+
+
 _DRIVER = """
 #include <stddef.h>
 #include <stdint.h>
@@ -364,10 +444,7 @@ int cuPointerGetAttribute(void *value, int attribute, uintptr_t address) {
 
 @pytest.mark.parametrize("which", MPIS)
 def test_buffers_on_a_device_are_refused_on_all_ranks(which: str, tmp_path: Path) -> None:
-    source, driver = tmp_path / "driver.c", tmp_path / "libcuda.so.1"
-    source.write_text(_DRIVER)
-    command = ["cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(driver), str(source)]
-    subprocess.run(command, check=True)
+    driver = shared_object("libcuda.so.1", _DRIVER, tmp_path, "-Wl,-soname,libcuda.so.1")
     settings = {"NOSTALL_MPI_NONBLOCKING": "0", "TEST_CUDA": str(driver)}
     result = run(which, 2, [sys.executable, str(RANK), "on_device"], **settings)
     assert "all right" in result.stdout, result.stdout + result.stderr
