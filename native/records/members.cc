@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <optional>
+#include <set>
 #include <utility>
 
 #include "records/protobuf.h"
@@ -31,11 +32,24 @@ class Members {
     return !too_many_;
   }
   bool too_many() const { return too_many_; }
+  // Of a name that has a value which is not read.
+  void pass_over(std::string name) {
+    if (wants(name) && (!names_.empty() || unread_.empty())) unread_.insert(std::move(name));
+  }
+  // One of those that is missed: all are wanted, or no member has its name.
+  const std::string* missed() const {
+    const auto it = std::find_if(unread_.begin(), unread_.end(), [this](const auto& name) {
+      return names_.empty() || std::none_of(found_.begin(), found_.end(),
+                                            [&](const Member& m) { return m.name == name; });
+    });
+    return it == unread_.end() ? nullptr : &*it;
+  }
   std::vector<Member> take() { return std::move(found_); }
 
  private:
   std::span<const std::string> names_;
   std::vector<Member> found_;
+  std::set<std::string> unread_;
   bool too_many_ = false;
 };
 
@@ -141,9 +155,8 @@ bool take_feature(FileWindow& window, Entry feature, Members& members) {
 }
 
 // A tf.train.SequenceExample is one whose field 1 has another name, and a map of lists of features
-// beside it: `sequence` is the name of one that is wanted.
-bool of_example(FileWindow& window, uint64_t offset, uint64_t length, Members& members,
-                std::optional<std::string>& sequence) {
+// beside it, which are passed over.
+bool of_example(FileWindow& window, uint64_t offset, uint64_t length, Members& members) {
   Message example(window, offset, offset + length);
   bool good = true;
   while (const auto f = good ? example.next() : std::nullopt) {
@@ -156,8 +169,8 @@ bool of_example(FileWindow& window, uint64_t offset, uint64_t length, Members& m
         good = false;
       } else if (f->number == 1) {
         good = take_feature(window, std::move(*entry), members);
-      } else if (members.wants(entry->name)) {
-        sequence = std::move(entry->name);
+      } else {
+        members.pass_over(std::move(entry->name));
       }
     }
     good = good && map.ok();
@@ -445,10 +458,9 @@ Result<std::vector<Member>> find_members(FileWindow& window, uint64_t offset, ui
   }
   Members members(names);
   const char* why = nullptr;
-  std::optional<std::string> sequence;
   switch (kind) {
     case MembersKind::example:
-      if (!of_example(window, offset, length, members, sequence)) why = "is no tf.train.Example";
+      if (!of_example(window, offset, length, members)) why = "is no tf.train.Example";
       break;
     case MembersKind::npz:
       why = of_npz(window, offset, length, members);
@@ -464,7 +476,7 @@ Result<std::vector<Member>> find_members(FileWindow& window, uint64_t offset, ui
                                        std::to_string(kMostParts) + " values: name the fields");
   }
   if (why) return wrong(window, offset, why);
-  if (sequence) {
+  if (const std::string* sequence = members.missed()) {
     return Error(ErrorKind::usage,
                  place_of(window, offset) +
                      " is a tf.train.SequenceExample, whose feature list \"" +

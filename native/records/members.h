@@ -44,8 +44,9 @@ struct Member {
 // The members of the record in its own order, of these names or all; a name may come again, and the
 // last one counts. Refused if they are more than kMostParts (records.h).
 // Features of several byte strings, and numbers that are not packed, are unread. Of a
-// tf.train.SequenceExample the context is read; it is refused if a list of features is wanted. Fields of maps in
-// maps are named by dots. Members of a MessagePack list are named by their numbers.
+// tf.train.SequenceExample the context is read; it is refused if a list of features is wanted, by a
+// name that its context lacks or with all. Fields of maps in maps are named by dots. Members of a
+// MessagePack list are named by their numbers.
 Result<std::vector<Member>> find_members(FileWindow& window, uint64_t offset, uint64_t length,
                                          MembersKind kind, std::span<const std::string> names = {});
 

@@ -69,6 +69,19 @@ TEST(Members, OfTheContextOfASequenceExample) {
   EXPECT_THAT(
       members_of(field(1, feature("b", 1, field(1, "blob"))) + field(2, ""), MembersKind::example),
       ElementsAre("b bytes blob"));
+  // A name of both is the context's, wherever that lies; all would be both.
+  const std::string context = field(1, feature("b", 1, field(1, "blob")));
+  const std::string lists =
+      field(2, feature("b", 1, field(1, "x")) + feature("frames", 1, field(1, "y")));
+  for (const std::string& both : {context + lists, lists + context}) {
+    EXPECT_THAT(members_of(both, MembersKind::example, {"b"}), ElementsAre("b bytes blob"));
+    EXPECT_THAT(members_of(both, MembersKind::example, {"b", "frames"}),
+                ElementsAre(HasSubstr("feature list \"frames\" is not read")));
+    EXPECT_THAT(members_of(both, MembersKind::example),
+                ElementsAre(HasSubstr("feature list \"b\" is not read")));
+  }
+  EXPECT_THAT(members_of(lists, MembersKind::example, {"b"}),
+              ElementsAre(HasSubstr("feature list \"b\" is not read")));
 }
 
 TEST(Members, OfMessagePack) {
