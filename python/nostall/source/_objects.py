@@ -30,6 +30,8 @@ _ATTEMPTS = 3
 
 # What the client says where a store asks for fewer requests, or gives no answer in time.
 _OVERLOADED = re.compile(r"status code: (429|503)|SlowDown|timed out", re.IGNORECASE)
+# What it says where a server refuses a request, and would again.
+_REFUSED = re.compile(r"status code: 4(?!08|29)\d\d")
 
 # Where a pattern begins to be one.
 WILDCARD = re.compile(r"[*?\[]")
@@ -131,8 +133,8 @@ def _matches(name: Sequence[str], pattern: Sequence[str]) -> bool:
 
 
 def exist(urls: Sequence[str], store: Any = None) -> list[bool]:
-    """Whether there is an object of each URL. One that is denied counts as missing: so a store answers
-    for those that are not there if it may not be listed.
+    """Whether there is an object of each URL. One that is refused counts as missing: so a store answers
+    for those that are not there if it may not be listed, and some servers have answers of their own.
 
     Raises:
         IoError: the store cannot be asked, with the URL.
@@ -148,8 +150,10 @@ def exist(urls: Sequence[str], store: Any = None) -> list[bool]:
         root, key = split_url(url)
         try:
             obstore.head(stores[root], key)
+        except FileNotFoundError:
+            return False
         except Exception as error:
-            if not isinstance(error, FileNotFoundError) and not client.is_denied(error):
+            if not client.is_denied(error) and not _REFUSED.search(client.brief(error)):
                 failures.append(_failed(url, error))
             return False
         return True

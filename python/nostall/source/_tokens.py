@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import io
+import itertools
 import logging
 import math
 import os
@@ -636,7 +637,13 @@ def _pairs(paths: list[str], format: Format, store: Any) -> tuple[list[str], lis
         asked = [f"{b}.idx" for p, b in zip(paths, bare, strict=True) if _may_have_index(p)]
         remote = [p for p in asked if is_url(p)]
         there = {p for p in asked if not is_url(p) and Path(p).exists()}
-        there |= {p for p, found in zip(remote, exist(remote, store), strict=True) if found}
+        try:
+            found = exist(remote, store)
+        except IoError as error:
+            raise IoError(
+                f"{error}; no .idx is asked for where format= says what the files are"
+            ) from None
+        there.update(itertools.compress(remote, found))
         with_index = [
             p.endswith(".idx") or f"{b}.idx" in there for p, b in zip(paths, bare, strict=True)
         ]
@@ -658,7 +665,10 @@ def _may_have_index(path: str) -> bool:
 def _megatron_head(raw: bytes, path: str) -> tuple[str, int, int]:
     """(type, sequences, marks of documents) of an index."""
     if len(raw) < 34 or not raw.startswith(_MEGATRON):
-        raise CorruptionError(f"{path} is no index of Megatron's: it does not begin with MMIDIDX")
+        raise CorruptionError(
+            f"{path} is no index of Megatron's: it does not begin with MMIDIDX; if what lies beside it "
+            'is ids alone, pass format="raw"'
+        )
     version, code, sequences, marks = struct.unpack_from("<QBQQ", raw, len(_MEGATRON))
     if version != 1:
         raise CorruptionError(f"{path} is an index of version {version}, this release reads 1")

@@ -231,15 +231,25 @@ def test_raw_ids_on_a_store_have_no_index_there(bucket: Any, proxy: Proxy, tmp_p
     with pytest.raises(UsageError, match=r"b\.bin has no \.idx file, others have one"):
         nostall.Tokens(root + "/*.bin")
     raw = nostall.Tokens(root + "/b.bin", dtype="uint16", index=False)
-    status = 403  # so a store that may not be listed answers for what is not there
 
-    def refuse(request: Request, forward: Callable[[], Answer]) -> Answer:
-        return error(status, "AccessDenied") if request.path.endswith(".idx") else forward()
+    def refusing(status: int) -> Callable[[Request, Callable[[], Answer]], Answer]:
+        return lambda request, forward: (
+            error(status, "AccessDenied") if request.path.endswith(".idx") else forward()
+        )
 
-    proxy.meddle = refuse
-    assert nostall.Tokens(root + "/b.bin", dtype="uint16").fingerprint == raw.fingerprint
-    status = 500
-    with pytest.raises(IoError, match=r"b\.idx cannot be read"):
+    # The first: so a store that may not be listed answers for what is not there.
+    for status in (403, 400, 405, 410):
+        proxy.meddle = refusing(status)
+        found = nostall.Tokens(root + "/b.bin", dtype="uint16", index=False)
+        assert found.fingerprint == raw.fingerprint
+    for status in (500, 429):
+        proxy.meddle = refusing(status)
+        told = r"b\.idx cannot be read: .*; no \.idx is asked for where format="
+        with pytest.raises(IoError, match=told):
+            nostall.Tokens(root + "/b.bin", dtype="uint16")
+    proxy.meddle = None
+    bucket.put_object(Key="b.idx", Body=b"<html>There is no such page</html>")
+    with pytest.raises(CorruptionError, match=r'b\.idx is no index of .*, pass format="raw"'):
         nostall.Tokens(root + "/b.bin", dtype="uint16")
     nostall.Tokens(root + "/b.bin", dtype="uint16", format="raw")
     nostall.Tokens(root + "/c.npy")
