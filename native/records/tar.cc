@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <filesystem>
 #include <optional>
 #include <unordered_map>
 
@@ -152,18 +153,24 @@ bool ends_with(std::string_view name, std::string_view small) {
                             [](char c) { return c >= 'A' && c <= 'Z' ? char(c - 'A' + 'a') : c; });
 }
 
-// Finds the files that hard links name, which need not be there. The last one of a name counts, as
+// Finds the files that hard links name, which need not be there. The last one of a path counts, as
 // when the archive is unpacked.
 class Files {
  public:
   const TarMember* find(const std::vector<TarMember>& members, const std::string& name) {
-    for (; known_ < members.size(); ++known_) place_of_[members[known_].name] = known_;
-    const auto it = place_of_.find(name);
+    for (; known_ < members.size(); ++known_) place_of_[path_of(members[known_].name)] = known_;
+    if (name.size() > kMaxName) return nullptr;
+    const auto it = place_of_.find(path_of(name));
     if (it == place_of_.end() || members[it->second].kind == TarKind::unread_link) return nullptr;
     return &members[it->second];
   }
 
  private:
+  // "./a" is "a".
+  static std::string path_of(const std::string& name) {
+    return std::filesystem::path(name).lexically_normal().string();
+  }
+
   std::unordered_map<std::string, size_t> place_of_;
   size_t known_ = 0;  // archives without hard links need none
 };
@@ -246,14 +253,18 @@ Result<std::vector<TarMember>> scan_tar(FileWindow& window, std::string_view kee
       const bool folder = name.ends_with('/');
       TarMember m{name, data, size, {}, TarKind::file};
       const bool file = header->type == '0' || header->type == '\0' || header->type == '7';
+      bool again = false;
       if (header->type == '1' || header->type == '2') {
         const std::string& to = next.link ? *next.link : global.link ? *global.link : header->link;
         const TarMember* target = header->type == '1' ? files.find(members, to) : nullptr;
+        // tar writes a file that it is given twice as a link to itself: it is there already.
+        const TarMember* there = target ? files.find(members, name) : nullptr;
+        again = there && there->offset == target->offset;
         m.kind = target ? TarKind::hard_link : TarKind::unread_link;
         m.offset = target ? target->offset : 0;
         m.size = target ? target->size : 0;
       }
-      if (!folder && (file || m.kind != TarKind::file)) {
+      if (!folder && !again && (file || m.kind != TarKind::file)) {
         if (!keep_content.empty() && ends_with(name, keep_content) && m.size <= kMaxContent &&
             m.size > 0) {
           const auto bytes = window.get(m.offset, static_cast<size_t>(m.size));

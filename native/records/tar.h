@@ -26,8 +26,9 @@ struct TarMember {
   TarKind kind = TarKind::file;
 };
 
-// Files and links in the order of the archive. `keep_content`: a suffix like ".cls" in small letters,
-// which names may have in others; empty: none.
+// Files and links in the order of the archive, without hard links to the file that their path has
+// already. `keep_content`: a suffix like ".cls" in small letters, which names may have in others;
+// empty: none.
 Result<std::vector<TarMember>> scan_tar(FileWindow& window, std::string_view keep_content = {});
 
 }  // namespace nostall::records

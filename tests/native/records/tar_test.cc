@@ -219,6 +219,20 @@ TEST(Tar, FollowsHardLinksToFilesBeforeThem) {
             (Found{{"a", "1"}, {"a", "2"}, {"b", "2"}}));
 }
 
+// As tar does for a file that it is given twice; unpacking them changes nothing.
+TEST(Tar, LeavesOutHardLinksToTheFileThatTheirPathHas) {
+  const std::string a = member({"a"}, "1"), empty = member({"e"}, "");
+  for (const std::string& again : {link("a", "a"), link("./a", "a"), link("a", ".//a")}) {
+    EXPECT_EQ(found(a + again + member({"b"}, "2")), (Found{{"a", "1"}, {"b", "2"}}));
+  }
+  EXPECT_EQ(found(a + link("b", "a") + link("b", "a") + link("a", "b") + link("b", "b")),
+            (Found{{"a", "1"}, {"b", "1"}}));
+  EXPECT_EQ(found(empty + link("e", "e")), (Found{{"e", ""}}));
+  // Here it changes something.
+  EXPECT_EQ(found(a + member({"b"}, "1") + link("b", "a")),
+            (Found{{"a", "1"}, {"b", "1"}, {"b", "1"}}));
+}
+
 TEST(Tar, TellsOfLinksThatItDoesNotFollow) {
   const std::string a = member({"a"}, "1");
   for (const std::string& bytes :

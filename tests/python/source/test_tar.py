@@ -137,6 +137,25 @@ def test_files_that_tar_stored_as_hard_links_are_samples(tmp_path: Path) -> None
             nostall.TarShards(path, members=["jpg", "cls"])
 
 
+def test_files_that_tar_was_given_twice_are_samples_once(tmp_path: Path) -> None:
+    folder = tmp_path / "files"
+    folder.mkdir()
+    for name, content in {"a.jpg": b"one", "a.cls": b"1", "b.jpg": b"two", "b.cls": b"2"}.items():
+        (folder / name).write_bytes(content)
+    given = [["a.jpg", "a.cls", "b.jpg", "b.cls", "a.jpg", "a.jpg"], [".", "a.jpg", "./b.cls"]]
+    for form in ("gnu", "pax", "ustar"):
+        for names in given:
+            path = tmp_path / f"{form}-{len(names)}.tar"
+            command = ["tar", f"--format={form}", "--sort=name", "-cf", path, "-C", folder, *names]
+            subprocess.run(command, check=True)
+            with tarfile.open(path) as tar:
+                assert any(member.islnk() for member in tar)
+            check_source(nostall.TarShards(path, index=False), [b"one", b"two"], [1, 2])
+            check_source(nostall.TarShards(path, label=None, index=False), [b"one", b"two"], [0, 0])
+            members = nostall.TarShards(path, members=["jpg", "cls"], index=False)
+            assert len(members) == 2
+
+
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE])
 def test_links_that_are_not_followed_are_refused(tmp_path: Path, kind: bytes) -> None:
     told = r"a\.tar: member 'b\.(jpg|idx)' is a link, .* tar --dereference --hard-dereference"
