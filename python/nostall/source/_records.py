@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import glob
 import hashlib
+import itertools
 import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -304,6 +305,8 @@ def classes_beside(paths: Sequence[str], labels: NDArray[np.int64]) -> list[str]
 
 
 _BRACES = re.compile(r"\{[^{}]*(\.\.|,)[^{}]*\}")
+_PARTS = re.compile("[^/]+")
+_ANY_FOLDERS = re.compile(r"(?<![^/])(?:\*\*/+)*\*\*(?:(/+)|$)")
 _SPLIT = re.compile(
     r"(?:^|[-_.])(?:(train(?:ing)?)|(val(?:id(?:ation)?)?|dev|test(?:ing)?|eval))(?=[-_.\d]|$)",
     re.IGNORECASE,
@@ -315,10 +318,10 @@ def shard_paths(
 ) -> list[str]:
     """The files of a list, one file, a pattern, or a folder's files with those endings; also URLs.
 
-    In a pattern ``**`` is any number of folders.
+    In a pattern ``**`` is any number of folders, each of them once.
 
     Raises:
-        UsageError: there are none, a folder or what lies below it has those of training and of
+        UsageError: there are none, a folder or what ``**`` finds has those of training and of
             testing, or the name has braces of a shell.
     """
     if isinstance(paths, Iterable) and not isinstance(paths, (str, bytes)):
@@ -336,25 +339,56 @@ def shard_paths(
     if is_url(path):
         found = [url for url, _ in list_objects(path, suffixes, store)]
     elif wildcard:
-        found = sorted(set(glob.glob(path, recursive=True)))
-        found = [one for one in found if not os.path.isdir(one)]
+        found = sorted({one for one in _matching(path) if not os.path.isdir(one)})
     elif Path(path).is_dir():
         inside = (name for name in os.listdir(path) if name.endswith(suffixes))
         found = sorted(os.path.join(path, name) for name in inside)
     else:
         found = [path]
-    if not wildcard or "**" in path.split("/"):  # who names files by a pattern says which
-        _refuse_several_splits(folder, [name[len(folder) :] for name in found])
+    deep = _ANY_FOLDERS.search(path) if wildcard else None
+    if not wildcard or deep:  # who names files by a pattern says which
+        named = len(_PARTS.findall(path, len(folder), deep.start())) if deep else 0
+        _refuse_several_splits(folder, [name[len(folder) :] for name in found], named)
     if not found:
         raise UsageError(f"{path} names no file that ends with {' or '.join(suffixes)}")
     return found
 
 
-def _refuse_several_splits(folder: str, names: Sequence[str]) -> None:
-    """A training on all files of a folder would see what it is tested on, if that lies there too."""
+def _matching(pattern: str) -> Iterator[str]:
+    """As ``glob.glob(pattern, recursive=True)``, but ``**`` is each folder once, whatever links lead to
+    it."""
+    deep = _ANY_FOLDERS.search(pattern)
+    if deep is None:
+        yield from glob.glob(pattern)
+        return
+    before, after = pattern[: deep.start()], pattern[deep.end() :] if deep[1] else "*"
+    for folder in _folders(glob.glob(before) if before else [""]):
+        yield from _matching(glob.escape(folder) + after)
+
+
+def _folders(tops: Iterable[str]) -> Iterator[str]:
+    """These and the folders below them, each once: the name with the fewest links. Names end with /,
+    but that of the working directory is ""."""
+    seen: set[str] = set()
+    waiting = sorted(tops, key=lambda top: (os.path.islink(top[:-1]), top))
+    for top in waiting:
+        inside = [top]
+        for folder in inside:
+            real = os.path.realpath(folder)
+            if real in seen:
+                continue
+            seen.add(real)
+            yield folder
+            for below in sorted(glob.glob(f"{glob.escape(folder)}*/")):
+                (waiting if os.path.islink(below[:-1]) else inside).append(below)
+
+
+def _refuse_several_splits(folder: str, names: Sequence[str], named: int) -> None:
+    """A training on all files of a folder would see what it is tested on, if that lies there too.
+    The first `named` parts of each name are what the caller asked for."""
     trained, others = "", set()
     for name in names:
-        for part in re.finditer(r"[^/]+", name):
+        for part in itertools.islice(_PARTS.finditer(name), named, None):
             matches = list(_SPLIT.finditer(part[0]))
             if matches and matches[-1][1]:
                 of_file = name[: part.start() + matches[-1].end(1)] + "*"

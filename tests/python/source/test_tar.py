@@ -449,6 +449,49 @@ def test_all_that_lies_below_a_folder_is_of_one_split(tmp_path: Path) -> None:
     assert len(nostall.TarShards("s3://b/set/train/", store=store, label=None, index=False)) == 1
 
 
+def test_what_a_pattern_names_before_any_folders_is_no_split(tmp_path: Path) -> None:
+    from obstore import put
+    from obstore.store import MemoryStore
+
+    store, names = MemoryStore(), ["dev-2024/train/x/a.tar", "test/train/b.tar"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True)
+        path = shard(tmp_path / name, [("k.jpg", b"x")])
+        put(store, f"set/{name}", path.read_bytes())
+    for root, given in ((str(tmp_path), None), ("s3://b/set", store)):
+        for pattern in ("*/train/**/*.tar", "*/t*/**"):
+            found = shard_paths(f"{root}/{pattern}", (".tar",), given)
+            assert found == [f"{root}/{name}" for name in names]
+        with pytest.raises(
+            UsageError, match=f"{root} has .* train and dev, test: .* as {root}/dev"
+        ):
+            shard_paths(f"{root}/**/*.tar", (".tar",), given)
+    # However it is written.
+    shard(tmp_path / "test/train/test-c.tar", [("k.jpg", b"x")])
+    shard(tmp_path / "test/train/train-d.tar", [("k.jpg", b"x")])
+    told = f"{tmp_path}/ has .* train and test: .* as {tmp_path}/test/train/train\\*"
+    with pytest.raises(UsageError, match=told):
+        shard_paths(f"{tmp_path}//*//train/**", (".tar",))
+
+
+def test_any_folders_are_each_of_them_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "[set]"
+    for name in ("[set]/2024/a.tar", "[set]/.old/b.tar", "elsewhere/deep/c.tar"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        shard(tmp_path / name, [("k.jpg", b"x")])
+    for link, to in {
+        "loop": ".", "2024/up": "../..", "2023": "2024", "far": "../elsewhere", "kept": ".old",
+    }.items():  # fmt: skip
+        (root / link).symlink_to(to)
+    wanted = ["2024/a.tar", "far/deep/c.tar", "kept/b.tar"]
+    for pattern in ("**/*.tar", "**", "*/**/*.tar", "**/**/?.tar"):
+        found = shard_paths(f"{tmp_path}/[[]set]/{pattern}", (".tar",))
+        assert found == [f"{root}/{name}" for name in wanted], pattern
+    monkeypatch.chdir(root)
+    assert shard_paths("**/*.tar", (".tar",)) == wanted
+    assert shard_paths("loop/**/a.tar", (".tar",)) == ["loop/2024/a.tar"]
+
+
 def test_a_name_with_braces_is_opened(tmp_path: Path) -> None:
     path = tmp_path / "a{1,2}.tar"
     webdataset(path, noise(3))
