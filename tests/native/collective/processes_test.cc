@@ -567,7 +567,7 @@ TEST(Processes, AForkedChildKeepsItsOwnMemoryWhereTheSegmentWas) {
   auto communicator = std::make_unique<Communicator>(config);
   const auto [begin, size] = mapped_from(config.directory);
   ASSERT_GT(size, 0U);
-  EXPECT_EQ(status_of_child([&] {
+  EXPECT_EQ(status_of_child([&, begin = begin] {
               // The first page alone: a sanitizer's thread may have its stack in the last ones already.
               void* const own = ::mmap(begin, 4096, PROT_READ | PROT_WRITE,
                                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
