@@ -253,7 +253,7 @@ def test_one_rank_waits_for_no_samples_of_others() -> None:
     assert alone.causes()["source"] == pytest.approx(0.05)
     assert "other ranks read" not in run_page.page([alone]) + run_page.page([alone, alone])
     assert "wait for others" not in run_page.page([alone])
-    rank.digest.world = 2
+    rank.loaders[0] = replace(rank.loaders[0], stats=replace(rank.loaders[0].stats, world_size=2))
     assert "5.0 % for samples that other ranks read" in runs.words(Run("run", [rank], None, []))
 
 
@@ -492,6 +492,29 @@ def test_the_loader_of_most_of_the_time_tells_the_straggler() -> None:
         rank.loaders = [replace(training, stats=replace(training.stats, loader="loader 1"))]
         rank.loaders.insert(0, replace(training, stats=stats))
     assert "Rank 2 is a straggler" in run_page.page([run])
+
+
+def test_steps_are_compared_of_one_training_whatever_else_its_ranks_loaded() -> None:
+    run = stepping([0.1, 0.1, 0.1], [1.0, 1.0, 0.0])
+    (training,) = run.ranks[0].loaders
+    columns = {n: [0.0] * 9 for n in BatchRecords.__dataclass_fields__}
+    columns["time"] = [2.5 * x for x in range(9)]
+    alone = replace(training.stats, world_size=1, batches=BatchRecords(**columns))
+    named = replace(training.stats, loader="loader 1")
+    run.ranks[0].loaders = [replace(training, stats=alone), replace(training, stats=named)]
+    assert "Rank 0 is a straggler" not in run_page.page([run])
+    assert "Rank 2 is a straggler" in run_page.page([run])
+
+
+def test_a_process_has_the_rank_of_its_training() -> None:
+    process = made(0)
+    (loader,) = process.loaders
+    assert process.digest is not None
+    process.loaders.append(replace(loader, stats=replace(loader.stats, rank=3, world_size=4)))
+    assert (runs._rank_of(process), process.world) == (3, 4)
+    # A launcher's job may have more processes than the training has ranks.
+    process.rank, process.digest.world = 7, 8
+    assert (runs._rank_of(process), process.world) == (7, 4)
 
 
 def test_of_many_ranks_the_slow_one_is_named_though_it_waits_least_for_data() -> None:
@@ -836,6 +859,9 @@ def test_threads_are_those_of_the_loaders_that_are_waited_for_together() -> None
     validation = [s + x / 100 for s in (20.1, 50.1, 99.1) for x in range(10)]
     rank.loaders = using(("training", steps, 8.0), ("validation", validation, 1.0))
     rank.loaders[1] = replace(rank.loaders[1], stats=replace(rank.loaders[1].stats, threads=32))
+    assert rank.threads == 8
+    # So does one that takes a batch now and then.
+    rank.loaders = using(("training", steps, 8.0), ("validation", [50.5, 99.5], 1.0))
     assert rank.threads == 8
     # Of a killed job single batches are not known.
     rank.loaders = using(("training", [], 8.0), ("validation", [], 1.0))

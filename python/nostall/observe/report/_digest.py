@@ -141,12 +141,13 @@ class Digest:
         waits = self.of("data", "get batch")
         return waits if len(waits.begin) else self.of("data", "wait for batch")
 
-    def causes(self, threads: int) -> dict[str, float]:
+    def causes(self, threads: int, *, alone: bool = False) -> dict[str, float]:
         """Seconds of all waits for batches by cause (see docs/guide/diagnose.md).
 
         In each wait, the busy share of the `threads` that transform counts as "decode", and so does the
         time in which callables or a device worked on what the core had given. The rest is divided among
-        what the fetch threads were doing, or is "other" if they did nothing.
+        what the fetch threads were doing, or is "other" if they did nothing. A rank that trains `alone`
+        has no others to wait for.
         """
         waits = self.waits()
         length = waits.end - waits.begin
@@ -172,7 +173,7 @@ class Digest:
         out = {cause: float((share * a).sum()) for cause, a in active.items()}
         out["decode"] = float((length * decode + working).sum())
         out["other"] = float(rest[quiet].sum())
-        if self.world == 1:  # its other threads are the others: they read the source
+        if alone:  # then these are its own other threads, which read the source
             out["source"] += out["others"]
             out["others"] = 0.0
         return out

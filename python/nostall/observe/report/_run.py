@@ -77,6 +77,12 @@ class Rank:
     digest: Digest | None = None
 
     @property
+    def world(self) -> int:
+        """Ranks of the training; the launcher's job may have more processes."""
+        worlds = [x.stats.world_size for x in self.loaders]
+        return max(worlds or [self.digest.world if self.digest is not None else 1])
+
+    @property
     def threads(self) -> int:
         """Threads that transform, of the loaders that were waited for longest together: others take
         turns with them, and events do not say whose they are."""
@@ -107,7 +113,7 @@ class Rank:
     def waits(self) -> dict[str, float]:
         """Seconds of waiting for batches, by cause; without a trace, from sums of the statistics."""
         if self.digest is not None:
-            return self.digest.causes(self.threads)
+            return self.digest.causes(self.threads, alone=self.world == 1)
         out = dict.fromkeys(CAUSES, 0.0)
         for loader in self.loaders:
             threads, fetchers = max(1, loader.stats.threads), max(1, loader.stats.fetchers)
@@ -133,8 +139,9 @@ class Rank:
 
 
 def _used_together(stats: Sequence[Stats]) -> list[list[Stats]]:
-    """Groups a process's loaders: most batches of a loader come right after one of its group's others,
-    as of two that are zipped, where validation inside an epoch takes many in a row."""
+    """Groups a process's loaders: most batches of a loader come right after one of another's, and not
+    few of that one's after it, as of two that are zipped. Validation inside an epoch takes many in a
+    row, or few."""
     n = len(stats)
     times = [np.asarray(s.batches.time, np.float64) + (s.made or 0.0) for s in stats]
     order = np.repeat(np.arange(n), [len(t) for t in times])
@@ -143,8 +150,9 @@ def _used_together(stats: Sequence[Stats]) -> list[list[Stats]]:
     np.fill_diagonal(after, 0)
     group = np.arange(n)
     for i in range(n):
-        if after[i].sum() > len(times[i]) / 2:
-            group[group == group[i]] = group[after[i].argmax()]
+        other = after[i].argmax()
+        if after[i].sum() > len(times[i]) / 2 and after[other].sum() > len(times[other]) / 20:
+            group[group == group[i]] = group[other]
     return [[s for s, g in zip(stats, group, strict=True) if g == one] for one in np.unique(group)]
 
 
@@ -181,9 +189,7 @@ class Run:
     @property
     def alone(self) -> bool:
         """Whether one rank trained: nothing is said of ranks then."""
-        worlds = [s.world_size for s in self.stats]
-        worlds += [r.digest.world for r in self.ranks if r.digest is not None]
-        return len(self.ranks) == 1 and max(worlds, default=1) <= 1
+        return len(self.ranks) == 1 and self.ranks[0].world == 1
 
     @property
     def seconds(self) -> float:
@@ -297,6 +303,8 @@ def read(directory: str | os.PathLike[str]) -> Run:
                 others.append(path)
         except Error as error:
             notes.append(f"left out: {error}")
+    for process in processes.values():
+        process.rank = _rank_of(process)
     ranks, said = _one_of_each(list(processes.values()))
     notes += said
     for found in of_mpi:
@@ -314,14 +322,19 @@ def read(directory: str | os.PathLike[str]) -> Run:
             f"{home} holds no recorded run: run with NOSTALL_TRACE={home}, or by "
             f"'nostall profile -o {home} -- command'"
         )
-    world = max(
-        [r.digest.world for r in ranks.values() if r.digest] + [s.world_size for r in ranks.values()
-         for s in (x.stats for x in r.loaders)]
-    )  # fmt: skip
+    world = max(r.world for r in ranks.values())
     lacking = (Rank(r) for r in range(min(world, 4096)) if r not in ranks)
     notes += _of_ranks(lacking, "left no record")
     notes += lacks(list(ranks.values()))
     return Run(str(home), [ranks[r] for r in sorted(ranks)], timeline, notes)
+
+
+def _rank_of(process: Rank) -> int:
+    """Its rank in the training. Without a launcher its files have that of its first loader, which may
+    validate alone."""
+    widest = max((x.stats for x in process.loaders), key=lambda s: s.world_size, default=None)
+    known = process.digest.world if process.digest is not None else 1
+    return widest.rank if widest is not None and widest.world_size > known else process.rank
 
 
 def _one_of_each(processes: Sequence[Rank]) -> tuple[dict[int, Rank], list[str]]:

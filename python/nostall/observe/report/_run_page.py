@@ -396,11 +396,16 @@ def _devices(run: Run) -> str:
 def _ranks(run: Run) -> str:
     """Waits by cause, and the time between batches without them: the slowest rank is a straggler."""
     shown = {r.rank for r in _shown(run.ranks)}
-    lasted: dict[str, float] = defaultdict(float)
-    for x in (x for r in run.ranks for x in r.loaders):
-        lasted[x.stats.loader] += _lasted(x.stats)
-    most = max(lasted, key=lambda name: lasted[name], default="")
-    loaders = {r.rank: x for r in run.ranks for x in r.loaders if x.stats.loader == most}
+    lasted: dict[tuple[str, int], float] = defaultdict(float)
+    for s in run.stats:
+        lasted[s.loader, s.world_size] += _lasted(s)
+    most = max(lasted, key=lambda loader: lasted[loader], default=None)
+    loaders = {
+        r.rank: x
+        for r in run.ranks
+        for x in r.loaders
+        if (x.stats.loader, x.stats.world_size) == most
+    }
     rows, lengths, own = [], [], {}
     hidden = {"others"} if run.alone else set()
     hidden |= {"peers"} if run.alone and run.peers is None else set()
