@@ -200,8 +200,6 @@ void check_settings() {
          is_old ? "; \"arrival\" was called \"exchange\"" : "");
 }
 
-std::atomic<bool> profile_begun{false};
-
 void report() {
   const char* verbose = std::getenv("NOSTALL_MPI_VERBOSE");
   int rank = 0;
@@ -241,17 +239,18 @@ int fail(MPI_Comm comm, const Error& error) {
 }
 
 void begin() {
+  static std::atomic<bool> begun{false};
+  if (begun.exchange(true)) return;
   check_settings();
-  if (!profiling()) return;
-  profile_begin();
-  profile_begun = true;
+  if (profiling()) profile_begin();
 }
 
 void end() {
   static std::atomic<bool> ended{false};
   if (ended.exchange(true)) return;
   report();
-  if (profile_begun) profile_end();
+  begin();  // no collective on MPI_COMM_WORLD may have come, where another library answers MPI_Init
+  if (profiling()) profile_end();
   free_states();
 }
 

@@ -228,8 +228,9 @@ class RecordReader : public source::Reader {
 uint64_t fingerprint_of(const RecordTable& table) {
   Fnv hash;
   std::string stamp = table.stamp;
-  // The last one: names that users gave may have these words too.
-  if (const size_t at = stamp.rfind(kRules); at != std::string::npos) {
+  // The last one before what the scan found: names that users gave may have these words too.
+  const size_t found = stamp.rfind(" found ");
+  if (const size_t at = stamp.rfind(kRules, found); at != std::string::npos) {
     const size_t number = at + kRules.size();
     const size_t end = std::min(stamp.find_first_not_of("0123456789", number), stamp.size());
     if (end > number) stamp.erase(at, end - at);

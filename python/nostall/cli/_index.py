@@ -162,8 +162,10 @@ def _folder(arguments: argparse.Namespace) -> int:
         folder = ImageFolder(
             arguments.root, index=arguments.index or True, allow_empty=True, extensions=extensions
         )
-    # An older one may be there that cannot be replaced.
-    stored = not _native.check_index(root=arguments.root, index_path=path, **options)
+    # Without --index an older one may be there that cannot be replaced.
+    stored = arguments.index or not _native.check_index(
+        root=arguments.root, index_path=path, **options
+    )
     kept = path if stored else "kept nowhere"
     print(
         f"{kept}: {counted(len(folder), 'sample')} of {counted(len(folder.classes), 'class')}, "

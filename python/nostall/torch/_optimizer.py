@@ -155,7 +155,7 @@ class GradientSync:
 
     def admit(self, i: int, _: torch.Tensor) -> None:
         """Called before autograd adds to the gradient of parameter i: it may be under reduction."""
-        if _accumulates(self._parameters[i]):
+        if i in self._submitted and _accumulates(self._parameters[i]):
             self._refuse_again(i)
 
     def _refuse_again(self, i: int) -> None:

@@ -853,6 +853,15 @@ def refused() -> None:
         assert (whole == size - 1).all()
 
 
+def duplicate_alone() -> None:
+    """All communicates on a duplicate, as libraries do."""
+    own = world.Dup()
+    assert own.allreduce(1) == size
+    total = np.ones(1000)
+    own.Allreduce(MPI.IN_PLACE, total)
+    own.Free()
+
+
 def at_the_end() -> None:
     """What MPI_Finalize calls still communicates, and has its memory."""
     total = np.ones(1000)

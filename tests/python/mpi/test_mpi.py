@@ -386,6 +386,21 @@ def test_another_library_answers_init_and_finalize(which: str, nodes: int, tmp_p
     assert [call.operation for call in profile.calls].count("allreduce") == 2
 
 
+@pytest.mark.parametrize("which", MPIS)
+def test_a_profile_needs_no_call_on_the_world_itself(which: str, tmp_path: Path) -> None:
+    tool = shared_object("tool.so", _TOOL, tmp_path)
+    settings = {
+        "LD_PRELOAD": f"{tool} {library(which)}",
+        "NOSTALL_MPI_PROFILE": str(tmp_path),
+        "NOSTALL_MPI_BETWEEN": "sometimes",
+    }
+    result = run(which, 3, [sys.executable, str(RANK), "duplicate_alone"], **settings)
+    assert "all right" in result.stdout, result.stdout + result.stderr
+    assert "NOSTALL_MPI_BETWEEN=sometimes is neither" in result.stderr
+    profile = arrivals.read(arrivals.find([str(tmp_path)]))
+    assert "allreduce" in [call.operation for call in profile.calls]
+
+
 # Exit handlers run behind the destructors of what was made since they were registered.
 _AT_EXIT = """
 #include <stdio.h>
