@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,16 @@ def trainings(image_folder: Path) -> Iterator[tuple[prefork.Process, prefork.Pro
             process.__exit__()
         for child in children:
             os.kill(child, 9)
+
+
+def stop(pid: int) -> None:
+    """Returns once all threads stand still."""
+    os.kill(pid, signal.SIGSTOP)
+    while any(
+        stat.read_text().rpartition(")")[2].split()[0] != "T"
+        for stat in Path(f"/proc/{pid}/task").glob("*/stat")
+    ):
+        time.sleep(0.001)
 
 
 def of(*processes: prefork.Process) -> dict[int, Any]:
@@ -145,7 +156,7 @@ def test_top_asks_the_processes_of_its_user(
     first.wait()
     assert name_of(first.pid) is None
     assert list(of(first, second)) == [second.pid]
-    second.send_signal(signal.SIGSTOP)
+    stop(second.pid)
     assert live.ask()[second.pid] == []
     assert main(["top", str(second.pid), "--once"]) == UsageError.exit_code
     assert f"{second.pid} did not answer in time" in capsys.readouterr().err
