@@ -118,6 +118,7 @@ void in_child() noexcept NOSTALL_UNCHECKED {
   Registry* const own = new (std::nothrow) Registry;
   if (!own) return of_parent->mutex.unlock();
   own->kinds = std::move(of_parent->kinds);
+  of_parent->mutex.unlock();
   current() = own;
   handle.ring.reset();
 }
