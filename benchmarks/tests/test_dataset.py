@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import tempfile
 from pathlib import Path
+from signal import SIG_DFL, SIGTERM, getsignal, raise_signal
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from nostall.errors import UsageError
-from nostall_bench import harness
+from nostall_bench import demo, harness
 from nostall_bench.demo import experiment
 from nostall_bench.demo.dataset import DatasetSpec, digest, make_dataset
 
@@ -92,6 +94,24 @@ def test_the_demo_says_what_it_makes_before_it_is_made(
     make_dataset(tmp_path / "data", spec, processes=1)
     experiment._dataset(tmp_path / "data", spec, harness.console())
     assert "making" not in said()
+
+
+def test_a_demo_that_is_ended_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ended(*_: object, **__: object) -> None:
+        raise_signal(SIGTERM)
+
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(experiment, "_train", ended)
+    parser = argparse.ArgumentParser()
+    demo.add_arguments(parser)
+    words = ["--dir", str(tmp_path / "demo"), "--files", "8", "--classes", "2"]
+    with pytest.raises(SystemExit, match="143"):
+        demo.run(parser.parse_args(words))
+    assert getsignal(SIGTERM) is SIG_DFL
+    assert [p.name for p in tmp_path.iterdir()] == ["demo"]
 
 
 def test_the_demo_asks_first_whether_it_can_mount(

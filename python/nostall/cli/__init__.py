@@ -65,7 +65,13 @@ _NESTED_OF_BENCHMARKS = {
 
 
 class _Help(argparse.HelpFormatter):
-    """Ends the text of an option with its default, unless the text has it."""
+    """Ends the text of an option with its default, unless the text has it; keeps lines of commands."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n\n".join(
+            part if part.startswith("    ") else super(_Help, self)._fill_text(part, width, indent)
+            for part in text.replace("``", "").split("\n\n")
+        )
 
     def add_argument(self, action: argparse.Action) -> None:
         # The default of an option without a text would not be asked for.

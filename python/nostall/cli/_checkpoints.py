@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _drain(arguments)
     for directory in arguments.directories:
         if url_of(directory) is None and not Path(directory).is_dir():
-            raise UsageError(f"{directory} is not a directory")
+            raise UsageError(f"there is no directory {directory}")
     if arguments.action == "restore-dry-run" and len(arguments.directories) > 2:
         raise UsageError(
             f"a restore reads two directories, not {len(arguments.directories)}: give the fast one of "
@@ -396,7 +396,7 @@ def _drain(arguments: argparse.Namespace) -> int:
     check_places(arguments.fast, arguments.durable)
     fast, durable = Store(arguments.fast, "fast"), open_store(arguments.durable, "durable")
     if not Path(fast.root).is_dir():
-        raise UsageError(f"{fast.root} is not a directory")
+        raise UsageError(f"there is no directory {fast.root}")
     if not fast.steps() and not fast.seen():
         raise UsageError(
             f"there never was a checkpoint in {fast.root}: give the fast directory of a job"

@@ -148,6 +148,8 @@ def _folder(arguments: argparse.Namespace) -> int:
         reason = _native.check_index(root=arguments.root, index_path=path, **options)
         # That looks at folders alone, as the start of a training does; this at all files.
         rewritten = "" if reason else _rewritten(arguments.root, path, options)
+    if reason and not os.path.exists(path):
+        reason = f"there is none yet: nostall index {arguments.root} makes it"
     if arguments.check:
         print(f"{path}: {reason or rewritten or 'holds'}")
         return 1 if reason or rewritten else 0

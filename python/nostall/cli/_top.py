@@ -110,7 +110,7 @@ def _looks(names: list[str]) -> Callable[[], dict[str, dict[str, Any]]]:
 def _none_here(number: int | None = None) -> str:
     """Why there is nothing to show: of all processes, or of this one and those it started."""
     silent = [str(pid) for pid, loaders in live.ask().items() if not loaders]
-    if silent:
+    if silent and number is None:
         return (
             f"of this user's processes with a loader {', '.join(silent)} did not answer in time: they "
             "are stopped, or in a call that keeps the interpreter (py-spy dump --pid tells which)"

@@ -417,6 +417,16 @@ def test_help_of_a_command_of_two_words(capsys: pytest.CaptureFixture[str]) -> N
         assert re.search(r"--(keep|rank) .*\(default: [05]\)", capsys.readouterr().out)
 
 
+def test_help_keeps_the_lines_of_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["profile", "--help"])
+    said = capsys.readouterr().out
+    assert "\n\n    nostall profile -o run -- torchrun --nproc-per-node 4 train.py\n\n" in said
+    with pytest.raises(SystemExit):
+        main(["calibrate", "--help"])
+    assert "`" not in capsys.readouterr().out.splitlines()[4]
+
+
 def test_a_default_that_is_part_of_a_word_is_shown() -> None:
     parser = nostall.cli._Parser()
     for name, text in (("a", "15 at most"), ("b", "0.5 is little"), ("c", "else 5.")):

@@ -160,6 +160,9 @@ def test_top_asks_the_processes_of_its_user(
     assert live.ask()[second.pid] == []
     assert main(["top", str(second.pid), "--once"]) == UsageError.exit_code
     assert f"{second.pid} did not answer in time" in capsys.readouterr().err
+    # What does not answer has nothing to do with another number.
+    assert main(["top", "4194304", "--once"]) == UsageError.exit_code
+    assert "no process 4194304 of this user has a loader" in capsys.readouterr().err
     monkeypatch.setattr(live, "ask", dict)
     for names in ([], ["4194304"]):
         assert main(["top", *names, "--once"]) == UsageError.exit_code

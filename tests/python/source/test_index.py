@@ -118,6 +118,7 @@ def test_a_folder_is_still_a_folder(
 ) -> None:
     index = str(tmp_path / "listing")
     assert main(["index", str(image_folder), "--index", index, "--check"]) == 1
+    assert f"{index}: there is none yet: nostall index" in capsys.readouterr().out
     assert main(["index", str(image_folder), "--index", index]) == 0
     assert "61 samples of 3 classes" in capsys.readouterr().out
     assert main(["index", str(image_folder), "--index", index, "--check"]) == 0
