@@ -802,13 +802,8 @@ def test_loaders_of_a_process_stay_together_whatever_ranks_they_have(
     assert [len(r.loaders) for r in runs.read(tmp_path).ranks] == [2, 2]
 
 
-def test_a_loader_that_stands_idle_adds_no_threads() -> None:
-    rank = made()
-    loader = rank.loaders[0]
-    rank.loaders = [
-        replace(loader, stats=replace(loader.stats, loader=name, threads=8))
-        for name in ("training", "validation")
-    ]
+def decoding_by_eight(rank: Rank) -> None:
+    """A wait of 8 s, in which 8 threads decode and one reads."""
     assert rank.digest is not None
     rank.digest.spans = {
         ("data", "wait for batch"): spans([0], [8]),
@@ -816,6 +811,16 @@ def test_a_loader_that_stands_idle_adds_no_threads() -> None:
         ("data", "read source"): spans([0], [8]),
         ("compute", "forward"): spans([8], [10]),
     }
+
+
+def test_a_loader_that_stands_idle_adds_no_threads() -> None:
+    rank = made()
+    loader = rank.loaders[0]
+    rank.loaders = [
+        replace(loader, stats=replace(loader.stats, loader=name, threads=8))
+        for name in ("training", "validation")
+    ]
+    decoding_by_eight(rank)
     causes = Run("run", [rank], None, []).causes()
     assert causes["decode"] == pytest.approx(0.8)
     assert causes["source"] == pytest.approx(0)
@@ -824,13 +829,7 @@ def test_a_loader_that_stands_idle_adds_no_threads() -> None:
 def test_threads_are_those_of_the_loaders_that_are_waited_for_together() -> None:
     rank = made()
     (loader,) = rank.loaders
-    assert rank.digest is not None
-    rank.digest.spans = {
-        ("data", "wait for batch"): spans([0], [8]),
-        ("data", "decode"): spans([0] * 8, [8] * 8),
-        ("data", "read source"): spans([0], [8]),
-        ("compute", "forward"): spans([8], [10]),
-    }
+    decoding_by_eight(rank)
 
     def using(*loaders: tuple[str, list[float], float]) -> list[Loader]:
         found = []
