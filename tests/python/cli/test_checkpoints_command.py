@@ -413,15 +413,21 @@ def test_rm_calls_nothing_damaged_that_cannot_be_read(
     assert main(words) == 0 and store.steps() == []
 
 
+def three_saves(home: Path) -> tuple[Store, Store]:
+    """A fast directory with steps 1 to 3, and a durable one with none."""
+    fast, durable = Store(home / "fast", "fast"), Store(home / "durable", "durable")
+    with nostall.Checkpointer(fast.root, level="fast", keep=3) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save({"step": step}, step)
+    return fast, durable
+
+
 @pytest.mark.parametrize("action", ["drain", "rm"])
 def test_a_reader_that_goes_away_ends_a_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: str
 ) -> None:
     """It is not the checkpoint that fails whose word cannot be printed."""
-    fast, durable = Store(tmp_path / "fast", "fast"), Store(tmp_path / "durable", "durable")
-    with nostall.Checkpointer(fast.root, level="fast", keep=3) as ckpt:
-        for step in (1, 2, 3):
-            ckpt.save({"step": step}, step)
+    fast, durable = three_saves(tmp_path)
     words = ["checkpoints", "drain", str(fast.root), str(durable.root)]
     if action == "rm":
         assert main(words) == 0
@@ -446,10 +452,7 @@ def test_what_fails_keeps_no_other_checkpoint_from_its_turn(
     failing: tuple[int, ...],
     error: type[Error],
 ) -> None:
-    fast, durable = Store(tmp_path / "fast", "fast"), Store(tmp_path / "durable", "durable")
-    with nostall.Checkpointer(fast.root, level="fast", keep=3) as ckpt:
-        for step in (1, 2, 3):
-            ckpt.save({"step": step}, step)
+    fast, durable = three_saves(tmp_path)
     words = ["checkpoints", "drain", str(fast.root), str(durable.root)]
     prepare, remove = Store.prepare, Store.remove
 
