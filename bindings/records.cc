@@ -210,9 +210,8 @@ void bind_scans(nb::module_& m) {
       },
       nb::arg("storage"), nb::arg("keep"), nb::arg("threads"), nb::arg("progress").none(),
       "(file, offset, size, names, contents, kinds) of all files and links; contents of those "
-      "whose "
-      "name ends with `keep`; kinds are 0 of files, 1 of hard links to one before, 2 of other "
-      "links.");
+      "whose name ends with `keep`; kinds are 0 of files, 1 of hard links to one before, 2 of "
+      "other links.");
   m.def(
       "scan_tfrecord",
       [](const StoragePtr& storage, bool check, unsigned threads, const Progress& progress) {

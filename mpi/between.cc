@@ -31,7 +31,8 @@ struct Notice {
   std::array<char, 508> why{};
 };
 
-// What the MPI may still read or write at any later time, so none is ever destroyed. Places stay where they are.
+// What the MPI may still read or write at any later time, so none is ever destroyed. Places stay
+// where they are.
 template <typename T>
 class Kept {
  public:

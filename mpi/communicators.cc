@@ -28,13 +28,15 @@ namespace {
 
 struct Registry {
   Mutex mutex;
-  // In the order of their first calls, which is that of all ranks: they free what is the MPI's together.
+  // In the order of their first calls, which is that of all ranks: they free what is the MPI's
+  // together.
   std::vector<CommunicatorState*> all NOSTALL_GUARDED_BY(mutex);
   // Those of them whose communicator was freed.
   std::vector<CommunicatorState*> ended NOSTALL_GUARDED_BY(mutex);
   uint32_t next_id NOSTALL_GUARDED_BY(mutex) = 0;
 };
-// Nothing static here has a destructor: a program may call MPI_Finalize in its exit handlers, behind those.
+// Nothing static here has a destructor: a program may call MPI_Finalize in its exit handlers, behind
+// those.
 Registry& registry() {
   static Registry& one = *new Registry;
   return one;
