@@ -1,9 +1,11 @@
-// A file system of which chosen calls fail.
+// File systems of which chosen calls fail, or have something happen during them.
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <map>
 #include <string>
+#include <utility>
 
 #include "base/file.h"
 
@@ -51,6 +53,17 @@ class FailingFiles : public FileSystem {
  private:
   bool fails(const std::string& call) const { return errors.contains(call); }
   int refused(const std::string& call) const { return -errors.at(call); }
+};
+
+// Calls `then` once, after the next block of a file is allocated.
+class Meanwhile : public FileSystem {
+ public:
+  int allocate(int fd, uint64_t offset, uint64_t size) override {
+    const int error = FileSystem::allocate(fd, offset, size);
+    if (const auto work = std::exchange(then, {})) work();
+    return error;
+  }
+  std::function<void()> then;
 };
 
 }  // namespace nostall

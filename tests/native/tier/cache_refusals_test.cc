@@ -488,15 +488,6 @@ TEST_F(CacheRefusals, AListingIsSharedOnceAndByThoseThatHaveOne) {
 
 // While one rank waits for memory from the system, another one takes the same.
 TEST_F(CacheRefusals, TwoRanksThatTakeTheSameMemoryAgree) {
-  class Meanwhile : public FileSystem {
-   public:
-    int allocate(int fd, uint64_t offset, uint64_t size) override {
-      const int error = FileSystem::allocate(fd, offset, size);
-      if (const auto work = std::exchange(then, {})) work();
-      return error;
-    }
-    std::function<void()> then;
-  };
   Meanwhile files;
   NodeCacheConfig c = config(0, 2);
   c.files = &files;

@@ -581,15 +581,6 @@ TEST_F(GivingBack, WhatIsThereOfAChunkThatWasNotToBeHad) {
 
 // A limit forbids a chunk to one rank while the system gives it to another.
 TEST_F(GivingBack, AChunkThatARankHadAndAnotherWasRefused) {
-  class Meanwhile : public FileSystem {
-   public:
-    int allocate(int fd, uint64_t offset, uint64_t size) override {
-      const int error = FileSystem::allocate(fd, offset, size);
-      if (const auto work = std::exchange(then, {})) work();
-      return error;
-    }
-    std::function<void()> then;
-  };
   constexpr uint64_t kHalf = kMiB / 2;
   Meanwhile files;
   const auto enter_halves = [&](uint32_t rank) {

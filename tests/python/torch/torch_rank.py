@@ -311,6 +311,33 @@ def recorded(directory: str, work: Callable[[], object]) -> digest.Digest:
     return digest.read(Source(Path(directory, f"rank{rank}.trace.json.gz")))
 
 
+def steps_of_two_buckets(
+    outer: Callable[[torch.nn.Module, torch.Tensor], torch.Tensor], between: Callable[[], object]
+) -> Callable[[], None]:
+    """A step of DDP with a bucket for each of two layers, which it has chosen in two steps.
+
+    `outer` computes the second layer; `between` is called in the backward pass, between both.
+    """
+
+    class Parts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.near = torch.nn.Linear(50, 50, bias=False)
+            self.far = torch.nn.Linear(50, 50, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return outer(self.far, Calling.apply(self.near(x), between))
+
+    model = DistributedDataParallel(Parts(), bucket_cap_mb=0.001)
+
+    def step() -> None:
+        model(torch.ones(2, 50)).sum().backward()
+
+    step()
+    step()
+    return step
+
+
 def waits_of_ddp() -> None:
     """The training's waits count, and not what runs beside its backward pass."""
     store = dist.distributed_c10d._get_default_store()
@@ -329,23 +356,10 @@ def waits_of_ddp() -> None:
             else:  # its first bucket is under way, and waits for this rank's
                 store.set("computes", "")
 
-    class Parts(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.near = torch.nn.Linear(50, 50, bias=False)
-            self.far = torch.nn.Linear(50, 50, bias=False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            inner = Calling.apply(self.near(x), lambda: chosen["between"]())
-            return Calling.apply(self.far(inner), lambda: chosen["first"]())
-
-    model = DistributedDataParallel(Parts(), bucket_cap_mb=0.001)
-
-    def step() -> None:
-        model(torch.ones(2, 50)).sum().backward()
-
-    step()
-    step()  # DDP has chosen its buckets
+    step = steps_of_two_buckets(
+        lambda far, inner: Calling.apply(far(inner), lambda: chosen["first"]()),
+        lambda: chosen["between"](),
+    )
     chosen["between"] = between
     if rank == 0:
         chosen["first"] = lambda: store.get("computes")
@@ -376,23 +390,10 @@ def waits_of_checkpointed_ddp() -> None:
         with trace.span("between"):  # as long as what the inner pass began
             assert reduced.wait(60)
 
-    class Parts(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.near = torch.nn.Linear(50, 50, bias=False)
-            self.far = torch.nn.Linear(50, 50, bias=False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            inner = Calling.apply(self.near(x), lambda: chosen["between"]())
-            return checkpoint(self.far, inner, use_reentrant=True)
-
-    model = DistributedDataParallel(Parts(), bucket_cap_mb=0.001)
-
-    def step() -> None:
-        model(torch.ones(2, 50)).sum().backward()
-
-    step()
-    step()  # DDP has chosen its buckets
+    step = steps_of_two_buckets(
+        lambda far, inner: checkpoint(far, inner, use_reentrant=True),
+        lambda: chosen["between"](),
+    )
     chosen["between"] = between
     with mock.patch.object(waits.Wait, "end", told):
         found = recorded(os.environ["TEST_TRACE"], step)
