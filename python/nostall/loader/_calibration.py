@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from nostall.base._sizes import TierSpec
-from nostall.errors import IoError, UsageError
+from nostall.base._toml import read_toml
+from nostall.errors import UNREADABLE, UsageError
 
 FORMAT = 1
 
@@ -40,28 +41,25 @@ class Calibration:
             IoError: it cannot be read.
             UsageError: it is not such a file; the message names the key.
         """
-        try:
-            with open(path, "rb") as file:
-                data = tomllib.load(file)
-        except OSError as error:
-            raise IoError(f"cannot read {path}: {error.strerror}") from error
-        except tomllib.TOMLDecodeError as error:
-            raise UsageError(f"{path} is not TOML: {error}") from error
+        data = read_toml(path)
         if data.get("format") != FORMAT:
             raise UsageError(f"{path}: format is {data.get('format')!r}, not {FORMAT}")
         try:
-            tiers = data.get("tiers", [])
+            tiers, environment = data.get("tiers", []), data["environment"]
+            nodes = int(environment["N"])
+            if nodes < 1:
+                raise ValueError(f"N must be at least 1, not {nodes}")
             return cls(
-                nodes=int(data["environment"]["N"]),
+                nodes=nodes,
                 source=_speeds(data["source"]["t"]),
                 source_threads=int(data["source"]["threads"]),
                 tiers={str(t["name"]): _speeds(t["r"]) for t in tiers},
                 tier_writes={str(t["name"]): _speeds(t["w"]) for t in tiers if "w" in t},
                 tier_threads={str(t["name"]): int(t["threads"]) for t in tiers},
-                network=float(data["environment"].get("b_c", 0.0)),
-                beta=float(data["environment"].get("beta", 0.0)),
+                network=_speed(environment, "b_c"),
+                beta=_speed(environment, "beta"),
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except UNREADABLE as error:
             raise UsageError(f"{path} is not a calibration: {error!r}") from error
 
     def seconds_per_byte(self, origin: str, readers: int) -> float:
@@ -95,6 +93,11 @@ class Calibration:
 
 def _speeds(values: Any) -> list[float]:
     speeds = [float(v) for v in values]
-    if not speeds or min(speeds) <= 0:
+    if not speeds or not all(0 < s < math.inf for s in speeds):
         raise ValueError(f"speeds must be positive: {values}")
     return speeds
+
+
+def _speed(table: dict[str, Any], key: str) -> float:
+    """0 if it was not measured."""
+    return _speeds([table[key]])[0] if key in table else 0.0

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from nostall import _native
+from nostall.base._toml import read_toml
 from nostall.errors import UsageError
 from nostall.loader._calibration import Calibration
-from nostall.simulate._tables import Curve, Place, read_toml
+from nostall.simulate._tables import Curve, Place
 
 MACHINES = Path(__file__).parent / "machines"
 MB = 1e6

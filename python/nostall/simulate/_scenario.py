@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from nostall.base._toml import read_toml
 from nostall.errors import UsageError
 from nostall.plan import Plan
 from nostall.simulate._dataset import Dataset, read_dataset
 from nostall.simulate._environment import Environment, read_environment
 from nostall.simulate._policies import Policy, make_policy
-from nostall.simulate._tables import Curve, Place, read_toml
+from nostall.simulate._tables import Curve, Place
 
 SCENARIOS = Path(__file__).parent / "scenarios"
 

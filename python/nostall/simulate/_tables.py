@@ -5,13 +5,11 @@ from __future__ import annotations
 import difflib
 import itertools
 import math
-import os
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nostall.errors import IoError, UsageError
+from nostall.errors import UsageError
 
 Curve = tuple[tuple[float, float], ...]
 
@@ -102,19 +100,3 @@ class Place:
         if any(a[0] == b[0] for a, b in itertools.pairwise(points)):
             raise self.error("names one number of threads twice")
         return tuple(points)
-
-
-def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The file's tables.
-
-    Raises:
-        IoError: it cannot be read.
-        UsageError: it is not TOML.
-    """
-    try:
-        with open(path, "rb") as file:
-            return tomllib.load(file)
-    except OSError as error:
-        raise IoError(f"cannot read {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not TOML: {error}") from error

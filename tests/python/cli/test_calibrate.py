@@ -337,19 +337,30 @@ def test_the_best_number_of_threads_bounds_reads_of_directories(
     assert tiers(f"{fast}:8MiB", f"{other}:8MiB") == f"{fast}:8MiB, {other}:8MiB]>"
 
 
+def calibration(environment: str, t: str) -> str:
+    return f"format = 1\n[environment]\n{environment}\n[source]\nthreads = 1\nt = {t}"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("not toml", "is not TOML"),
+        ("format = 1  # \xe9", "is not TOML"),
         ("format = 9", "format is 9"),
         ("format = 1", "environment"),
-        ("format = 1\n[environment]\nN = 1\n[source]\nthreads = 1\nt = []", "positive"),
-        ("format = 1\n[environment]\nN = 1\n[source]\nthreads = 1\nt = [-1]", "positive"),
+        (calibration("N = 1", "[]"), "positive"),
+        (calibration("N = 1", "[-1]"), "positive"),
+        (calibration("N = 1", "[5, nan]"), "positive"),
+        (calibration("N = 1", "[inf]"), "positive"),
+        (calibration("N = 0", "[5]"), "N must be at least 1, not 0"),
+        (calibration("N = inf", "[5]"), "is not a calibration"),
+        (calibration("N = 2\nb_c = nan", "[5]"), "positive"),
+        (calibration("N = 1\nbeta = nan", "[5]"), "positive"),
     ],
 )
 def test_a_file_that_is_none_is_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "c.toml"
-    path.write_text(text)
+    path.write_text(text, encoding="latin-1")
     with pytest.raises(UsageError, match=message):
         Calibration.load(path)
 
