@@ -17,6 +17,8 @@ from nostall.simulate._tables import Curve, Place
 MACHINES = Path(__file__).parent / "machines"
 MB = 1e6
 
+# Results name these origins of samples beside the storage classes.
+_ORIGINS = ("other nodes", "source")
 _KEYS = ("N", "c", "beta", "b_c", "b_fs", "t", "p", "d", "r", "w", "names")
 
 
@@ -155,6 +157,13 @@ def _classes(table: Mapping[str, Any], place: Place) -> tuple[StorageClass, ...]
                 write=(place / "w" / j).curve(write) if write else (),
             )
         )
+    taken = [*_ORIGINS]
+    for j, c in enumerate(classes[1:], 1):
+        if c.name in taken:
+            raise (place / "names" / j).error(
+                f'"{c.name}" is another origin of samples: give each class a name of its own'
+            )
+        taken.append(c.name)
     if classes[0].capacity <= 0:
         raise (place / "d" / 0).error("the staging buffer must have room")
     return tuple(classes)
