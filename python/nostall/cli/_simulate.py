@@ -234,7 +234,7 @@ def _answer(
             within=within / 100,
             bound=bound,
         )
-        what = "the best read-once bound" if consistent else "the lower bound"
+        what = "the best read-once bound" if consistent else "the best lower bound"
         if found is None:
             print(f"{column}: no machine comes within {within:g} % of {what}")
         else:

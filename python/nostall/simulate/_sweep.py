@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -237,18 +238,20 @@ def cheapest(
 
     Args:
         column: which run time, "HDMLP/consistent".
-        bound: seconds to compare with; by default each point's own lower bound.
+        bound: seconds to compare with; by default the lower bound of the fastest machine.
 
     Raises:
         UsageError: the points have no such column, or a price cannot be used.
     """
+    if bound is None:
+        bounds = [p.lower_bound for p in points if not math.isnan(p.lower_bound)]
+        bound = min(bounds, default=math.nan)
     best: tuple[float, float, Point] | None = None
     for point in points:
         if column not in point.seconds:
             raise UsageError(f"there is no {column}: {', '.join(point.seconds)}")
         seconds = point.seconds[column]
-        limit = (1 + within) * (point.lower_bound if bound is None else bound)
-        if not seconds <= limit:
+        if not seconds <= (1 + within) * bound:
             continue
         candidate = (price_of(point.values, prices, nodes), seconds, point)
         if best is None or candidate[:2] < best[:2]:

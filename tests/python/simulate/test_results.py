@@ -112,6 +112,17 @@ def test_the_cheapest_machine() -> None:
         cheapest(points, prices, 4, column="hdmlp", within=1.0)
 
 
+@pytest.mark.parametrize("mode", ["as-published", "consistent"])
+def test_slow_machines_are_not_near_a_bound_of_their_own(
+    mode: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_scenario(tmp_path / "mine.toml")
+    words = ["--sweep", "c=20,100", "--price", "c=1", "--policy", "lower-bound", "--mode", mode]
+    for within, machine in (("5", "c=100 for 400"), ("500", "c=20 for 80")):
+        assert main(["simulate", str(path), *words, "--within", within]) == 0
+        assert f": {machine}," in capsys.readouterr().out
+
+
 def test_strong_and_weak_scaling() -> None:
     one = scenario(policies=["lower-bound", "nostall"])
     strong = scaling(one, [1, 2, 4], ["consistent"])
