@@ -8,16 +8,18 @@ import io
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from nostall.errors import IoError
+from nostall.simulate._environment import Environment
 from nostall.simulate._plots import drawings
 from nostall.simulate._run import Outcome
 from nostall.simulate._scenario import Scenario
 from nostall.simulate._sweep import Point
+from nostall.simulate._tables import Curve
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70em; margin: 2em auto; padding: 0 1em;
@@ -85,6 +87,7 @@ def text(scenario: Scenario, outcomes: Sequence[Outcome], bound: float | None = 
     if scenario.dataset.clipped:
         lines.append(f"{scenario.dataset.clipped} sizes were outside their bounds and were clipped")
     lines += ["", *_aligned([_HEADINGS, *rows(outcomes)], left=2)]
+    lines += assumed([e])
     if bound is not None:
         lines.append(f"bound of policies that conserve bandwidth and keep the order: {bound:.2f} s")
     lines += _ranking(outcomes)
@@ -98,6 +101,20 @@ def text(scenario: Scenario, outcomes: Sequence[Outcome], bound: float | None = 
     for title, why in dict.fromkeys((o.title, o.why) for o in outcomes if o.why):
         lines.append(f"{title}: N/A, {why}")
     return "\n".join(lines)
+
+
+def assumed(environments: Iterable[Environment]) -> list[str]:
+    """What the results take for granted of file systems that were measured with fewer nodes."""
+    most: dict[Curve, int] = {}
+    for e in environments:
+        most[e.t] = max(most.get(e.t, 0), e.N)
+    return [
+        f"t is known for up to {known:g} nodes: {nodes} are taken to get no more from the file system "
+        f"than those, {speed:g} MB/s together"
+        for t, nodes in most.items()
+        for known, speed in t[-1:]
+        if known < nodes
+    ]
 
 
 def _ranking(outcomes: Sequence[Outcome]) -> list[str]:

@@ -123,6 +123,22 @@ def test_slow_machines_are_not_near_a_bound_of_their_own(
         assert f": {machine}," in capsys.readouterr().out
 
 
+def test_a_file_system_measured_with_fewer_nodes_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_scenario(tmp_path / "mine.toml")
+    said = "t is known for up to 4 nodes: 8 are taken to get no more from the file system"
+    one = ["simulate", str(path), "--policy", "lower-bound"]
+    for words in (["--set", "N=8"], ["--nodes", "8", "4", "5"], ["--sweep", "N=4,8,5"]):
+        assert main([*one, *words]) == 0
+        shown = capsys.readouterr().out
+        assert shown.count("t is known") == 1
+        assert f"{said} than those, 146 MB/s together" in shown
+    for words in ([], ["--nodes", "2", "4"], ["--sweep", "N=2,4"]):
+        assert main([*one, *words]) == 0
+        assert "t is known" not in capsys.readouterr().out
+
+
 def test_strong_and_weak_scaling() -> None:
     one = scenario(policies=["lower-bound", "nostall"])
     strong = scaling(one, [1, 2, 4], ["consistent"])
