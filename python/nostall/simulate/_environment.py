@@ -41,11 +41,13 @@ class Environment:
         N: nodes.
         c: compute throughput of a node.
         beta: preprocessing rate of a thread.
-        b_c: network bandwidth of a node to other nodes.
+        b_c: network bandwidth of a node to other nodes; 0 if not known, as one node alone needs none.
         b_fs: network bandwidth of a node to the parallel file system.
         t: aggregate random read throughput of the file system by the number of clients.
         classes: staging buffer, then storage classes, fastest first.
         source: the origin of the numbers.
+        node_beta: preprocessing rate of a node with all threads, if that was measured: `beta` then
+            follows from it and from the threads of the staging buffer.
     """
 
     N: int
@@ -56,6 +58,7 @@ class Environment:
     t: Curve
     classes: tuple[StorageClass, ...]
     source: str = field(default="", compare=False)
+    node_beta: float = 0.0
 
     def throughput(self, clients: int) -> float:
         """t(gamma) of [Böhringer 2020, eq. 4.1], MB/s."""
@@ -70,13 +73,17 @@ class Environment:
         """The model that the engines take; `step_seconds` are added to each batch.
 
         Raises:
-            UsageError: a value cannot be; the message names the variable.
+            UsageError: a value cannot be, or lacks; the message names the variable.
         """
+        if self.N > 1 and not self.b_c:
+            raise UsageError(
+                f"N = {self.N} is missing b_c, the network between nodes, which is not known: give it"
+            )
         model = _native.Model()
         model.nodes = self.N
         model.compute = self.c
         model.preprocess = self.beta
-        model.network = self.b_c
+        model.network = self.b_c or self.b_fs  # of one node: nothing travels there
         model.source_link = self.b_fs
         model.source = list(self.t)
         model.step_seconds = step_seconds
@@ -111,18 +118,22 @@ def read_environment(value: Any, place: Place) -> Environment:
         path = Path(place.file).parent / str(table.pop("calibration"))
         base = from_calibration(path)
     table = {**base, **table}
-    missing = [k for k in ("N", "c", "beta", "b_c", "b_fs", "t", "p", "d", "r") if k not in table]
+    node_beta = 0.0 if "beta" in table else base.get("node_beta", 0.0)
+    known = {*table, *(["beta"] if node_beta else []), *(["b_c"] if table.get("N") == 1 else [])}
+    missing = [k for k in ("N", "c", "beta", "b_c", "b_fs", "t", "p", "d", "r") if k not in known]
     if missing:
         raise place.error("is missing " + ", ".join(missing))
+    classes = _classes(table, place)
     return Environment(
         N=(place / "N").integer(table["N"], least=1),
         c=(place / "c").number(table["c"], above=0),
-        beta=(place / "beta").number(table["beta"], above=0),
-        b_c=(place / "b_c").number(table["b_c"], above=0),
+        beta=node_beta / classes[0].threads or (place / "beta").number(table["beta"], above=0),
+        b_c=(place / "b_c").number(table["b_c"], above=0) if "b_c" in table else 0.0,
         b_fs=(place / "b_fs").number(table["b_fs"], above=0),
         t=(place / "t").curve(table["t"]),
-        classes=_classes(table, place),
+        classes=classes,
         source=str(table.get("source", "")),
+        node_beta=node_beta,
     )
 
 
@@ -188,7 +199,9 @@ def machine(name: str, place: Place) -> dict[str, Any]:
 
 
 def from_calibration(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What `nostall calibrate` measured, as an environment's table without c, d and p.
+    """What `nostall calibrate` measured, as an environment's table, with `node_beta` in place of beta.
+
+    It has neither c and d nor what was not measured.
 
     Raises:
         IoError, UsageError: as Calibration.load.
@@ -206,12 +219,12 @@ def from_calibration(path: str | os.PathLike[str]) -> dict[str, Any]:
         "w": [[v / MB for v in w] for w in writes],
         "names": ["staging", *found.tiers],
         "p": [max(1, found.source_threads), *map(len, found.tiers.values())],
-        "b_c": (found.network or 1e10) / MB,
         "source": f"measured, {os.fspath(path)}",
     }
-    if found.beta:
-        # The calibration's value is a node's with all its threads, table 3.1's is one thread's.
-        table["beta"] = found.beta / MB / table["p"][0]
+    if found.network:
+        table["b_c"] = found.network / MB
+    if found.beta:  # table 3.1's is one thread's
+        table["node_beta"] = found.beta / MB
     return table
 
 
@@ -225,6 +238,8 @@ def replace_value(environment: Environment, key: str, value: Any) -> Environment
     place = Place("sweep", key)
     if name in ("c", "beta", "b_c", "b_fs") and not index:
         number: dict[str, Any] = {name: place.number(value, above=0)}
+        if name == "beta":
+            number["node_beta"] = 0.0
         return replace(environment, **number)
     if name == "N" and not index:
         return replace(environment, N=place.integer(value, least=1))
@@ -242,7 +257,8 @@ def replace_value(environment: Environment, key: str, value: Any) -> Environment
             "w": lambda: replace(old, write=place.curve(value)),
         }[name]()
         classes = (*environment.classes[:j], new, *environment.classes[j + 1 :])
-        return replace(environment, classes=classes)
+        beta = environment.node_beta / classes[0].threads or environment.beta
+        return replace(environment, classes=classes, beta=beta)
     raise UsageError(
         f"{key} is not a variable of the environment: N, c, beta, b_c, b_fs, t, or p, d, r, w with "
         "a class, as d.1"

@@ -69,6 +69,7 @@ def with_values(scenario: Scenario, values: Mapping[str, Any]) -> Scenario:
             training = replace(training, E=value) if key == "E" else replace(training, B=value)
         else:
             environment = replace_value(environment, key, value)
+    environment.native()  # which names what does not go together
     return replace(scenario, environment=environment, training=training)
 
 

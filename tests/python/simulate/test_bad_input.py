@@ -11,7 +11,7 @@ from helpers import scenario, tables
 
 from nostall.errors import IoError, UsageError
 from nostall.simulate import Policy, load_scenario, make_policy, simulate
-from nostall.simulate._scenario import read_scenario
+from nostall.simulate._scenario import Scenario, read_scenario
 from nostall.simulate._sweep import with_values
 from nostall.simulate._tables import Place
 
@@ -173,8 +173,7 @@ def test_a_policy_that_keeps_too_much_is_named() -> None:
         simulate(replace(scenario(), policies=(Wrong(),)))
 
 
-def test_machines_and_calibrations_as_environment(tmp_path: Path) -> None:
-    from nostall.cli._calibrate import to_toml
+def test_machines_as_environment() -> None:
     from nostall.simulate._environment import machines
 
     training = {"N": 2, "c": 100, "beta": 200}
@@ -183,7 +182,13 @@ def test_machines_and_calibrations_as_environment(tmp_path: Path) -> None:
         whole["environment"] = {"machine": name, **training}
         one = read_scenario(whole, Place("mine.toml"))
         assert one.environment.N == 2 and one.environment.source
-    measured = {
+
+
+def calibrated(folder: Path, measured: dict[str, Any], **environment: Any) -> Scenario:
+    """A scenario on a machine of two nodes that was calibrated; `measured` replaces what was found."""
+    from nostall.cli._calibrate import to_toml
+
+    found = {
         "sample_bytes": 100_000,
         "nodes": 2,
         "beta": 4e8,
@@ -194,17 +199,49 @@ def test_machines_and_calibrations_as_environment(tmp_path: Path) -> None:
             {"name": "/ssd", "read": [5e8, 6e8], "write": [3e8, 3e8]},
         ],
     }
-    (tmp_path / "measured.toml").write_text(to_toml(measured))
-    whole = tables()
-    whole["environment"] = {"calibration": "measured.toml", "c": 80, "d": [200, 100, 500]}
-    found = read_scenario(whole, Place(str(tmp_path / "mine.toml"))).environment
+    (folder / "measured.toml").write_text(to_toml(found | measured))
+    whole = tables(policies=["lower-bound"])
+    whole["environment"] = {"calibration": "measured.toml", "c": 80, **environment}
+    return read_scenario(whole, Place(str(folder / "mine.toml")))
+
+
+def test_calibrations_as_environment(tmp_path: Path) -> None:
+    found = calibrated(tmp_path, {}, d=[200, 100, 500]).environment
     assert (found.N, found.c, found.b_c, found.throughput(2)) == (2, 80, 2000, 90)
     # The link of one node, not what two nodes get together.
     assert found.b_fs == 60
-    assert found.beta * found.classes[0].threads == pytest.approx(400)
     assert [c.name for c in found.classes] == ["staging", "ram", "/ssd"]
     assert found.classes[2].read[-1] == (2, 600)
     assert [c.write[-1] for c in found.classes] == [(2, 6000), (2, 6000), (2, 300)]
-    whole["environment"].pop("d")
     with pytest.raises(UsageError, match=r"mine.toml: environment: is missing d"):
-        read_scenario(whole, Place(str(tmp_path / "mine.toml")))
+        calibrated(tmp_path, {})
+
+
+def test_a_calibrated_node_decodes_as_it_was_measured_whatever_its_threads(tmp_path: Path) -> None:
+    def decodes(scenario: Scenario) -> float:
+        return scenario.environment.beta * scenario.environment.classes[0].threads
+
+    d = [200, 100, 500]
+    one = calibrated(tmp_path, {}, d=d)
+    assert one.environment.classes[0].threads == 4 and decodes(one) == pytest.approx(400)
+    assert decodes(calibrated(tmp_path, {}, d=d, p=[16, 2, 2])) == pytest.approx(400)
+    assert decodes(with_values(one, {"p.0": 32, "p.1": 3})) == pytest.approx(400)
+    # What is given is a thread's.
+    assert calibrated(tmp_path, {}, d=d, p=[16, 2, 2], beta=7).environment.beta == 7
+    assert with_values(one, {"beta": 7, "p.0": 3}).environment.beta == 7
+    with pytest.raises(UsageError, match="environment: is missing beta"):
+        calibrated(tmp_path, {"beta": 0.0}, d=d)
+
+
+def test_a_network_that_was_not_measured_is_not_made_up(tmp_path: Path) -> None:
+    alone = {"nodes": 1, "network": {}, "source": {"threads": 1, "one_node": {}, "nodes": [6e7]}}
+    d = [200, 100, 500]
+    for n in (2, 8):
+        with pytest.raises(UsageError, match="environment: is missing b_c"):
+            calibrated(tmp_path, alone, d=d, N=n)
+    assert calibrated(tmp_path, alone, d=d, N=8, b_c=50).environment.b_c == 50
+    one = calibrated(tmp_path, alone, d=d)
+    assert simulate(one, ["consistent"])[0].seconds > 0
+    with pytest.raises(UsageError, match="N = 4 is missing b_c"):
+        with_values(one, {"N": 4})
+    assert with_values(one, {"N": 4, "b_c": 50}).environment.b_c == 50
