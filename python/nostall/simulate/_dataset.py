@@ -112,15 +112,20 @@ def from_path(path: Path, place: Place) -> Dataset:
 
     if path.suffix == ".npy":
         try:
-            stored = np.load(path)
+            with open(path, "rb") as file:
+                stored = np.lib.format.read_array(file)
         except (OSError, ValueError) as error:
             raise place.error(f"cannot read {path}: {error}") from error
         if stored.ndim != 1 or stored.dtype.kind not in "iuf" or not stored.size:
             raise place.error(f"{path} is not one list of sizes")
-        if (stored < 0).any():
-            raise place.error(f"{path} has negative sizes")
-        return Dataset(stored / MB, 0, str(path))
-    if not path.is_dir():
+        # No smaller type, in which sums and shares overflow.
+        sizes = np.asarray(stored, np.float64) / MB
+        if not (np.isfinite(sizes) & (sizes >= 0)).all():
+            raise place.error(f"{path} has sizes that are negative or not finite")
+    elif path.is_dir():
+        sizes = np.asarray(ImageFolder(str(path), index=False).sizes, np.float64) / MB
+    else:
         raise place.error(f"{path} is not a folder")
-    sizes = ImageFolder(str(path), index=False).sizes / MB
-    return Dataset(np.ascontiguousarray(sizes), 0, str(path))
+    if not sizes.any():
+        raise place.error(f"{path} has samples of size 0 only")
+    return Dataset(sizes, 0, str(path))

@@ -120,6 +120,52 @@ def test_sizes_of_real_data(image_folder: Path, tmp_path: Path) -> None:
         read_scenario(changed, Place(str(tmp_path / "mine.toml")))
 
 
+def with_sizes(path: Path, sizes: Any) -> Scenario:
+    np.save(path, np.asarray(sizes))
+    changed = tables(training={"B": 8})
+    changed["dataset"] = {"path": str(path)}
+    return read_scenario(changed, Place("mine.toml"))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        (np.zeros(100), "has samples of size 0 only"),
+        ([5.0, -1.0], "has sizes that are negative or not finite"),
+        ([5.0, float("nan")], "has sizes that are negative or not finite"),
+        ([5.0, float("inf")], "has sizes that are negative or not finite"),
+        ([[5.0]], "is not one list of sizes"),
+    ],
+    ids=["zero", "negative", "nan", "infinite", "rows"],
+)
+def test_sizes_that_cannot_be(sizes: Any, says: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=rf"mine.toml: dataset.path: .*sizes.npy {says}"):
+        with_sizes(tmp_path / "sizes.npy", sizes)
+
+
+def test_sizes_of_small_types(tmp_path: Path) -> None:
+    halves = with_sizes(tmp_path / "sizes.npy", np.full(200, 60_000, np.float16))
+    assert halves.dataset.total == pytest.approx(12, rel=1e-3)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x93NUMPY\x01", b"PK\x03\x04", b"sizes"])
+def test_files_without_sizes(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "sizes.npy").write_bytes(content)
+    changed = tables()
+    changed["dataset"] = {"path": "sizes.npy"}
+    with pytest.raises(UsageError, match=r"dataset.path: cannot read .*sizes.npy"):
+        read_scenario(changed, Place(str(tmp_path / "mine.toml")))
+
+
+def test_a_folder_of_empty_files(tmp_path: Path) -> None:
+    (tmp_path / "data" / "a").mkdir(parents=True)
+    (tmp_path / "data" / "a" / "0.jpg").touch()
+    changed = tables()
+    changed["dataset"] = {"path": "data"}
+    with pytest.raises(UsageError, match=r"dataset.path: .*data has samples of size 0 only"):
+        read_scenario(changed, Place(str(tmp_path / "mine.toml")))
+
+
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no scenario scenario-9: environment"):
         load_scenario("scenario-9")
