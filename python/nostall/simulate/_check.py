@@ -9,6 +9,7 @@ run's random seed.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from nostall.errors import CorruptionError, IoError, UsageError
+from nostall.errors import UNREADABLE, CorruptionError, IoError, UsageError
 from nostall.simulate._dataset import Dataset
-from nostall.simulate._environment import Environment, read_environment
+from nostall.simulate._environment import read_environment
 from nostall.simulate._policies import Nostall
 from nostall.simulate._run import simulate
-from nostall.simulate._scenario import Scenario, Step, Training
+from nostall.simulate._scenario import Scenario, Step, read_training
 from nostall.simulate._tables import Place
 
 FORMAT = 1
@@ -144,7 +145,7 @@ def check_run(path: Path) -> Checked:
         data = json.loads(path.read_text())
     except OSError as error:
         raise IoError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+    except UNREADABLE as error:
         raise CorruptionError(f"{path} is not a record of a run: {error}") from error
     if isinstance(data, dict) and data.get("kind") == "run":
         raise UsageError(
@@ -157,13 +158,19 @@ def check_run(path: Path) -> Checked:
         measured = data["measured"]
         epochs = tuple(float(s) for s in measured["epoch_seconds"])
         origins = {k: float(v) / MB for k, v in measured["bytes"].items()}
-        place = Place(str(path), "environment")
-        scenario = _scenario(path.name, data, read_environment(data["environment"], place))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        scenario = _scenario(path, data)
+        if len(epochs) != scenario.training.E or not all(0 < s < math.inf for s in epochs):
+            raise ValueError(f"epoch_seconds must be E = {scenario.training.E} positive numbers")
+        if not (0 < sum(origins.values()) < math.inf and min(origins.values()) >= 0):
+            raise ValueError("bytes must not be negative, and not all 0")
+    except UNREADABLE as error:
         if isinstance(error, UsageError):
             raise
         raise CorruptionError(f"{path} is damaged: {error!r}") from error
-    outcome = simulate(scenario, ["consistent"], shuffle=False)[0]
+    try:
+        outcome = simulate(scenario, ["consistent"], shuffle=False)[0]
+    except UNREADABLE as error:
+        raise CorruptionError(f"{path} is damaged: {error}") from error
     staged = dict(outcome.staged)
     other, source = staged.pop("other nodes"), staged.pop("source")
     return Checked(
@@ -181,15 +188,17 @@ def check_run(path: Path) -> Checked:
     )
 
 
-def _scenario(name: str, data: Mapping[str, Any], environment: Environment) -> Scenario:
-    training = data["training"]
+def _scenario(path: Path, data: Mapping[str, Any]) -> Scenario:
+    place = Place(str(path))
+    environment = read_environment(data["environment"], place / "environment")
+    sizes = np.asarray(data["sizes"], dtype=np.float64) / MB
+    if not (np.isfinite(sizes) & (sizes >= 0)).all():
+        raise ValueError("sizes must be numbers from 0 on")
     return Scenario(
-        name=name,
+        name=path.name,
         environment=environment,
-        dataset=Dataset(np.asarray(data["sizes"], dtype=np.float64) / MB),
-        training=Training(
-            E=int(training["E"]), B=int(training["B"]), drop_last=False, seed=int(training["seed"])
-        ),
+        dataset=Dataset(sizes),
+        training=read_training({**data["training"], "drop_last": False}, place / "training"),
         policies=(Nostall(),),
         step=Step(engine=float(data["step_seconds"])),
     )

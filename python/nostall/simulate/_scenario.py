@@ -146,7 +146,7 @@ def read_scenario(value: Any, place: Place = Place("scenario")) -> Scenario:  # 
     for key in ("environment", "dataset", "training"):
         if key not in table:
             raise place.error(f"is missing [{key}]")
-    training = _training(table["training"], place / "training")
+    training = read_training(table["training"], place / "training")
     environment = read_environment(table["environment"], place / "environment")
     dataset = read_dataset(table["dataset"], place / "dataset", training.seed)
     try:
@@ -175,7 +175,12 @@ def read_scenario(value: Any, place: Place = Place("scenario")) -> Scenario:  # 
     )
 
 
-def _training(value: Any, place: Place) -> Training:
+def read_training(value: Any, place: Place) -> Training:
+    """From a table.
+
+    Raises:
+        UsageError: a key is missing, unknown or has an impossible value.
+    """
     table = place.table(value, ("E", "B", "drop_last", "scheme", "order", "seed"))
     for key in ("E", "B"):
         if key not in table:

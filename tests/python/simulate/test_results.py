@@ -320,3 +320,47 @@ def test_damaged_records_are_named(tmp_path: Path) -> None:
         with pytest.raises((CorruptionError, UsageError), match=names) as caught:
             check.check(tmp_path)
         assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("table", "changes", "says"),
+    [
+        ("measured", {"epoch_seconds": []}, "epoch_seconds must be E = 2 positive numbers"),
+        ("measured", {"epoch_seconds": [1.0]}, "epoch_seconds must be E = 2 positive numbers"),
+        ("measured", {"epoch_seconds": [1.0, 0.0]}, "epoch_seconds must be"),
+        ("measured", {"epoch_seconds": [1.0, float("nan")]}, "epoch_seconds must be"),
+        ("measured", {"epoch_seconds": [1.0, 10**400]}, "too large"),
+        ("measured", {"bytes": {}}, "bytes must not be negative, and not all 0"),
+        ("measured", {"bytes": {"source": 0}}, "bytes must not be"),
+        ("measured", {"bytes": {"source": 9, "ram": -5}}, "bytes must not be"),
+        ("training", {"B": 0}, "training.B: must be a whole number from 1 on, not 0"),
+        ("training", {"E": 10**30}, "epoch_seconds must be"),
+        ("training", {"seed": -1}, "training.seed: must be a whole number from 0 on"),
+        ("", {"sizes": []}, "is damaged"),
+        ("", {"sizes": [5.0, float("nan")] * 20}, "sizes must be numbers from 0 on"),
+        ("", {"sizes": [-5] * 40}, "sizes must be numbers from 0 on"),
+        ("", {"step_seconds": float("nan")}, "is damaged"),
+    ],
+)
+def test_records_with_numbers_that_cannot_be_are_named(
+    table: str, changes: dict[str, object], says: str, tmp_path: Path
+) -> None:
+    path = tmp_path / f"a{check.SUFFIX}"
+    check.record_run(
+        path,
+        environment=check.machine_of_run(
+            nodes=1, source=[2e8], link=2e8, tiers=[100], staging=256 << 20
+        ),
+        sizes=[5] * 40,
+        training={"E": 2, "B": 8, "seed": 5},
+        step_seconds=0.001,
+        epoch_seconds=[1.0, 1.0],
+        origin_bytes={"source": 200, "ram": 200},
+    )
+    assert check.check_run(path).measured_seconds == 2.0
+    data = json.loads(path.read_text())
+    (data[table] if table else data).update(changes)
+    path.write_text(json.dumps(data))
+    with pytest.raises((CorruptionError, UsageError), match=says) as caught:
+        check.check(tmp_path)
+    assert str(path) in str(caught.value)
