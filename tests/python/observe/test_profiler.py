@@ -162,7 +162,50 @@ def test_damaged_traces_tell_file_and_offset(tmp_path: Path) -> None:
         files[-1].write_bytes(gzip.compress(text.encode()))
     got = analyze(files)
     assert got.rounds
-    assert any("not readable" in n or "do not end" in n for n in got.notes)
+    assert any("unreadable" in n or "do not end" in n for n in got.notes)
+
+
+_STEP = '"ph": "X", "name": "ProfilerStep#9"'
+_LAUNCH = '"ph": "X", "name": "c10d::allreduce_", "ts": 1250, "dur": 1'
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        f'{_STEP}, "ts": 1{"0" * 400}, "dur": 1',
+        f'{_STEP}, "ts": 1e300, "dur": 1',
+        f'{_STEP}, "ts": 1250, "dur": 1{"0" * 400}',
+        f'{_STEP}, "ts": NaN, "dur": 1',
+        f'{_STEP}, "ts": 1250, "dur": Infinity',
+        f'{_STEP}, "ts": 1250, "dur": -5',
+        f'{_STEP}, "ts": true, "dur": 1',
+        '"ph": "X", "name": 5, "cat": "kernel", "ts": 1, "dur": 1, "args": {"device": 0, "stream": 1}',
+        f'{_LAUNCH}, "args": {{"Input Dims": [[[1{"0" * 30}]]]}}',
+        f'{_LAUNCH}, "args": {{"Input Dims": [[[1{"0" * 400}, 1{"0" * 400}]]]}}',
+        f'{_LAUNCH}, "args": {{"In msg nelems": -1{"0" * 30}}}',
+    ],
+    ids=lambda event: event[:60],
+)
+def test_numbers_beyond_bounds_cost_the_event_that_has_them(tmp_path: Path, event: str) -> None:
+    whole = read(tmp_path, [trace(e, r) for r, e in enumerate(job())])
+    file = tmp_path / "rank1.json"
+    begin, end = file.read_text().split('"traceEvents": [')
+    file.write_text(f'{begin}"traceEvents": [{{{event}}}, {end}')
+    got = analyze([tmp_path / "rank0.json", file])
+    assert got.rounds == whole.rounds and got.ranks == whole.ranks
+    (note,) = got.notes
+    assert "rank1.json: 1 unreadable event left out, the first at byte" in note
+
+
+def test_clocks_beyond_bounds(tmp_path: Path) -> None:
+    ranks = [trace(e, r, baseTimeNanoseconds=10**30) for r, e in enumerate(job())]
+    assert read(tmp_path, ranks).rounds
+    whole: list[list[dict[str, Any]]] = [[], []]
+    for starts in ((0, -4e15), (4000, -4e15 + 4000), (8000, 4e15 - 8000)):
+        for rank, start in enumerate(starts):
+            whole[rank] += [{**event, "ts": event["ts"] + start} for event in job()[rank]]
+    with pytest.raises(CorruptionError, match="centuries apart"):
+        read(tmp_path, [trace(e, r, host_name=f"host {r}") for r, e in enumerate(whole)])
 
 
 @pytest.mark.parametrize(

@@ -1076,6 +1076,47 @@ def test_damaged_records_are_left_out_and_named(image_folder: Path, tmp_path: Pa
     assert "Memory over time" not in run_page.page([found])
 
 
+def own_trace(path: Path, rank: int, *events: str, base: str = "0") -> None:
+    """A trace as nostall writes it, of a wait for batches from 1 to 3 s beside the events given."""
+    head = f'{{"distributedInfo": {{"backend": "nostall", "rank": {rank}, "world_size": 2}}'
+    lines = [
+        '{"ph": "X", "cat": "data", "name": "get batch", "ts": 1000000, "dur": 2000000}',
+        *events,
+    ]
+    path.write_text(
+        f'{head}, "baseTimeNanoseconds": {base}, "traceEvents": [\n' + ",\n".join(lines) + "\n]}\n"
+    )
+
+
+_WAIT = '"ph": "X", "cat": "data", "name": "get batch"'
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        f'{_WAIT}, "ts": 1{"0" * 400}, "dur": 5',
+        f'{_WAIT}, "ts": 1e300, "dur": 5',
+        f'{_WAIT}, "ts": NaN, "dur": 5',
+        f'{_WAIT}, "ts": Infinity, "dur": 5',
+        f'{_WAIT}, "ts": 5, "dur": NaN',
+        f'{_WAIT}, "ts": 5, "dur": -Infinity',
+        f'{_WAIT}, "ts": 5, "dur": -5000000',
+        f'{_WAIT}, "ts": 5, "dur": 5, "args": {{"bytes": Infinity}}',
+        f'{_WAIT}, "ts": 5, "dur": 5, "args": {{"samples": 1{"0" * 400}}}',
+        '"ph": "M", "name": "recorded", "args": {"dropped": Infinity}',
+        f'"ph": "M", "name": "clock_offset", "args": {{"to_rank_0_ns": 1{"0" * 400}}}',
+    ],
+)
+def test_numbers_beyond_bounds_cost_the_event_that_has_them(event: str, tmp_path: Path) -> None:
+    own_trace(tmp_path / "rank0.trace.json", 0, f"{{{event}}}", base="1" + "0" * 400)
+    own_trace(tmp_path / "rank1.trace.json", 1)
+    found = runs.read(tmp_path)
+    assert [r.seconds for r in found.ranks] == [pytest.approx(2.0)] * 2
+    assert [r.began for r in found.ranks] == [1.0, 1.0]
+    (note,) = [n for n in found.notes if "unreadable" in n]
+    assert "rank0.trace.json: 1 unreadable event left out, the first at byte" in note
+
+
 def test_a_directory_without_a_run_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,9 +14,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nostall import _native
-from nostall.errors import CorruptionError
+from nostall.errors import UNREADABLE, CorruptionError
 from nostall.observe.timelines._profiler import head_of
-from nostall.observe.timelines._stream import Source, damage_notes
+from nostall.observe.timelines._stream import (
+    LATEST,
+    Source,
+    began,
+    bounded,
+    damage_notes,
+    lasts,
+    left_out,
+)
 
 Float = NDArray[np.float64]
 
@@ -30,6 +38,7 @@ FETCHING = {
 }
 CAUSES = ("source", "peer", "tier", "others", "decode", "other")
 _VALUES = ("samples", "bytes")
+_MOST = 2.0**64  # of each
 
 
 @dataclass
@@ -199,25 +208,30 @@ def read(source: Source) -> Digest:
     scanner = _native.TraceFilter([""], [])
     columns: dict[tuple[str, str], list[array[float]]] = {}
     dropped, to_rank_0 = 0, 0.0
+    odd, first_odd = 0, -1
 
     def take() -> None:
-        nonlocal dropped, to_rank_0
-        for _, raw in scanner.take():
+        nonlocal dropped, to_rank_0, odd, first_odd
+        for offset, raw in scanner.take():
             try:
                 event = json.loads(raw)
                 args = event.get("args") or {}
                 if event["ph"] == "M":
                     if event["name"] == "recorded":
-                        dropped = int(args["dropped"])
+                        dropped = int(bounded(args["dropped"], _MOST))
                     elif event["name"] == "clock_offset":
-                        to_rank_0 = int(args.get("to_rank_0_ns", 0)) / 1e9
+                        to_rank_0 = bounded(args.get("to_rank_0_ns", 0), LATEST * 1e3) / 1e9
                     continue
-                begin = float(event["ts"]) * 1e-6
-                row = [begin, begin + float(event["dur"]) * 1e-6]
-                row += [float(args.get(v, 0)) for v in _VALUES]
+                begin, end = lasts(event["ts"], event["dur"])
+                values = [bounded(args.get(v, 0), _MOST) for v in _VALUES]
                 key = (str(event["cat"]), str(event["name"]))
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            except OverflowError:
+                odd += 1
+                first_odd = offset if first_odd < 0 else first_odd
+                continue
+            except UNREADABLE:
                 continue  # not an event of nostall
+            row = [begin * 1e-6, end * 1e-6, *values]
             if key not in columns:
                 columns[key] = [array("d") for _ in row]
             for column, value in zip(columns[key], row, strict=True):
@@ -237,15 +251,18 @@ def read(source: Source) -> Digest:
     head = head_of(report["head"])
     info: Any = head.get("distributedInfo")
     info = info if isinstance(info, dict) else {}
-    base = head.get("baseTimeNanoseconds")
-    base = base / 1e9 if isinstance(base, int) else 0.0
+    base = began(head) / 1e9
     # Small numbers: sums of many moments must keep their microseconds.
     first = min(min(cols[0]) for cols in columns.values())
     spans = {}
     for key, cols in columns.items():
         begin, end, samples, size = (np.array(c, np.float64) for c in cols)
         spans[key] = Spans(begin - first, end - first, samples, size)
-    notes = [*source.notes(), *damage_notes(source.path, report)]
+    notes = [
+        *source.notes(),
+        *damage_notes(source.path, report),
+        *left_out(source.path, odd, first_odd),
+    ]
     if dropped:
         notes.append(f"{source.path}: {dropped} events were dropped, because rings were full")
     return Digest(

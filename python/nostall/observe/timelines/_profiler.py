@@ -17,11 +17,18 @@ from typing import Any
 import numpy as np
 
 from nostall import _native
-from nostall.errors import CorruptionError, UsageError
+from nostall.errors import UNREADABLE, CorruptionError, UsageError
 from nostall.observe.timelines._devices import CATEGORIES, Activity, activity, devices_of
 from nostall.observe.timelines._metrics import NO_TIME, Metrics, Operations
 from nostall.observe.timelines._model import Analysis, DeviceMetrics
-from nostall.observe.timelines._stream import Source, damage_notes
+from nostall.observe.timelines._stream import (
+    Source,
+    began,
+    bounded,
+    damage_notes,
+    lasts,
+    left_out,
+)
 
 ONE_RANK = (
     "not available: the traces of all ranks are needed to see which rank waits for which; "
@@ -35,6 +42,9 @@ _SIZES = {
     "float": 4, "double": 8, "int": 4, "long int": 8, "long": 8, "half": 2, "bfloat16": 2,
     "c10::half": 2, "c10::bfloat16": 2, "signed char": 1, "unsigned char": 1, "short": 2, "bool": 1,
 }  # fmt: skip
+
+
+_MOST_ELEMENTS = 2.0**48  # of one all-reduce: a round's bytes fit in 64 bits
 
 
 @dataclass
@@ -65,10 +75,6 @@ class _Trace:
     notes: list[str]
 
 
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
-
-
 def head_of(text: str) -> dict[str, Any]:
     """The fields before "traceEvents"; what cannot be read is empty."""
     cut = text.rfind('"traceEvents"')
@@ -90,10 +96,16 @@ def _elements(dims: Any) -> int | None:
 
 
 def _size(args: dict[str, Any]) -> tuple[int | None, int | None]:
-    """Elements and bytes of the event's tensors, as far as it says."""
+    """Elements and bytes of the event's tensors, as far as it says.
+
+    Raises:
+        OverflowError: they are beyond all bounds.
+    """
     elements = _elements(args.get("Input Dims"))
     if elements is None and isinstance(args.get("In msg nelems"), int):
         elements = int(args["In msg nelems"])
+    if elements is not None:
+        bounded(elements, _MOST_ELEMENTS)
     kinds = args.get("Input type")
     kind = kinds[0] if isinstance(kinds, list) and kinds else args.get("dtype")
     each = _SIZES.get(str(kind).lower())
@@ -104,7 +116,8 @@ def _size(args: dict[str, Any]) -> tuple[int | None, int | None]:
 class _Event:
     begin: int
     end: int
-    args: dict[str, Any]
+    elements: int | None
+    bytes: int | None
 
 
 @dataclass
@@ -124,34 +137,30 @@ def _events(source: Source) -> _Events:
     odd = 0
     first_odd = -1
 
+    def place(event: Any) -> None:
+        name, (begin, end) = event["name"], lasts(event["ts"], event.get("dur", 0))
+        args = event.get("args")
+        size = _size(args if isinstance(args, dict) else {})
+        made = _Event(round(begin * 1e3), round(end * 1e3), *size)
+        if name == _LAUNCH:
+            kinds["launch"].append(made)
+        elif name == _FORWARD:
+            kinds["forward"].append(made)
+        elif name.startswith(_STEP) and event.get("cat") != "gpu_user_annotation":
+            kinds["step"].append(made)
+        elif name == "gloo:all_reduce" or (event.get("cat") == "kernel" and "AllReduce" in name):
+            kinds["run"].append(made)
+        if found := activity(event, begin / 1e6, end / 1e6):
+            activities.append(found)
+
     def take() -> None:
         nonlocal odd, first_odd
         for offset, raw in scanner.take():
             try:
-                event = json.loads(raw)
-                name, ts, dur = event["name"], _number(event["ts"]), _number(event.get("dur", 0))
-            except (ValueError, KeyError, RecursionError):
-                name, ts, dur = "", None, None
-            if ts is None or dur is None or abs(ts) > 9e15 or not 0 <= dur < 9e15:
+                place(json.loads(raw))
+            except UNREADABLE:
                 odd += 1
                 first_odd = offset if first_odd < 0 else first_odd
-                continue
-            args = event.get("args")
-            made = _Event(
-                round(ts * 1e3), round((ts + dur) * 1e3), args if isinstance(args, dict) else {}
-            )
-            if name == _LAUNCH:
-                kinds["launch"].append(made)
-            elif name == _FORWARD:
-                kinds["forward"].append(made)
-            elif name.startswith(_STEP) and event.get("cat") != "gpu_user_annotation":
-                kinds["step"].append(made)
-            elif name == "gloo:all_reduce" or (
-                event.get("cat") == "kernel" and "AllReduce" in name
-            ):
-                kinds["run"].append(made)
-            if found := activity(event, ts / 1e6, (ts + dur) / 1e6):
-                activities.append(found)
 
     for chunk in source.chunks():
         scanner.feed(chunk)
@@ -161,12 +170,11 @@ def _events(source: Source) -> _Events:
     for events in kinds.values():
         events.sort(key=lambda e: e.begin)
     report = scanner.report
-    notes = [*source.notes(), *damage_notes(source.path, report)]
-    if odd:
-        notes.append(
-            f"{source.path}: {odd} events are not readable and left out, the first at byte "
-            f"{first_odd}"
-        )
+    notes = [
+        *source.notes(),
+        *damage_notes(source.path, report),
+        *left_out(source.path, odd, first_odd),
+    ]
     return _Events(kinds, activities, head_of(report["head"]), notes)
 
 
@@ -180,25 +188,23 @@ def _reductions(launches: list[_Event], runs: list[_Event]) -> tuple[list[_Reduc
     out = []
     lost = 0
     for launch in launches:
-        elements, size = _size(launch.args)
         first = next((i for i, r in enumerate(free) if r.begin >= launch.begin), len(free))
         chosen = first
         for i in range(first, min(first + 64, len(free))):
-            if elements is None or _size(free[i].args)[0] in (None, elements):
+            if launch.elements is None or free[i].elements in (None, launch.elements):
                 chosen = i
                 break
         if chosen >= len(free):
             lost += 1
             continue
         run = free.pop(chosen)
-        ran = _size(run.args)
         out.append(
             _Reduction(
                 launch.begin,
                 run.begin,
                 run.end,
-                elements if elements is not None else ran[0],
-                size if size is not None else ran[1],
+                launch.elements if launch.elements is not None else run.elements,
+                launch.bytes if launch.bytes is not None else run.bytes,
             )
         )
     return out, lost
@@ -224,14 +230,12 @@ def _read(source: Source) -> _Trace:
         notes.append(f"{source.path}: {lost} all-reduces do not end in the trace and are left out")
     if reductions and not kinds["forward"]:
         notes.append(f"{source.path}: no '{_FORWARD}'; rounds begin with the profiler's steps")
-    base = head.get("baseTimeNanoseconds", 0)
-    shift = base if isinstance(base, int) and not isinstance(base, bool) else 0
     return _Trace(
         path=source.path,
         rank=rank,
         world=info["world_size"] if isinstance(info.get("world_size"), int) else 1,
         host=str(head.get("host_name", "")),
-        rounds=_rounds([m.begin for m in marks], reductions, shift) if marks else [],
+        rounds=_rounds([m.begin for m in marks], reductions, began(head)) if marks else [],
         devices=devices,
         notes=notes,
     )
@@ -317,7 +321,12 @@ def analyze(sources: Sequence[Source]) -> Analysis:
             continue
         start = min(r.start for r in rounds)
         following = min(t.rounds[number + 1].start for t in traces)
-        metrics.add(number, start, following, _operations(rounds, names, len(traces) > 1))
+        try:
+            metrics.add(number, start, following, _operations(rounds, names, len(traces) > 1))
+        except OverflowError as error:
+            raise CorruptionError(
+                f"{traces[0].path}: the clocks of its hosts are centuries apart"
+            ) from error
     if uneven:
         notes.append(f"{uneven} rounds have not as many all-reduces on every rank and are left out")
     devices = [d for t in traces for d in t.devices]

@@ -7,9 +7,12 @@ import zlib
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
+from nostall.base._words import counted
 from nostall.errors import IoError
 
 CHUNK = 4 << 20
+# Microseconds, counted from the beginning of the trace's clock or from 1970: no event ends later.
+LATEST = 4e15
 
 
 class Source:
@@ -71,6 +74,45 @@ class Source:
         if self.torn is None:
             return []
         return [f"{self.path}: the compressed stream is damaged or cut off ({self.torn})"]
+
+
+def bounded(value: Any, most: float) -> float:
+    """A number from a file.
+
+    Raises:
+        TypeError: it is none.
+        OverflowError: it is not finite, or is beyond `most` on either side.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{value!r:.60} is no number")
+    if not -most <= value <= most:
+        raise OverflowError(f"{value!r:.60} is beyond all bounds")
+    return float(value)
+
+
+def lasts(ts: Any, dur: Any) -> tuple[float, float]:
+    """Begin and end of an event, microseconds.
+
+    Raises:
+        TypeError, OverflowError: as `bounded`; or it ends before it begins.
+    """
+    begin, length = bounded(ts, LATEST), bounded(dur, LATEST)
+    if length < 0:
+        raise OverflowError(f"an event lasts {dur} us")
+    return begin, bounded(begin + length, LATEST)
+
+
+def began(head: dict[str, Any]) -> int:
+    """When a trace's clock began, nanoseconds since 1970; 0 if its head does not say."""
+    base = head.get("baseTimeNanoseconds", 0)
+    return base if isinstance(base, int) and -LATEST * 1e3 <= base <= LATEST * 1e3 else 0
+
+
+def left_out(name: str, count: int, first: int) -> list[str]:
+    """A sentence about events whose values cannot be; `first` is the place of the first one."""
+    if not count:
+        return []
+    return [f"{name}: {counted(count, 'unreadable event')} left out, the first at byte {first}"]
 
 
 def damage_notes(name: str, report: dict[str, Any]) -> list[str]:
