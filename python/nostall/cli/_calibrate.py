@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     allgather = _allgather(world, _patience(len(tiers), most, seconds))
     nodes = _nodes(allgather)
     first_of_node = nodes.index(nodes[world.rank]) == world.rank
-    files = _files(Path(arguments.source))
+    files = _files(Path(arguments.source), allgather(os.urandom(8))[0])
     source = _Source(files)
     result: dict[str, Any] = {"sample_bytes": size, "nodes": max(nodes) + 1}
 
@@ -105,7 +105,9 @@ def run(arguments: argparse.Namespace) -> int:
         alone = Curve([source.read(n, seconds) for n in _counts(most)])
     counts = _counts(most)
     threads = counts[alone.threads - 1] if world.rank == 0 else 0
-    threads = int(allgather(str(threads).encode())[0])
+    told = allgather(f"{threads} {source.place}".encode())[0]
+    threads, place = map(int, told.split())
+    source.spread(place, nodes[world.rank], max(nodes) + 1)
     result["source"] = {
         "threads": threads,
         "one_node": dict(zip(map(str, counts), alone.points, strict=False)),
@@ -159,8 +161,9 @@ def _counts(most: int) -> list[int]:
     return list(range(1, max(1, most) + 1))
 
 
-def _files(root: Path) -> list[str]:
-    """The regular files below a folder, in random order; none of sub-folders that cannot be listed."""
+def _files(root: Path, seed: bytes) -> list[str]:
+    """The regular files below a folder, in an order that is the same wherever the seed is; none of
+    sub-folders that cannot be listed."""
     files, folders = [], [str(root)]
     while folders:
         folder = folders.pop()
@@ -176,7 +179,8 @@ def _files(root: Path) -> list[str]:
                 raise IoError(f"cannot list {folder}: {error.strerror}") from error
     if not files:
         raise UsageError(f"{root} has no files to read")
-    random.Random(os.getpid()).shuffle(files)
+    files.sort()
+    random.Random(seed).shuffle(files)
     return files
 
 
@@ -212,18 +216,28 @@ def _timed(work: Callable[[int, threading.Event], int], threads: int, seconds: f
 
 
 class _Source:
-    """Files in random order, each once as long as they last, for one measurement after the other."""
+    """Files in random order, each once as long as they last, for one measurement after the other.
+
+    `place` is that of the file with which the next measurement begins.
+    """
 
     def __init__(self, files: Sequence[str]) -> None:
         self._files = files
-        self._next = 0
+        self.place = 0
+
+    def spread(self, place: int, node: int, nodes: int) -> None:
+        """Goes to this node's part of the files from `place` on, where all nodes have one order.
+
+        What another node has read may come from the memory of the storage's servers.
+        """
+        self.place = place + node * (len(self._files) - place) // nodes
 
     def read(self, threads: int, seconds: float) -> float:
         """t: bytes/s, from the file on at which the last measurement ended.
 
         Where there are fewer files than threads, those of one file read different pieces of it.
         """
-        files, first = self._files, self._next
+        files, first = self._files, self.place
         step = min(threads, len(files))
         ends = [first] * threads
 
@@ -242,7 +256,7 @@ class _Source:
                 at += step
 
         rate = _timed(work, threads, seconds)
-        self._next = max(ends) % len(files)
+        self.place = max(ends) % len(files)
         return rate
 
 

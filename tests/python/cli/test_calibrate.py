@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import secrets
 import subprocess
@@ -55,7 +56,7 @@ def test_threads_that_get_no_processor_in_time_count(
     over = threading.Event()
     over.set()
     monkeypatch.setattr(_calibrate, "_timed", lambda work, *_: work(0, over))
-    assert _calibrate._Source(_calibrate._files(image_folder)).read(1, 0.0) > 0
+    assert _calibrate._Source(_calibrate._files(image_folder, b"")).read(1, 0.0) > 0
     tiers = ["ram:1MiB", f"{tmp_path / 'tier'}:1MiB"]
     for tier in parse_tiers(tiers, dataset_bytes=0, local_world_size=1):
         read, write = _calibrate.tier_curves(tier, 1000, 2, 0.0)
@@ -241,20 +242,64 @@ def test_files_that_are_in_memory_are_read_from_the_storage(
     assert events == [event for path in turn for event in (("drop", path), ("read", path))]
 
 
+def test_nodes_read_different_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another node has read may come from the memory of the storage's servers."""
+    here, told, meet = threading.local(), [b"", b"", b""], threading.Barrier(3)
+    read: list[list[str]] = [[], [], []]
+    for node in range(3):  # as mounted, and listed, on each
+        for number in range(40)[:: -1 if node else 1]:
+            path = tmp_path / f"mount {node}" / f"{number}"
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(b"1" * 10)
+
+    def allgather(mine: bytes) -> list[bytes]:
+        told[here.rank] = mine
+        meet.wait(60)
+        all_of_them = [*told]
+        meet.wait(60)
+        return all_of_them
+
+    def read_share(path: str, *_: object) -> int:
+        read[here.rank].append(os.path.basename(path))
+        return 10
+
+    # Their processes have one number, as in containers.
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    monkeypatch.setattr(_calibrate, "find_world", lambda: World(here.rank, 3, 0, 1, "calibrate"))
+    monkeypatch.setattr(_calibrate, "_allgather", lambda *_: allgather)
+    monkeypatch.setattr(_calibrate, "_nodes", lambda _: [0, 1, 2])
+    monkeypatch.setattr(_calibrate, "_network", lambda *_: {})
+    monkeypatch.setattr(_calibrate, "_read_share", read_share)
+    monkeypatch.setattr(_calibrate, "_timed", in_turn)
+
+    def calibrated(rank: int) -> None:
+        here.rank = rank
+        parser = argparse.ArgumentParser()
+        _calibrate.add_arguments(parser)
+        words = [str(tmp_path / f"mount {rank}"), "--tiers", "--max-threads", "2"]
+        _calibrate.run(parser.parse_args([*words, "--out", str(tmp_path / "c.toml")]))
+
+    with ThreadPoolExecutor(3) as ranks:
+        assert list(ranks.map(calibrated, range(3))) == [None] * 3
+    every = [name for one in read for name in one]
+    assert min(map(len, read)) >= 1 and len(every) >= 9
+    assert len(set(every)) == len(every)
+
+
 def test_what_is_no_file_is_not_read_and_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "a").write_bytes(b"1")
     os.symlink(tmp_path / "folder" / "a", tmp_path / "link")
     os.symlink(tmp_path / "nothing", tmp_path / "broken")
-    files = _calibrate._files(tmp_path)
+    files = _calibrate._files(tmp_path, b"")
     assert {os.path.basename(path) for path in files} == {"a", "link"}
     for path in files:
         os.unlink(path)
     with pytest.raises(IoError, match=f"cannot read {files[0]}: No such file"):
         _calibrate._Source(files[:1]).read(3, 600.0)
     with pytest.raises(IoError, match=f"cannot list {tmp_path}/none: No such file"):
-        _calibrate._files(tmp_path / "none")
+        _calibrate._files(tmp_path / "none", b"")
 
 
 def test_ranks_wait_for_each_other_as_long_as_the_measurements_take(
