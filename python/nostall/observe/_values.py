@@ -17,7 +17,7 @@ _LARGEST = 2**64 - 1  # of any number: no sum of those in a file overflows
 
 
 def read(kind: Any, value: Any, place: str) -> Any:
-    """A value of plain data as a dataclass, list, tuple, dictionary, text or number.
+    """A value of plain data as a dataclass, list, tuple, dictionary, text, truth or number.
 
     Args:
         kind: what it must be, as an annotation; ``T | None`` may be None.
@@ -42,7 +42,7 @@ def read(kind: Any, value: Any, place: str) -> Any:
         return [read(of[0], v, f"{place}[{i}]") for i, v in enumerate(value)]
     if origin is tuple and isinstance(value, list) and len(value) == len(of):
         return tuple(read(k, v, place) for k, v in zip(of, value, strict=True))
-    if kind is Any or (kind is str and isinstance(value, str)):
+    if kind is Any or (kind in (str, bool) and isinstance(value, kind)):
         return value
     number = isinstance(value, int | float if kind is float else int) and not isinstance(
         value, bool

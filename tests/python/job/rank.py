@@ -143,6 +143,7 @@ def main(s: dict) -> None:
     loader.close()  # until then the others may fetch from here
     stats = loader.stats().to_dict()
     del stats["batches"]
+    stats["exchange"] = loader.settings()["exchange"]
     print(json.dumps({**stats, "stream": stream.hexdigest(), "batches": batches}), flush=True)
 
 

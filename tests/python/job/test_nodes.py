@@ -134,7 +134,7 @@ def test_nodes_alone_read_more(data: Path) -> None:
     tiers = [f"ram:{int(0.6 * size_of(data))}"]
     alone = Job(data, 2, tiers=tiers, extra={"peers": "off"}).run()
     assert sum(r["source_bytes"] for r in alone) > 1.5 * size_of(data)
-    assert all(r["peers"] == {} for r in alone)
+    assert all(r["peers"] == {} and r["exchange"] is False for r in alone)
 
 
 @pytest.mark.multi
@@ -142,13 +142,15 @@ def test_a_node_that_is_to_stay_alone_makes_no_other_wait(data: Path) -> None:
     job = Job(data, 2, epochs=1, extra={"peers": "auto"}, per_rank={1: {"peers": "off"}})
     said = [process.communicate(timeout=100) for process in job.start()]
     assert 'samples do not travel between nodes: rank 1: it has peers="off"' in said[0][1]
-    assert all(json.loads(out.splitlines()[-1])["peers"] == {} for out, _ in said)
+    for result in (json.loads(out.splitlines()[-1]) for out, _ in said):
+        assert result["peers"] == {} and result["exchange"] is False
 
 
 @pytest.mark.multi
 def test_a_node_without_tiers_asks_those_that_have_some(data: Path) -> None:
     results = Job(data, 2, extra={"peers": "auto"}, per_rank={1: {"tiers": []}}).run()
     assert [r["peers"]["nodes"] for r in results] == [2, 2]
+    assert all(r["exchange"] is True for r in results)
     assert {r["batches"] for r in results} == {3 * 19}
 
 

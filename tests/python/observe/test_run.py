@@ -296,13 +296,23 @@ def test_tiers_that_are_advised_have_room() -> None:
             own = {"world_size": 4, "local_world_size": 2, "host": f"h{rank.rank // 2}"}
             own |= {"dataset_bytes": 16 << 30, "memory_left": left << 30}
             loader.settings.update(own | settings)
-        return [a.change for a in advise(Run("run", ranks, None, []), most=9) if "tier" in a.change]
+        found = [a for a in advise(Run("run", ranks, None, []), most=9) if "tier" in a.change]
+        # What is not read from the source may come from the other node.
+        assert all(a.at_most for a in found)
+        return [a.change.removesuffix(" (at most this gain)") for a in found]
 
     ram, keep = advised()
     assert ram == 'tiers=["ram:8GiB"]'
     assert keep.endswith('tiers=[..., "/local/disk:8GiB:keep"]')
     assert advised(memory_left=9 << 30)[0] == 'tiers=["ram:5GiB", "/local/disk:8GiB"]'
     assert advised(memory_left=0)[0] == 'tiers=["/local/disk:8GiB"]'
+    # Where nodes exchange nothing each needs all.
+    ram, keep = advised(exchange=False, memory_left=30 << 30)
+    assert ram == 'tiers=["ram:16GiB"]'
+    assert keep.endswith('tiers=[..., "/local/disk:16GiB:keep"]')
+    half = [("kept file", 8 << 30, "/nvme")]
+    assert advised(exchange=False, tiers=half) == ['tiers=["ram:5GiB", "/local/disk:16GiB"]']
+    assert advised(exchange=True, tiers=half) == advised(tiers=half) == []
 
     file, kept, own = (
         advised(tiers=[(sort, 8 << 30, "/nvme")]) for sort in ("file", "kept file", "own file")
@@ -310,6 +320,24 @@ def test_tiers_that_are_advised_have_room() -> None:
     assert [change.endswith('mark it ":keep"') for change in file] == [True]
     assert kept == []
     assert [change.endswith(':keep"]') for change in own] == [True]
+
+
+def test_advice_says_who_reads_what() -> None:
+    def why(**settings: Any) -> str:
+        rank = made()
+        rank.loaders[0].settings.update(dataset_bytes=16 << 30, **settings)
+        tiers, *_ = advise(Run("run", [rank], None, []))
+        assert tiers.at_most == ("world_size" in settings)
+        return tiers.why
+
+    alone, several = "the tiers of 1 node hold 0.0 B", "the tiers of 2 nodes hold 0.0 B"
+    nothing, once = "would read nothing from it", "each node would read a sample only once"
+    assert why().startswith(alone) and why(exchange=False).startswith(alone)
+    for settings in ({}, {"exchange": True}):
+        text = why(world_size=2, **settings)
+        assert text.startswith(several) and text.endswith(nothing)
+    text = why(world_size=2, exchange=False)
+    assert text.startswith("each node reads for itself") and text.endswith(once)
 
 
 def test_a_larger_buffer_is_not_advised_where_decoding_takes_the_time() -> None:

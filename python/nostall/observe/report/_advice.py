@@ -242,6 +242,18 @@ def _tiers_for(size: float, memory: float) -> tuple[str, str]:
     )
 
 
+def _why_tiers(held: int, size: int, nodes: int, together: bool) -> str:
+    whose = f"the tiers of {counted(nodes, 'node')} hold"
+    effect = "epochs after the first would read nothing from it"
+    if not together:
+        whose = "each node reads for itself, and its tiers hold"
+        effect = "each node would read a sample only once"
+    return (
+        f"{whose} {format_bytes(float(held))} of {format_bytes(float(size))}, "
+        f"so every epoch reads the source again; {effect}"
+    )
+
+
 def _of_loader(run: Run, ranks: Sequence[Loader], named: bool) -> list[Advice]:
     rows = terms(run, ranks)
     settings = next((x.settings for x in ranks if x.settings), {})
@@ -262,25 +274,28 @@ def _of_loader(run: Run, ranks: Sequence[Loader], named: bool) -> list[Advice]:
     local = int(settings.get("local_world_size", 1))
     nodes = max(1, -(-int(settings.get("world_size", 1)) // local))
     size = int(settings.get("dataset_bytes", 0))
-    held = sum(int(t[1]) for t in settings.get("tiers", []))
-    if size and held * nodes < size:
+    # Nodes that exchange samples hold the data together; so they do in records that do not say.
+    shares = nodes if settings.get("exchange", True) else 1
+    held = shares * sum(int(t[1]) for t in settings.get("tiers", []))
+    if size and held < size:
         offer(
-            *_tiers_for(size / nodes, _memory_left(ranks)),
-            f"the tiers of {counted(nodes, 'node')} hold "
-            f"{format_bytes(float(held * nodes))} of {format_bytes(float(size))}, "
-            f"so every epoch reads the source again; epochs after the first would read nothing from it",
+            *_tiers_for(size / shares, _memory_left(ranks)),
+            _why_tiers(held, size, nodes, together=shares == nodes),
             gain([replace(t, read=t.first) for t in rows]),
+            # The rest then comes from other nodes, or each node has yet to read it once.
+            at_most=nodes > 1,
         )
     sorts = {t[0] for t in settings.get("tiers", [])}
     if size and rows and "kept file" not in sorts:
         offer(
             "a file tier that is kept for the next job: " + (
                 'mark it ":keep"' if "file" in sorts
-                else f'tiers=[..., "/local/disk:{_size(size / nodes)}:keep"]'
+                else f'tiers=[..., "/local/disk:{_size(size / shares)}:keep"]'
             ),
             "a file tier kept from the job before",
             "the next job on the same data finds it, and its first epoch reads nothing from the source",
             gain([replace(t, read=t.read - t.first) for t in rows]),
+            at_most=nodes > 1,
         )  # fmt: skip
     threads = int(settings.get("threads", 0))
     cores = int(settings.get("rank_cores", 0))

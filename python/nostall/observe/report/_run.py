@@ -51,6 +51,7 @@ _SETTINGS: dict[str, Any] = {
     **dict.fromkeys(("samples", "dataset_bytes", "batch_size"), int),
     **dict.fromkeys(("memory_bytes", "memory_left", "staging_bytes"), int),
     "epochs": int | None,
+    "exchange": bool,
     "versions": dict[str, str],
     "tiers": list[tuple[str, int, str]],
     "held": Held,
