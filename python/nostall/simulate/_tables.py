@@ -40,9 +40,12 @@ class Place:
         """
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise self.error(f"must be a number, not {value!r}")
-        number = float(value)
+        try:
+            number = float(value)
+        except OverflowError:  # of whole numbers
+            number = math.inf
         if not math.isfinite(number):
-            raise self.error(f"must be finite, not {value!r}")
+            raise self.error(f"must be finite, not {value!r:.60}")
         if above is not None and number <= above:
             raise self.error(f"must be above {above:g}, not {value!r}")
         if least is not None and number < least:

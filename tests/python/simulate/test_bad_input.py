@@ -23,6 +23,7 @@ _ONE_POINT = {"1": 66}
     [
         ({"environment": {"c": 0}}, "environment.c: must be above 0"),
         ({"environment": {"c": float("nan")}}, "environment.c: must be finite"),
+        ({"environment": {"c": 10**400}}, "environment.c: must be finite, not 1000"),
         ({"environment": {"b_c": -5}}, "environment.b_c: must be above 0"),
         ({"environment": {"b_fs": "fast"}}, "environment.b_fs: must be a number, not 'fast'"),
         ({"environment": {"N": 0}}, "environment.N: must be a whole number from 1"),
