@@ -59,7 +59,7 @@ T load(const std::byte* from) {
   return value;
 }
 
-// Calls f(value) with the number at `from`; of float16 there is none.
+// Calls f(value) with the number at `from`, a float for a float16.
 template <typename F>
 bool with_number(Type type, const std::byte* from, F&& f) {
   switch (type) {
@@ -82,15 +82,16 @@ bool with_number(Type type, const std::byte* from, F&& f) {
       return f(load<int64_t>(from));
     case Type::float32:
       return f(load<float>(from));
-    case Type::float64:
-      return f(load<double>(from));
     case Type::float16:
+      return f(float_of(load<uint16_t>(from)));
+    case Type::float64:
       break;
   }
-  return false;
+  return f(load<double>(from));
 }
 
-// Whether the number was one of T, and was written. Floating-point numbers are rounded.
+// Whether the number was one of T, and was written. Floating-point numbers are rounded, but not to
+// infinity.
 template <typename To>
 bool store(auto number, std::byte* out) {
   using From = decltype(number);
@@ -108,8 +109,17 @@ bool store(auto number, std::byte* out) {
     }
   }
   const auto value = static_cast<To>(number);
+  if constexpr (std::is_same_v<To, float> && std::is_same_v<From, double>) {
+    if (std::isinf(value) && std::isfinite(number)) return false;
+  }
   std::memcpy(out, &value, sizeof value);
   return true;
+}
+
+bool store_half(auto number, std::byte* out) {
+  const uint16_t half = half_of(static_cast<float>(number));
+  if (std::isinf(float_of(half)) && std::isfinite(static_cast<double>(number))) return false;
+  return store<uint16_t>(half, out);
 }
 
 bool store_as(Type type, auto number, std::byte* out) {
@@ -133,7 +143,7 @@ bool store_as(Type type, auto number, std::byte* out) {
     case Type::int64:
       return store<int64_t>(number, out);
     case Type::float16:
-      return store<uint16_t>(half_of(static_cast<float>(number)), out);
+      return store_half(number, out);
     case Type::float32:
       return store<float>(number, out);
     case Type::float64:

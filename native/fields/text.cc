@@ -4,14 +4,13 @@
 #include <bitset>
 #include <cctype>
 #include <charconv>
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <string>
 #include <string_view>
 
-#include "base/half.h"
 #include "base/utf8.h"
+#include "fields/numbers.h"
 
 namespace nostall::fields {
 namespace {
@@ -137,11 +136,8 @@ bool store(std::string_view text, std::byte* out) {
 
 bool store_half(std::string_view text, std::byte* out) {
   float value = 0;
-  if (!store<float>(text, reinterpret_cast<std::byte*>(&value))) return false;
-  const uint16_t half = half_of(value);
-  if (std::isfinite(value) && (half & 0x7fffu) == 0x7c00u) return false;
-  std::memcpy(out, &half, sizeof half);
-  return true;
+  return store<float>(text, reinterpret_cast<std::byte*>(&value)) &&
+         store_number(Type::float16, double{value}, out);
 }
 
 bool store_as(std::string_view text, Type type, std::byte* out) {

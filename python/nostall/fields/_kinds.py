@@ -429,12 +429,9 @@ class Scalar(Kind):
 
     def encode(self, value: Any) -> bytes:
         try:
-            number = np.array([value], self.stored or self.dtype)
+            number = exact([value], self.stored or self.dtype)
         except (OverflowError, TypeError, ValueError):
-            number = None
-        whole = number is not None and number.dtype.kind in "biu"
-        if isinstance(value, str) or number is None or (whole and number[0] != value):
-            raise UsageError(f"Scalar: {value!r} is no {self.stored or self.dtype}")
+            raise UsageError(f"Scalar: {value!r} is no {self.stored or self.dtype}") from None
         if self.codec == "raw":
             return number.tobytes()
         plain = number[0].item()

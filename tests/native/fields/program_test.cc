@@ -196,6 +196,9 @@ TEST(Scalars, RawDecimalAndStoredAsAnotherType) {
   const Scalar narrowed{Type::float32, Scalar::Codec::raw, Type::float64};
   EXPECT_THAT(batch_of(field(narrowed), {bytes_of<double>({0.25})}).as<float>(),
               ElementsAre(0.25f));
+  const Scalar widened{Type::float32, Scalar::Codec::raw, Type::float16};
+  EXPECT_THAT(batch_of(field(widened), {bytes_of<uint16_t>({0x3e00})}).as<float>(),
+              ElementsAre(1.5f));
   const Scalar whole{Type::uint8, Scalar::Codec::raw, Type::float64};
   EXPECT_THAT(batch_of(field(whole), {bytes_of<double>({255})}).as<uint8_t>(), ElementsAre(255));
 }
@@ -214,6 +217,28 @@ TEST(Scalars, BadOnesNameTheField) {
   }
   const Scalar small{Type::int8, Scalar::Codec::raw, Type::int64};
   EXPECT_THAT(batch_of(field(small), {bytes_of<int64_t>({128})}).error, HasSubstr("int8"));
+}
+
+TEST(Scalars, FiniteNumbersDoNotBecomeInfinite) {
+  const double infinite = std::numeric_limits<double>::infinity();
+  const Scalar single{Type::float32, Scalar::Codec::raw, Type::float64};
+  const Scalar half{Type::float16, Scalar::Codec::raw, Type::float64};
+  for (const double value : {3.5e38, -1e300}) {
+    EXPECT_THAT(batch_of(field(single), {bytes_of<double>({value})}).error, HasSubstr("float32"));
+    EXPECT_THAT(batch_of(field(half), {bytes_of<double>({value})}).error, HasSubstr("float16"));
+  }
+  EXPECT_THAT(batch_of(field(half), {bytes_of<double>({-65520})}).error, HasSubstr("float16"));
+  const Scalar counted{Type::float16, Scalar::Codec::raw, Type::uint32};
+  EXPECT_THAT(batch_of(field(counted), {bytes_of<uint32_t>({70000})}).error, HasSubstr("float16"));
+  const Scalar packed{Type::float16, Scalar::Codec::msgpack, {}};
+  EXPECT_THAT(
+      batch_of(field(packed), {bytes_of(std::string_view("\xce\x00\x01\x11\x70", 5))}).error,
+      HasSubstr("float16"));
+  EXPECT_THAT(batch_of(field(single), {bytes_of<double>({-infinite})}).as<float>(),
+              ElementsAre(static_cast<float>(-infinite)));
+  EXPECT_THAT(batch_of(field(half), {bytes_of<double>({65519}), bytes_of<double>({infinite})})
+                  .as<uint16_t>(),
+              ElementsAre(0x7bff, 0x7c00));
 }
 
 TEST(Missing, FilledOrRefused) {

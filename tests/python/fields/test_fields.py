@@ -197,6 +197,7 @@ def test_what_cannot_be_is_refused(folder: Path, arguments: dict[str, Any], word
         (lambda: nostall.Schema({"": f.Text()}), "must be text"),
         (lambda: nostall.Schema(image=f.Image), "is no kind"),  # type: ignore[arg-type]
         (lambda: f.Scalar(fill="x").to_native("x", 0), "is no int64"),  # type: ignore[arg-type]
+        (lambda: f.Scalar(dtype="float16").encode(70000), "70000 is no float16"),
         (lambda: f.Boxes(fill=np.zeros((2, 5))).to_native("x", 0), r"shape \(2, 5\)"),
         (lambda: f.Image(fill=0).to_native("x", 0), "bytes of a file"),  # type: ignore[arg-type]
     ],
