@@ -74,6 +74,7 @@ void bind_any(nb::module_& m) {
                    })
       .def_prop_ro("total_bytes", &source::Source::total_bytes)
       .def_prop_ro("fingerprint", &source::Source::fingerprint)
+      .def_prop_ro("stamp", &source::Source::stamp)
       .def(
           "describe",
           [](const source::Source& s, uint64_t sample) {

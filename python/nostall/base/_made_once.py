@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+from nostall.base._locks import take_lock
+
 _log = logging.getLogger("nostall")
 _T = TypeVar("_T")
 _PAUSE = 0.05
@@ -59,18 +61,10 @@ class _Lock:
         # A process that can open a file can hold its lock: another user's says nothing of this job.
         return os.fstat(file).st_uid == os.geteuid()
 
-    def take(self) -> bool:
-        """Whether this process has it now.
-
-        Raises:
-            OSError: there are no locks in this file system.
-        """
+    def take(self) -> bool | None:
+        """Whether this process has it now; None where there can be no locks."""
         assert self._file is not None
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
+        return take_lock(self._file)
 
     def is_named(self) -> bool:
         """Whether the file still has its name: who comes next will open this one."""
@@ -126,9 +120,8 @@ def _wait(lock: _Lock, file: str, patience: float, waits: Callable[[], None] | N
     """Whether this process has its turn."""
     deadline, told = time.monotonic() + patience, False
     while True:
-        try:
-            had = lock.take()
-        except OSError:  # no locks in this file system
+        had = lock.take()
+        if had is None:
             lock.unlink()
             return False
         if not lock.is_named():

@@ -113,9 +113,11 @@ def _write(
         str(work.folder), map_size=room // _PAGE * _PAGE, readahead=False, meminit=False
     ) as environment:
         with environment.begin() as transaction:
-            if transaction.get(LABELS_KEY) is not None:
-                return n
-        begin = int(environment.stat()["entries"])
+            complete = transaction.get(LABELS_KEY) is not None
+        begin = n if complete else int(environment.stat()["entries"])
+        work.check_unchanged(ids[:begin])
+        if complete:
+            return n
         work.check_room(int(source.sizes[ids[:begin]].sum()))
         encode = _encoder(values)
         sorted_keys = isinstance(ids, range)

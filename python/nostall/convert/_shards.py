@@ -48,6 +48,8 @@ def to_tar(
     """
     limit = parse_size(shard_size)
     with Work(source, dest, threads, {"to": "tar", "shard_size": limit}) as work:
+        for sample in range(len(source)):  # before hours of work
+            _ending(source, sample)
         shards = list(_split(source, limit))
         try:
             resumed_at = _write(work, shards, progress)
@@ -81,6 +83,7 @@ def _write(work: Work, shards: list[range], progress: Progress | None) -> int:
     names = [work.folder / f"shard-{k:06d}.tar" for k in range(len(shards))]
     done = next((k for k, name in enumerate(names) if not name.exists()), len(names))
     begin = shards[done].start if done < len(shards) else len(work.source)
+    work.check_unchanged(range(begin))
     work.check_room(int(work.source.sizes[:begin].sum()))
     samples = work.samples(range(begin, len(work.source)))
     for name, part in zip(names[done:], shards[done:], strict=True):
@@ -111,7 +114,7 @@ def _add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
 
 def _ending(source: Source, sample: int) -> str:
     name = source.describe(sample)
-    ending = Path(name).suffix.lower()
+    ending = os.path.splitext(name)[1].lower()
     if ending not in IMAGE_EXTENSIONS:
         raise UsageError(
             f"{name} does not end as an image does ({', '.join(IMAGE_EXTENSIONS)}): tar shards tell "

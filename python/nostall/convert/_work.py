@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
+import logging
 import os
 import shutil
+import struct
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,6 +19,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from nostall.base._locks import take_lock
 from nostall.errors import CorruptionError, IoError, UsageError
 from nostall.source._records import CLASSES_FILE
 from nostall.source._source import ImageFolder, Source
@@ -25,9 +27,12 @@ from nostall.source._source import ImageFolder, Source
 #: Called with "writing" or "verifying" and the number of samples so far.
 Progress = Callable[[str, int], object]
 
+_log = logging.getLogger("nostall")
+
+_FORMAT = 2
 _STATE = "nostall-convert.json"
 _SUMS = "nostall-convert.crc32"
-_SUM_BYTES = 4
+_READ = struct.Struct("<Iq")  # of each sample, in its place: the CRC32, the time of its file
 _IN_FLIGHT = 4  # samples a thread
 
 _T = TypeVar("_T")
@@ -47,8 +52,8 @@ class Converted:
 class Work:
     """The folder ``DEST.partial`` of one conversion, held by one process at a time.
 
-    It has the record of what is converted how, and the CRC32 of every sample as it was read from
-    the source, written before the sample counts as done.
+    It has the record of what is converted how, and of every sample as it was read from the source the
+    CRC32, and the time of its file, written before the sample counts as done.
 
     Args:
         source: what is converted.
@@ -85,7 +90,17 @@ class Work:
                 f"{self.dest} lies in {source.root}, which is converted: convert to another place"
             )
         self.folder = self.dest.with_name(self.dest.name + ".partial")
-        self._state = {**options, "source": f"{source.fingerprint:016x}", "samples": len(source)}
+        # A sample that is a file is described by its path; the others lie in files that have one stamp.
+        parts = [part for part in getattr(source, "parts", [source]) if len(part)]
+        others = [part for part in parts if not os.path.isfile(part.describe(0))]
+        self._has_files = len(others) < len(parts)
+        self._state = {
+            **options,
+            "format": _FORMAT,
+            "source": f"{source.fingerprint:016x}",
+            "stamps": [f"{part.native.stamp:016x}" for part in others],
+            "samples": len(source),
+        }
         self._sums = -1
         self._lock = -1
         self._pool = ThreadPoolExecutor(threads)  # its threads start when samples are read
@@ -133,17 +148,25 @@ class Work:
     def _claim(self) -> None:
         path = self.folder / _STATE
         self._lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError(f"another process is converting to {self.dest}") from None
+        held = take_lock(self._lock)
+        if held is None:
+            _log.warning(
+                "%s: its file system has no locks: no second process may convert to it", self.folder
+            )
+        elif not held:
+            raise UsageError(f"another process is converting to {self.dest}")
         text = json.dumps(self._state, sort_keys=True)
         found = os.pread(self._lock, 1 << 16, 0).decode(errors="replace")
         if not found:
             if any(p.name != _STATE for p in self.folder.iterdir()):
                 raise UsageError(f"{self.folder} holds something else: remove it, then start again")
-            os.pwrite(self._lock, text.encode(), 0)
-            os.fsync(self._lock)
+            try:
+                os.pwrite(self._lock, text.encode(), 0)
+                os.fsync(self._lock)
+            except OSError:
+                path.unlink()  # a part of it would be taken for another conversion's
+                self.folder.rmdir()
+                raise
         elif found != text:
             raise UsageError(
                 f"{self.folder} is left from a conversion of another data set, of another state of "
@@ -180,14 +203,55 @@ class Work:
     # ------------------------------------------------------------------ samples
 
     def samples(self, wanted: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        """(id, bytes) of the samples, read ahead; their checksums are kept."""
+        """(id, bytes) of the samples, read ahead; their checksums and times are kept."""
 
         def read(sample: int) -> tuple[int, bytes]:
+            time = self._time(sample)  # first: what changes meanwhile counts as changed
             data = self.source.read(sample)
-            os.pwrite(self._sums, zlib.crc32(data).to_bytes(_SUM_BYTES, "little"), 4 * sample)
+            os.pwrite(self._sums, _READ.pack(zlib.crc32(data), time), _READ.size * sample)
             return sample, data
 
         return self._ahead(read, wanted)
+
+    def check_unchanged(self, written: Sequence[int]) -> None:
+        """Refuses to go on where the file of a sample that is written was changed since.
+
+        Raises:
+            UsageError: one was, with its path.
+        """
+        if not self._has_files or not len(written):
+            return
+
+        def check(sample: int) -> None:
+            if self._time(sample) != self._kept(sample)[1]:
+                raise UsageError(
+                    f"{self.source.describe(sample)} has changed since {self.folder} got it: remove "
+                    f"{self.folder}, then start again"
+                )
+
+        for _ in self._ahead(check, written):
+            pass
+
+    def _time(self, sample: int) -> int:
+        """When the file that is the sample was changed last; 0 for others."""
+        if not self._has_files:
+            return 0
+        try:
+            return os.stat(self.source.describe(sample)).st_mtime_ns
+        except OSError:
+            return 0
+
+    def _kept(self, sample: int) -> tuple[int, int]:
+        """The CRC32 of a sample as it was read, and the time of its file then.
+
+        Raises:
+            CorruptionError: they are not there.
+        """
+        kept = os.pread(self._sums, _READ.size, _READ.size * sample)
+        if len(kept) != _READ.size:
+            raise CorruptionError(f"{self.folder / _SUMS} was cut: remove {self.folder}")
+        crc, time = _READ.unpack(kept)
+        return crc, time
 
     def _ahead(self, work: Callable[[int], _T], items: Sequence[int]) -> Iterator[_T]:
         """work(item) in order, by threads that are a few items ahead."""
@@ -214,17 +278,14 @@ class Work:
             raise CorruptionError(f"{self.folder} has {len(result)} samples instead of {n}")
         if not np.array_equal(result.labels, self.source.labels):
             raise CorruptionError(f"{self.folder} has other labels than {self._name()}")
-        sums = np.frombuffer(os.pread(self._sums, _SUM_BYTES * n, 0), "<u4")
-        if len(sums) != n:
-            raise CorruptionError(f"{self.folder / _SUMS} was cut: remove {self.folder}")
 
         def check(sample: int) -> int:
-            found = zlib.crc32(result.read(sample))
-            if found != sums[sample]:
+            found, read = zlib.crc32(result.read(sample)), self._kept(sample)[0]
+            if found != read:
                 raise CorruptionError(
                     f"{result.describe(sample)} is not what was read from "
                     f"{self.source.describe(sample)} (CRC32 {found:08x} instead of "
-                    f"{int(sums[sample]):08x}): the disk or its memory is at fault; remove "
+                    f"{read:08x}): the disk or its memory is at fault; remove "
                     f"{self.folder}, then start again"
                 )
             return sample
@@ -234,14 +295,31 @@ class Work:
                 progress("verifying", done)
 
     def finish(self, leave_out: Iterable[str] = ()) -> None:
-        """Gives the folder its final name, without the conversion's own files."""
-        if classes := getattr(self.source, "classes", None):
-            write_new(self.folder / CLASSES_FILE, json.dumps(list(classes)).encode())
-        for name in (*leave_out, _SUMS):
-            (self.folder / name).unlink(missing_ok=True)
-        sync_folder(self.folder)
-        os.rename(self.folder, self.dest)
-        (self.dest / _STATE).unlink()
+        """Gives the folder its final name, then takes the conversion's own files away: one that is cut
+        off before the name goes on.
+
+        Raises:
+            IoError: it cannot have that name, or the disk is full or fails.
+        """
+        try:
+            if classes := getattr(self.source, "classes", None):
+                write_new(self.folder / CLASSES_FILE, json.dumps(list(classes)).encode())
+            for name in leave_out:
+                (self.folder / name).unlink(missing_ok=True)
+            sync_folder(self.folder)
+        except OSError as error:
+            raise self.failure(error) from error
+        try:
+            os.rename(self.folder, self.dest)
+        except OSError as error:
+            first = "move away what is there, then " * os.path.lexists(self.dest)
+            raise IoError(
+                error.errno or errno.EIO,
+                f"{self.folder} is complete, and cannot be named {self.dest}: {error.strerror}: "
+                f"{first}start the same conversion again",
+            ) from error
+        for name in (_SUMS, _STATE):
+            (self.dest / name).unlink()
         sync_folder(self.dest.parent)
 
     def _name(self) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import logging
 import os
 import pickle
 import signal
@@ -198,19 +200,125 @@ def test_goes_on_after_kill_9(
     assert not unfinished.exists()
 
 
-def test_does_not_go_on_with_another_data_set(folder: nostall.ImageFolder, tmp_path: Path) -> None:
+def interrupted(to: Any, source: nostall.Source, dest: Path) -> None:
     def stop(phase: str, done: int) -> None:
         if done == 30:
             raise KeyboardInterrupt
 
+    small = {"shard_size": 20480} if to is convert.to_tar else {"commit_size": 8192}
     with pytest.raises(KeyboardInterrupt):
-        convert.to_lmdb(folder, tmp_path / "db", commit_size=8192, progress=stop)
+        to(source, dest, progress=stop, **small)
+
+
+def test_does_not_go_on_with_another_data_set(folder: nostall.ImageFolder, tmp_path: Path) -> None:
+    interrupted(convert.to_lmdb, folder, tmp_path / "db")
     other = nostall.FileList(root=folder.root)
     with pytest.raises(UsageError, match="another data set"):
         convert.to_lmdb(other, tmp_path / "db", commit_size=8192)
     with pytest.raises(UsageError, match="another data set"):
         convert.to_lmdb(folder, tmp_path / "db", values="datum")
     assert 0 < convert.to_lmdb(folder, tmp_path / "db").resumed_at <= 30
+
+
+@pytest.mark.parametrize("to", [convert.to_lmdb, convert.to_tar])
+@pytest.mark.parametrize("view", [False, True])
+def test_does_not_go_on_where_what_it_wrote_has_changed(
+    folder: nostall.ImageFolder, tmp_path: Path, to: Any, view: bool
+) -> None:
+    files = nostall.FileList([folder.describe(i) for i in range(61)])
+    source = nostall.Subset(files, range(1, 61)) if view else files
+    interrupted(to, source, tmp_path / "new")
+    more = {"shard_size": 20480} if to is convert.to_tar else {}
+    first, last = (Path(source.describe(i)) for i in (0, len(source) - 1))
+    at = first.stat().st_mtime_ns
+    os.utime(last, ns=(at, at + 10**9))
+    os.utime(first, ns=(at, at + 10**9))  # of the same size
+    with pytest.raises(UsageError, match=rf"{first} has changed since .* then start again"):
+        to(source, tmp_path / "new", **more)
+    os.utime(first, ns=(at, at))
+    assert to(source, tmp_path / "new", **more).resumed_at > 0
+
+
+def test_does_not_go_on_with_another_state_of_shards(
+    folder: nostall.ImageFolder, tmp_path: Path
+) -> None:
+    convert.to_tar(folder, tmp_path / "shards")
+    interrupted(convert.to_lmdb, nostall.TarShards(tmp_path / "shards"), tmp_path / "db")
+    (shard,) = (tmp_path / "shards").glob("*.tar")
+    at = shard.stat().st_mtime_ns
+    os.utime(shard, ns=(at, at + 10**9))
+    changed = nostall.TarShards(tmp_path / "shards")
+    with pytest.raises(UsageError, match="another state of this one"):
+        convert.to_lmdb(changed, tmp_path / "db")
+    os.utime(shard, ns=(at, at))
+    same_again = nostall.TarShards(tmp_path / "shards")
+    assert convert.to_lmdb(same_again, tmp_path / "db").resumed_at > 0
+
+
+@pytest.mark.parametrize("to", [convert.to_lmdb, convert.to_tar])
+def test_what_is_complete_gets_its_name_later(
+    folder: nostall.ImageFolder, tmp_path: Path, to: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dest = tmp_path / "new"
+
+    def takes_the_name(phase: str, done: int) -> None:
+        if (phase, done) == ("verifying", 61):
+            dest.mkdir()
+            (dest / "of another").touch()
+
+    with pytest.raises(IoError, match=rf"new\.partial is complete, .* named {dest}: .* move away"):
+        to(folder, dest, progress=takes_the_name)
+    dest.rename(tmp_path / "other")
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            to(folder, dest)
+    assert to(folder, dest).resumed_at == 61
+    own = {path.name for path in dest.iterdir() if path.name.startswith("nostall-convert")}
+    assert not own and not dest.with_name("new.partial").exists()
+
+
+@pytest.mark.parametrize("to", [convert.to_lmdb, convert.to_tar])
+def test_file_systems_without_locks(
+    folder: nostall.ImageFolder,
+    tmp_path: Path,
+    to: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    caplog.set_level(logging.WARNING, "nostall")
+    assert to(folder, tmp_path / "new").samples == 61
+    assert "no second process may convert to it" in caplog.text
+
+
+def test_of_a_record_that_cannot_be_written_nothing_is_left(
+    folder: nostall.ImageFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(IoError, match="is full"):
+        convert.to_lmdb(folder, tmp_path / "new")
+    assert not list(tmp_path.glob("new*"))
+
+
+def test_all_endings_are_looked_at_before_the_first_sample_is_written(tmp_path: Path) -> None:
+    for name in ("a.jpg", "b.txt"):
+        (tmp_path / name).write_bytes(b"x")
+    files = nostall.FileList([tmp_path / "a.jpg", tmp_path / "b.txt"])
+    written: list[int] = []
+    with pytest.raises(UsageError, match=r"b\.txt does not end as an image does"):
+        convert.to_tar(files, tmp_path / "new", progress=lambda _, done: written.append(done))
+    assert not written and not list(tmp_path.glob("new*"))
 
 
 @pytest.mark.parametrize("to", [convert.to_lmdb, convert.to_tar])
