@@ -24,20 +24,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--values",
         choices=["raw", "pickled", "datum"],
-        default="raw",
-        help="lmdb: the image alone, a pickled (image, label), or Caffe's Datum",
+        help="lmdb: the image alone (raw, the default), a pickled (image, label), or Caffe's Datum",
     )
     parser.add_argument(
         "--order",
         choices=["source", "plan"],
-        default="source",
         help="lmdb: plan lays the samples as the first epoch of a loader with --seed reads them",
     )
-    parser.add_argument("--seed", type=int, default=0, help="lmdb: of --order plan")
-    parser.add_argument(
-        "--commit-size", default="128MiB", help="lmdb: bytes of samples per transaction"
-    )
-    parser.add_argument("--shard-size", default="256MiB", help="tar: greatest size of an archive")
+    parser.add_argument("--seed", type=int, help="lmdb: of --order plan, 0 if not given")
+    parser.add_argument("--commit-size", help="lmdb: bytes of samples per transaction (128MiB)")
+    parser.add_argument("--shard-size", help="tar: greatest size of an archive (256MiB)")
     parser.add_argument(
         "--threads", type=int, default=8, help="threads that read the dataset ahead"
     )
@@ -62,23 +58,18 @@ def run(arguments: argparse.Namespace) -> int:
 def _convert(arguments: argparse.Namespace, folder: ImageFolder, progress: Progress) -> Converted:
     from nostall.convert import to_lmdb, to_tar
 
-    if arguments.to == "tar":
-        if arguments.order != "source":
-            raise UsageError("--order plan is for databases: archives number samples as they lie")
-        return to_tar(
-            folder,
-            arguments.dest,
-            shard_size=arguments.shard_size,
-            threads=arguments.threads,
-            progress=progress,
-        )
-    return to_lmdb(
-        folder,
-        arguments.dest,
-        values=arguments.values,
-        order=arguments.order,
-        seed=arguments.seed,
-        commit_size=arguments.commit_size,
-        threads=arguments.threads,
-        progress=progress,
-    )
+    of = {"lmdb": ("values", "order", "seed", "commit_size"), "tar": ("shard_size",)}
+    given = {
+        kind: {name: value for name in names if (value := getattr(arguments, name)) is not None}
+        for kind, names in of.items()
+    }
+    own = given.pop(arguments.to)
+    for kind, others in given.items():
+        for name in others:
+            raise UsageError(
+                f"--{name.replace('_', '-')} is of --to {kind}: leave it out of --to {arguments.to}"
+            )
+    if "seed" in own and own.get("order") != "plan":
+        raise UsageError("--seed is of --order plan: leave it out, or pass both")
+    write = to_tar if arguments.to == "tar" else to_lmdb
+    return write(folder, arguments.dest, threads=arguments.threads, progress=progress, **own)

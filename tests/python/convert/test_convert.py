@@ -149,6 +149,34 @@ def test_the_command(
         assert "exists already" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--to tar --values pickled", "--values is of --to lmdb"),
+        ("--to tar --order plan", "--order is of --to lmdb"),
+        ("--to tar --seed 0", "--seed is of --to lmdb"),
+        ("--to tar --commit-size 1MiB", "--commit-size is of --to lmdb"),
+        ("--shard-size 1MiB", "--shard-size is of --to tar"),
+        ("--seed 3", "--seed is of --order plan"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(
+    image_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: str, words: str
+) -> None:
+    assert main(["convert", str(image_folder), str(tmp_path / "new"), *options.split()]) == 2
+    assert words in capsys.readouterr().err
+    assert not list(tmp_path.glob("new*"))
+
+
+def test_the_command_passes_its_options_on(image_folder: Path, tmp_path: Path) -> None:
+    place = [str(image_folder), str(tmp_path / "db")]
+    assert main(["convert", *place, "--values", "pickled", "--order", "plan", "--seed", "3"]) == 0
+    assert len(nostall.LMDB(tmp_path / "db", values="pickled")) == 61
+    place[1] = str(tmp_path / "tar")
+    assert main(["convert", *place, "--to", "tar", "--shard-size", "20KiB"]) == 0
+    assert len(list((tmp_path / "tar").glob("*.tar"))) > 3
+
+
 def test_a_class_without_images_keeps_its_label(make_folder: Any, tmp_path: Path) -> None:
     root = make_folder(6)
     (root / "class0a").mkdir()
