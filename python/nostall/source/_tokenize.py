@@ -141,8 +141,22 @@ class _Parts:
                         raise CorruptionError(
                             f"{place} has no text, but {type(text).__name__}: name another column="
                         )
-            found = self.tokenizer.encode(texts)
+            found = self._encoded(texts, places)
             yield places, [[ids, *values[1:]] for ids, (_, values) in zip(found, some, strict=True)]
+
+    def _encoded(self, texts: list[Any], places: list[str]) -> Sequence[Sequence[int]]:
+        try:
+            return self.tokenizer.encode(texts)
+        except (Error, MemoryError, OSError):
+            raise
+        except Exception as error:
+            if len(texts) == 1:
+                raise CorruptionError(
+                    f"{places[0]} cannot be tokenised: {type(error).__name__}: {error}"
+                ) from None
+        # Of many texts an error does not say which it is of.
+        alone = zip(texts, places, strict=True)
+        return [self._encoded([text], [place])[0] for text, place in alone]
 
     def _behind(self, arrays: Sequence[NDArray[Any]]) -> list[Any]:
         """The end of a document, and what stands beside it in each track."""

@@ -528,7 +528,20 @@ def test_what_cannot_be_tokenised_is_named(tmp_path: Path) -> None:
     def broken(text: str) -> list[int]:
         return [len(text) // 0]
 
-    refused(IoError, "ZeroDivisionError", tokenizer=broken, version="1")
+    refused(
+        CorruptionError,
+        r"a\.jsonl, byte 0 cannot be tokenised: ZeroDivisionError",
+        tokenizer=broken,
+        version="1",
+    )
+    at = len(json_lines(path, TEXTS[:5]).read_bytes())
+    json_lines(path, [*TEXTS[:5], "half \ud800 of a pair", *TEXTS[5:]])
+    refused(CorruptionError, rf"a\.jsonl, byte {at} cannot be tokenised: TypeError")
+
+    def full(text: str) -> list[int]:
+        raise MemoryError
+
+    refused(IoError, "MemoryError", tokenizer=full, version="1")
 
 
 def test_no_document_of_many_is_left_out(tmp_path: Path) -> None:
