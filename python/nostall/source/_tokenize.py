@@ -278,9 +278,10 @@ def tokenize(
 
 
 def _check(adapter: Ids, chat: bool | Chat, tracks: object, version: str | None) -> None:
-    if (adapter.identity[0] == "function" or callable(chat)) and not version:
+    unknown = "a function" if callable(chat) else adapter.unknown
+    if unknown and not version:
         raise UsageError(
-            'a function has no version of its own: pass version="1", and change it with the function'
+            f'{unknown} has no version of its own: pass version="1", and another one when that changes'
         )
     if tracks and (chat or adapter.identity[0] != "none"):
         raise UsageError("tracks= are columns beside ids: pass tokenizer=None")

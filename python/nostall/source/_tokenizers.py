@@ -32,6 +32,7 @@ class Ids:
 
     vocabulary: int | None = None
     identity = ("none", "", "")
+    unknown = ""  # what `identity` does not tell apart, of which only the caller knows versions
 
     def encode(self, values: Sequence[Any]) -> Sequence[Sequence[int]]:
         return values
@@ -48,6 +49,8 @@ class Ids:
 
 class Called(Ids):
     """A function from a text to its ids."""
+
+    unknown = "a function"
 
     def __init__(self, function: Callable[[str], Sequence[int]]) -> None:
         self._function = function
@@ -91,11 +94,11 @@ class Transformers(Ids):
         self._tokenizer = tokenizer
         words = tokenizer.get_vocab()
         backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-        content = (
-            _whole(backend).to_str()
-            if hasattr(backend, "to_str")
-            else [type(tokenizer).__name__, words]
-        )
+        if hasattr(backend, "to_str"):
+            content = _whole(backend).to_str()
+        else:  # what it does with its words is in its code and its options
+            content = [type(tokenizer).__name__, words]
+            self.unknown = f"{type(tokenizer).__name__}, which is written in Python,"
         template = getattr(tokenizer, "chat_template", None)
         special = tokenizer.special_tokens_map
         splits = bool(getattr(tokenizer, "split_special_tokens", False))

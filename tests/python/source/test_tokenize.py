@@ -544,6 +544,18 @@ def test_what_cannot_be_tokenised_is_named(tmp_path: Path) -> None:
     refused(IoError, "MemoryError", tokenizer=full, version="1")
 
 
+def test_tokenizers_whose_content_is_not_known_need_a_version(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    path = json_lines(tmp_path / "a.jsonl", TEXTS)
+    python = transformers.ByT5Tokenizer()
+    with pytest.raises(
+        UsageError, match="ByT5Tokenizer, which is written in Python, has no version"
+    ):
+        nostall.tokenize(path, python, tmp_path / "cache")
+    tokens = nostall.tokenize(path, python, tmp_path / "cache", version="1")
+    assert documents(tokens)[0] == python(TEXTS[0], add_special_tokens=False)["input_ids"]
+
+
 def test_no_document_of_many_is_left_out(tmp_path: Path) -> None:
     """More than a tokenizer gets at once."""
     numbers = json_lines(tmp_path / "ids.jsonl", [[i] for i in range(2000)], "ids")
