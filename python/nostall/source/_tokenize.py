@@ -7,7 +7,6 @@ are written apart, each complete once its ``.idx`` is there, so that work that w
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import itertools
 import json
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nostall import errors
+from nostall.base._locks import take_lock
 from nostall.errors import CorruptionError, Error, IoError, UsageError
 from nostall.job._cores import cores_of_rank
 from nostall.job._world import find_world
@@ -114,12 +114,7 @@ class _Parts:
         for path, name in zip(making, names, strict=True):
             os.replace(path, self.path(number) + name)
         # The index last: with it the part is complete.
-        index = f"{self.path(number)}.idx"
-        with open(f"{index}.{own}", "wb") as file:
-            file.write(_index(lengths, self.dtype))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(f"{index}.{own}", index)
+        _put(f"{self.path(number)}.idx", _index(lengths, self.dtype))
         return [len(lengths), sum(lengths)]
 
     def _documents(self, number: int) -> Iterator[tuple[list[str], list[list[Any]]]]:
@@ -318,20 +313,29 @@ def _cached(
     parts = replace(parts, folder=str(folder), name=_key(content)[:8])
     try:
         # What is complete may lie where nothing can be written.
-        if not (folder / _DONE).exists():
+        count = _parts_in(folder)
+        if count is None:
             _make_folder(folder, {**content, "times": times})
-            with _alone(folder):
-                if not (folder / _DONE).exists():
+            with _alone(folder) as alone:
+                count = _parts_in(folder)
+                if count is None:
                     pieces = pieces_of(
                         paths, list(storage.sizes), parts.separator, _PART_BYTES, parts.store
                     )
-                    _fill(parts, _in_parts(pieces), workers, progress)
-                return _open(parts, int((folder / _DONE).read_text()))
-        return _open(parts, int((folder / _DONE).read_text()))
+                    count = _fill(parts, _in_parts(pieces), alone, workers, progress)
+        return _open(parts, count)
     except OSError as error:
         if isinstance(error, Error):
             raise
         raise IoError(f"{folder} cannot be written: {error}") from error
+
+
+def _parts_in(folder: Path) -> int | None:
+    """How many parts there are; None if not all are."""
+    try:
+        return int((folder / _DONE).read_text())
+    except (FileNotFoundError, ValueError):  # a machine that stopped leaves an empty file at times
+        return None
 
 
 def _key(*parts: object) -> str:
@@ -360,20 +364,23 @@ def _make_folder(folder: Path, description: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Holds the folder; the lock of a process that ends is free."""
+def _alone(folder: Path) -> Iterator[bool]:
+    """Holds the folder; False where there can be no locks, and nobody waits."""
     with open(folder / "lock", "w") as lock:
         logged = False
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        while not (held := take_lock(lock.fileno())):
+            if held is None:
+                _log.warning(
+                    "%s: its file system has no locks: processes that want the same tokens at once all "
+                    "tokenise; let one do it before, or name another cache=",
+                    folder,
+                )
                 break
-            except BlockingIOError:
-                if not logged:
-                    logged = True
-                    _log.info("%s: another process tokenises; waiting for it", folder)
-                time.sleep(0.05)
-        yield
+            if not logged:
+                logged = True
+                _log.info("%s: another process tokenises; waiting for it", folder)
+            time.sleep(0.05)
+        yield bool(held)
 
 
 def _in_parts(pieces: Sequence[Piece]) -> list[list[Piece]]:
@@ -391,21 +398,32 @@ def _in_parts(pieces: Sequence[Piece]) -> list[list[Piece]]:
 def _fill(
     parts: _Parts,
     divided: Sequence[Sequence[Piece]],
+    alone: bool,
     workers: int | None,
     progress: Progress | None,
-) -> None:
-    """Makes the parts that are not there."""
+) -> int:
+    """Makes the parts that are not there; how many there are."""
     if not divided:
         raise UsageError("the files have no texts")
     parts = replace(parts, parts=divided)
-    for left in Path(parts.folder).glob("*.making"):
-        left.unlink()
+    if alone:  # else another one may be writing them
+        for left in Path(parts.folder).glob("*.making"):
+            left.unlink()
     todo = [n for n in range(len(parts)) if not os.path.exists(f"{parts.path(n)}.idx")]
     if todo:
         _run(parts, todo, workers, progress)
-    done = Path(parts.folder) / _DONE
-    done.with_suffix(".making").write_text(str(len(parts)))
-    os.replace(done.with_suffix(".making"), done)
+    _put(os.path.join(parts.folder, _DONE), str(len(parts)).encode())
+    return len(parts)
+
+
+def _put(path: str, data: bytes) -> None:
+    """Writes a small file, which is there with all its bytes or not at all."""
+    making = f"{path}.{secrets.token_hex(4)}.making"
+    with open(making, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(making, path)
 
 
 def _run(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import gzip
 import json
 import logging
@@ -554,6 +556,59 @@ def test_tokenizers_whose_content_is_not_known_need_a_version(tmp_path: Path) ->
         nostall.tokenize(path, python, tmp_path / "cache")
     tokens = nostall.tokenize(path, python, tmp_path / "cache", version="1")
     assert documents(tokens)[0] == python(TEXTS[0], add_special_tokens=False)["input_ids"]
+
+
+def test_a_machine_that_stopped_leaves_a_cache_that_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = json_lines(tmp_path / "a.jsonl", TEXTS)
+    synced: set[int] = set()
+    named: dict[str, int] = {}
+    fsync, rename = os.fsync, os.replace
+
+    def syncs(file: int) -> None:
+        fsync(file)
+        synced.add(os.fstat(file).st_ino)
+
+    def renames(source: str, to: str) -> None:
+        named[os.path.basename(to)] = os.stat(source).st_ino
+        rename(source, to)
+
+    monkeypatch.setattr(os, "fsync", syncs)
+    monkeypatch.setattr(os, "replace", renames)
+    tokens = nostall.tokenize(path, TOKENIZER, tmp_path / "cache", end=0)
+    assert named["done"] in synced
+    (done,) = tmp_path.glob("cache/*/done")
+    whole = done.read_text()
+    done.write_text("")
+    monkeypatch.setattr(_tokenize, "Makers", None)  # all parts are there
+    again = nostall.tokenize(path, TOKENIZER, tmp_path / "cache", end=0)
+    assert again.fingerprint == tokens.fingerprint and done.read_text() == whole
+
+
+def test_file_systems_without_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = json_lines(tmp_path / "a.jsonl", TEXTS)
+
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    caplog.set_level(logging.WARNING, "nostall")
+    first = nostall.tokenize(path, TOKENIZER, tmp_path / "cache", end=0)
+    assert "its file system has no locks" in caplog.text
+    assert documents(first) == expected()
+    (done,) = tmp_path.glob("cache/*/done")
+    done.unlink()
+    of_another = done.with_name("of-another.making")
+    of_another.touch()
+    nostall.tokenize(path, TOKENIZER, tmp_path / "cache", end=0)
+    assert of_another.exists()
+    monkeypatch.undo()
+    done.unlink()
+    nostall.tokenize(path, TOKENIZER, tmp_path / "cache", end=0)
+    assert not of_another.exists()
 
 
 def test_no_document_of_many_is_left_out(tmp_path: Path) -> None:
