@@ -19,6 +19,7 @@ from nostall.source._objects import is_url
 
 _LINES = (".jsonl", ".ndjson", ".json")
 _BLOCK = 1 << 20
+_ROWS_AT_ONCE = 4096  # of Parquet that are Python objects
 _DAMAGED = (EOFError, gzip.BadGzipFile, zlib.error)  # what a compressed file raises
 
 
@@ -87,8 +88,10 @@ def rows_of_piece(
         file = open_parquet(path, as_file(path, store))
         _check(columns, file.schema_arrow.names, path)
         for group in range(piece.begin, piece.end):
-            table = file.read_row_group(group, columns=list(columns))
-            yield from _of_table(table, columns, f"{path}, row group {group}")
+            begin = 0
+            for rows in file.iter_batches(_ROWS_AT_ONCE, [group], list(columns)):
+                yield from _of_table(rows, columns, f"{path}, row group {group}", begin)
+                begin += rows.num_rows
     elif path.endswith(".arrow"):
         tables: list[Any] = []
         each_piece(path, store, lambda table, held: tables.append(table))
@@ -117,9 +120,11 @@ def _check(columns: Sequence[str], names: Sequence[str], path: str) -> None:
             raise UsageError(f"{path} has no column {column!r}; it has: {', '.join(names)}")
 
 
-def _of_table(table: Any, columns: Sequence[str], where: str) -> Iterator[tuple[str, list[Any]]]:
+def _of_table(
+    table: Any, columns: Sequence[str], where: str, begin: int = 0
+) -> Iterator[tuple[str, list[Any]]]:
     values = [_values(table.column(column), where) for column in columns]
-    for number, row in enumerate(zip(*values, strict=True)):
+    for number, row in enumerate(zip(*values, strict=True), begin):
         yield f"{where}, row {number}", list(row)
 
 

@@ -611,6 +611,26 @@ def test_file_systems_without_locks(
     assert not of_another.exists()
 
 
+def test_a_row_group_is_unpacked_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_texts, "_ROWS_AT_ONCE", 7)
+    rows: list[int] = []
+    of_table = _texts._of_table
+
+    def counted(table: Any, *more: Any) -> Any:
+        rows.append(table.num_rows)
+        return of_table(table, *more)
+
+    monkeypatch.setattr(_texts, "_of_table", counted)
+    pq.write_table(pa.table({"ids": [[i] for i in range(20)]}), tmp_path / "a.parquet")
+    found = _texts.rows_of_piece(
+        _texts.Piece(str(tmp_path / "a.parquet"), 0, 1, 1), ["ids"], None, None
+    )
+    assert [(place.rpartition(", ")[2], list(values[0])) for place, values in found] == [
+        (f"row {i}", [i]) for i in range(20)
+    ]
+    assert rows == [7, 7, 6]
+
+
 def test_no_document_of_many_is_left_out(tmp_path: Path) -> None:
     """More than a tokenizer gets at once."""
     numbers = json_lines(tmp_path / "ids.jsonl", [[i] for i in range(2000)], "ids")
