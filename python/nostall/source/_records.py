@@ -314,11 +314,15 @@ _SPLIT = re.compile(
 
 
 def shard_paths(
-    paths: PathLike | Sequence[PathLike], suffixes: tuple[str, ...], store: Any = None
+    paths: PathLike | Sequence[PathLike],
+    suffixes: tuple[str, ...],
+    store: Any = None,
+    also: tuple[str, ...] = (),
 ) -> list[str]:
     """The files of a list, one file, a pattern, or a folder's files with those endings; also URLs.
 
-    In a pattern ``**`` is any number of folders, each of them once.
+    In a pattern ``**`` is any number of folders, each of them once. A folder's files that end with
+    `also` are given too, for the caller to judge.
 
     Raises:
         UsageError: there are none, a folder or what ``**`` finds has those of training and of
@@ -337,11 +341,11 @@ def shard_paths(
     wildcard = None if not is_url(path) and Path(path).exists() else WILDCARD.search(path)
     folder = path[: wildcard.start()].rpartition("/")[0] if wildcard else path
     if is_url(path):
-        found = [url for url, _ in list_objects(path, suffixes, store)]
+        found = [url for url, _ in list_objects(path, (*suffixes, *also), store)]
     elif wildcard:
         found = sorted({one for one in _matching(path) if not os.path.isdir(one)})
     elif Path(path).is_dir():
-        inside = (name for name in os.listdir(path) if name.endswith(suffixes))
+        inside = (name for name in os.listdir(path) if name.endswith((*suffixes, *also)))
         found = sorted(os.path.join(path, name) for name in inside)
     else:
         found = [path]

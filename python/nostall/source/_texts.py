@@ -6,6 +6,7 @@ import gzip
 import io
 import itertools
 import json
+import os
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -14,10 +15,17 @@ import numpy as np
 
 from nostall.errors import CorruptionError, UsageError
 from nostall.source._arrow import each_piece, open_parquet
+from nostall.source._hugging_face import dataset_files
 from nostall.source._object_file import ObjectFile, as_file
 from nostall.source._objects import is_url
+from nostall.source._records import PathLike, shard_paths
 
 _LINES = (".jsonl", ".ndjson", ".json")
+# Endings in small letters: of rows of columns, of plain texts, and of what would be either if it were
+# called or packed otherwise.
+_ROWS = (*_LINES, *(f"{ending}.gz" for ending in _LINES), ".parquet", ".arrow")
+_PLAIN = (".txt", ".txt.gz")
+_OTHER = (".jsonlines", ".gz", ".zst", ".bz2", ".xz", ".lz4")
 _BLOCK = 1 << 20
 _ROWS_AT_ONCE = 4096  # of Parquet that are Python objects
 _DAMAGED = (EOFError, gzip.BadGzipFile, zlib.error)  # what a compressed file raises
@@ -32,17 +40,57 @@ class Piece(NamedTuple):
     size: int
 
 
+def text_files(
+    files: PathLike | Sequence[PathLike], separator: str | None, store: Any
+) -> list[str]:
+    """The files of a list, a pattern, a folder, URLs, or a folder of Hugging Face's `datasets`.
+
+    Raises:
+        UsageError: there are none; one has an ending that says nothing, and is not said to be a plain
+            text by `separator`; or a folder or a pattern has plain texts beside files of columns, or
+            files that would be left out.
+    """
+    listed = dataset_files(files, None)
+    if listed is not None:
+        return listed
+    known = (*_ROWS, *_PLAIN)
+    also = (*_OTHER, *(ending.upper() for ending in known))
+    paths = shard_paths(files, known, store, also=also)
+    first = {_kind_of(path): path for path in reversed(paths)}
+    mixed = isinstance(files, (str, os.PathLike)) and len(first) > 1
+    if "other" in first and (mixed or separator is None):
+        raise UsageError(
+            f"{first['other']} does not end as texts that are read do ({', '.join(known)}): separator= "
+            'says that files are plain texts ("" if each is one), and a pattern or a list leaves '
+            "others out"
+        )
+    if mixed:
+        raise UsageError(
+            f"{files} has plain texts ({first['plain']}) beside files of columns ({first['rows']}): "
+            "name those of one kind by a pattern, or both by a list"
+        )
+    return paths
+
+
+def _kind_of(path: str) -> str:
+    return "rows" if _ends(path, *_ROWS) else "plain" if _ends(path, *_PLAIN) else "other"
+
+
+def _ends(path: str, *endings: str) -> bool:
+    return path.lower().endswith(endings)
+
+
 def pieces_of(
     paths: Sequence[str], sizes: Sequence[int], separator: str | None, most: int, store: Any
 ) -> list[Piece]:
     """All files in pieces of `most` bytes, or of what cannot be divided."""
     found: list[Piece] = []
     for path, size in zip(paths, map(int, sizes), strict=True):
-        if path.endswith(".parquet"):
+        if _ends(path, ".parquet"):
             groups = open_parquet(path, as_file(path, store)).metadata
             counts = [groups.row_group(i).total_byte_size for i in range(groups.num_row_groups)]
             found += _grouped(path, counts, most)
-        elif path.endswith(".arrow") and not is_url(path):
+        elif _ends(path, ".arrow") and not is_url(path):
             tables: list[Any] = []
             each_piece(path, store, lambda table, held: tables.append(table))  # noqa: B023
             found += _grouped(path, [table.nbytes for table in tables[1:]], most)
@@ -56,9 +104,9 @@ def pieces_of(
 
 def _divided(path: str, separator: str | None) -> bool:
     """Whether a document's beginning is seen from any byte before it."""
-    if path.endswith(_LINES):
+    if _ends(path, *_LINES):
         return True
-    if path.endswith((".gz", ".arrow")) or not separator:
+    if _ends(path, ".gz", ".arrow") or not separator:
         return False
     # Of a separator that overlaps itself it depends on where the search begins.
     return not any(separator[:i] == separator[-i:] for i in range(1, len(separator)))
@@ -84,7 +132,7 @@ def rows_of_piece(
         CorruptionError: a file is damaged, with its path and place.
     """
     path = piece.path
-    if path.endswith(".parquet"):
+    if _ends(path, ".parquet"):
         file = open_parquet(path, as_file(path, store))
         _check(columns, file.schema_arrow.names, path)
         for group in range(piece.begin, piece.end):
@@ -92,14 +140,14 @@ def rows_of_piece(
             for rows in file.iter_batches(_ROWS_AT_ONCE, [group], list(columns)):
                 yield from _of_table(rows, columns, f"{path}, row group {group}", begin)
                 begin += rows.num_rows
-    elif path.endswith(".arrow"):
+    elif _ends(path, ".arrow"):
         tables: list[Any] = []
         each_piece(path, store, lambda table, held: tables.append(table))
         _check(columns, tables[0].schema.names, path)
         chosen = itertools.islice(enumerate(tables[1:]), piece.begin, piece.end)
         for number, table in chosen:
             yield from _of_table(table.select(list(columns)), columns, f"{path}, batch {number}")
-    elif path.removesuffix(".gz").endswith(_LINES):
+    elif _ends(path, *_ROWS):
         for place, line in _lines(piece, store):
             if line.strip():
                 yield place, _of_line(line, columns, place)
@@ -162,7 +210,7 @@ def _opened(path: str, store: Any) -> Any:
         if is_url(path)
         else open(path, "rb", _BLOCK)  # noqa: SIM115 - closed by the callers
     )
-    return gzip.GzipFile(fileobj=file) if path.endswith(".gz") else file
+    return gzip.GzipFile(fileobj=file) if _ends(path, ".gz") else file
 
 
 def _lines(piece: Piece, store: Any) -> Iterator[tuple[str, bytes]]:

@@ -28,11 +28,10 @@ from nostall.base._locks import take_lock
 from nostall.errors import CorruptionError, Error, IoError, UsageError
 from nostall.job._cores import cores_of_rank
 from nostall.job._world import find_world
-from nostall.source._hugging_face import dataset_files
 from nostall.source._makers import MakeError, Makers
 from nostall.source._objects import is_url
-from nostall.source._records import PathLike, Progress, absolute, open_storage, shard_paths
-from nostall.source._texts import Piece, pieces_of, rows_of_piece
+from nostall.source._records import PathLike, Progress, absolute, open_storage
+from nostall.source._texts import Piece, pieces_of, rows_of_piece, text_files
 from nostall.source._tokenizers import Chat, Ids, tokenizer_of
 from nostall.source._tokens import LABELS, LOSS_MASK, Tokens
 
@@ -44,7 +43,6 @@ _log = logging.getLogger("nostall")
 _FORMAT = 2
 _PART_BYTES = 32 << 20  # of texts
 _AT_ONCE = 512  # texts that a tokenizer gets in one call
-_ENDINGS = (".jsonl", ".jsonl.gz", ".ndjson", ".json", ".parquet", ".arrow", ".txt", ".txt.gz")
 _CODES = {"uint16": 8, "int32": 4}
 _DESCRIPTION, _DONE = "description.json", "done"
 
@@ -223,8 +221,9 @@ def tokenize(
     was cut off goes on. Processes that want the same folder wait for the one that fills it.
 
     Args:
-        files: JSON Lines (``.jsonl``, ``.ndjson``, ``.json``), Parquet, Arrow or plain texts, also
-            with ``.gz``: a list, a pattern, a folder, URLs, or a folder of Hugging Face's `datasets`.
+        files: JSON Lines (``.jsonl``, ``.ndjson``, ``.json``), Parquet, Arrow or plain texts
+            (``.txt``), also with ``.gz``, by the endings of their names: a list, a pattern, a folder,
+            URLs, or a folder of Hugging Face's `datasets`.
         tokenizer: one of `tokenizers`, `transformers` or `tiktoken`, the path of a
             ``tokenizer.json``, a function from a text to its ids, or None if the column has ids.
         cache: where folders of tokens lie.
@@ -234,14 +233,17 @@ def tokenize(
             function gets them and returns ids and mask. The stream has a track ``loss_mask``, which is
             1 for what the assistant wrote.
         tracks: of ids, columns of numbers beside them, by the names of tracks: see `Tokens`.
-        separator: between the documents of a plain text; None if each file is one.
-        version: of a tokenizer or `chat` that is a function: change it when the function changes.
+        separator: between the documents of a plain text; None if each file is one, or "", with which
+            files of other endings are plain texts too.
+        version: of a tokenizer or `chat` that is a function, or of a tokenizer of `transformers` that
+            is written in Python: change it when that changes.
         workers: processes; this rank's share of the cores if None.
         store: for URLs, an ``obstore.store`` that has them.
         progress: called with the number of parts that are done.
 
     Raises:
-        UsageError: there is no such column or id, or a function has no version.
+        UsageError: there is no such column or id, a function or a tokenizer whose content cannot be
+            known has no version, or what files hold is not clear from their names.
         CorruptionError: a row is none, or its ids are not, with its file and place.
         IoError: a file cannot be read, or the cache cannot be written.
     """
@@ -252,8 +254,7 @@ def tokenize(
         )
     adapter = tokenizer_of(tokenizer)
     _check(adapter, chat, tracks, version)
-    listed = dataset_files(files, None)
-    paths = absolute(shard_paths(files, _ENDINGS, store) if listed is None else listed)
+    paths = absolute(text_files(files, separator, store))
     narrow = adapter.vocabulary is not None and adapter.vocabulary <= 1 << 16
     parts = _Parts(
         folder=os.path.abspath(cache),

@@ -546,6 +546,73 @@ def test_what_cannot_be_tokenised_is_named(tmp_path: Path) -> None:
     refused(IoError, "MemoryError", tokenizer=full, version="1")
 
 
+def as_json_gzip(folder: Path) -> None:
+    for ending in ("json", "ndjson"):
+        rows = json_lines(folder / "a", TEXTS).read_bytes()
+        (folder / f"c4-train.00000.{ending}.gz").write_bytes(gzip.compress(rows))
+    (folder / "a").unlink()
+
+
+def test_json_lines_that_are_compressed_are_found_in_a_folder(tmp_path: Path) -> None:
+    as_json_gzip(tmp_path)
+    tokens = nostall.tokenize(tmp_path, TOKENIZER, tmp_path / "cache", end=0)
+    assert documents(tokens) == expected() * 2
+
+
+def test_endings_count_in_any_letters(tmp_path: Path) -> None:
+    json_lines(tmp_path / "A.JSONL", TEXTS)
+    pq.write_table(pa.table({"text": TEXTS}), tmp_path / "B.PARQUET")
+    tokens = nostall.tokenize(tmp_path, TOKENIZER, tmp_path / "cache", end=0)
+    assert documents(tokens) == expected() * 2
+
+
+@pytest.mark.parametrize("beside", ["b.jsonl.zst", "b.csv.gz", "b.jsonlines", "README.txt"])
+@pytest.mark.parametrize("given", ["", "*", "**"])
+def test_a_folder_of_which_files_would_be_left_out_is_refused(
+    tmp_path: Path, beside: str, given: str
+) -> None:
+    as_json_gzip(tmp_path)
+    (tmp_path / beside).write_text("a plain text")
+    words = "has plain texts" if "txt" in beside else "does not end as"
+    for separator in (None, "--"):
+        with pytest.raises(UsageError, match=words) as error:
+            nostall.tokenize(
+                tmp_path / given, TOKENIZER, tmp_path / "cache", separator=separator, workers=1
+            )
+        assert beside in str(error.value)
+    chosen = nostall.tokenize(tmp_path / "*.json.gz", TOKENIZER, tmp_path / "cache", end=0)
+    assert documents(chosen) == expected()
+
+
+def test_objects_that_would_be_left_out_are_refused(
+    bucket: Any, proxy: Proxy, tmp_path: Path
+) -> None:
+    (tmp_path / "in").mkdir()
+    as_lines(tmp_path / "in")
+    (tmp_path / "in" / "c.jsonl.zst").touch()
+    upload(bucket, tmp_path / "in")
+    with pytest.raises(UsageError, match=r"c\.jsonl\.zst does not end as"):
+        nostall.tokenize(f"s3://{bucket.name}", TOKENIZER, tmp_path / "cache", workers=1)
+
+
+@pytest.mark.parametrize("name", ["part-00000", "a.csv", "a.jsonlines", "a.md"])
+def test_what_a_file_of_another_ending_holds_is_asked(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("the fox")
+    for files in (tmp_path / name, [tmp_path / name], f"{tmp_path}/{name[0]}*"):
+        with pytest.raises(UsageError, match=rf"{name} does not end as .*separator="):
+            nostall.tokenize(files, TOKENIZER, tmp_path / "cache", column="other")
+        tokens = nostall.tokenize(files, TOKENIZER, tmp_path / "cache", separator="")
+        assert documents(tokens) == [TOKENIZER.encode("the fox").ids]
+
+
+def test_a_list_may_have_plain_texts_beside_columns(tmp_path: Path) -> None:
+    json_lines(tmp_path / "a.jsonl", TEXTS)
+    (tmp_path / "b.txt").write_text("the fox")
+    listed = [tmp_path / "a.jsonl", tmp_path / "b.txt"]
+    tokens = nostall.tokenize(listed, TOKENIZER, tmp_path / "cache", end=None)
+    assert documents(tokens) == [*expected(end=None), TOKENIZER.encode("the fox").ids]
+
+
 def test_tokenizers_whose_content_is_not_known_need_a_version(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     path = json_lines(tmp_path / "a.jsonl", TEXTS)
