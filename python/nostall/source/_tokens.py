@@ -330,9 +330,10 @@ class Tokens:
         head = self.storage.read(file, 0, min(size, 4096))
         if format == "wav" or (format == "auto" and path.endswith(".wav")):
             return _wav_header(head, size, path)
-        if format == "llm.c" or (format == "auto" and not path.endswith(".npy")):
+        npy = head.startswith(_NPY)
+        if format == "llm.c" or (format == "auto" and not npy and not path.endswith(".npy")):
             return _llmc_header(head, size, path, format == "llm.c")
-        if not head.startswith(_NPY):
+        if not npy:
             if format == "auto":
                 return None  # OLMo gives raw files this ending
             raise CorruptionError(f"{path} is no .npy file")

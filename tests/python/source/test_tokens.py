@@ -209,6 +209,20 @@ def test_rows_are_documents(tmp_path: Path) -> None:
     assert np.array_equal(tokens.document(7), IDS[700:800])
 
 
+def test_a_header_of_numpy_is_none_of_the_ids_of_any_file(tmp_path: Path) -> None:
+    with (tmp_path / "a.bin").open("wb") as file:
+        np.save(file, IDS)
+    for dtype in ("uint16", None):
+        tokens = nostall.Tokens(tmp_path / "a.bin", dtype=dtype)
+        assert np.array_equal(tokens.read(0, len(tokens)), IDS)
+    with pytest.raises(UsageError, match="are of the types uint16, uint32"):
+        nostall.Tokens(tmp_path / "a.bin", dtype="uint32")
+    raw = nostall.Tokens(tmp_path / "a.bin", dtype="uint16", format="raw")
+    assert len(raw) == (tmp_path / "a.bin").stat().st_size // 2
+    with pytest.raises(CorruptionError, match="does not begin with a header of llm"):
+        nostall.Tokens(tmp_path / "a.bin", format="llm.c")
+
+
 def test_objects_are_read_as_files_are(bucket: Any, proxy: Proxy, tmp_path: Path) -> None:
     megatron(tmp_path / "train", documents())
     upload(bucket, tmp_path)
