@@ -655,7 +655,9 @@ def _pairs(paths: list[str], format: Format, store: Any) -> tuple[list[str], lis
         format = "megatron" if with_index[0] else "auto"
     if format != "megatron":
         return paths, []
-    bare = list(dict.fromkeys(bare))
+    # An index is of the file beside it, wherever that is listed; what is listed twice is there twice.
+    data = {b for p, b in zip(paths, bare, strict=True) if not p.endswith(".idx")}
+    bare = [b for p, b in zip(paths, bare, strict=True) if b not in data or not p.endswith(".idx")]
     return [f"{b}.bin" for b in bare], [f"{b}.idx" for b in bare]
 
 

@@ -223,6 +223,20 @@ def test_a_header_of_numpy_is_none_of_the_ids_of_any_file(tmp_path: Path) -> Non
         nostall.Tokens(tmp_path / "a.bin", format="llm.c")
 
 
+def test_a_file_with_an_index_that_is_listed_twice_is_read_twice(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        megatron(tmp_path / name, documents())
+
+    def names(*listed: str) -> list[str]:
+        tokens = nostall.Tokens([tmp_path / name for name in listed], index=False)
+        assert len(tokens) == tokens._files * len(IDS)
+        return [Path(path).name for path in tokens.storage.paths[: tokens._files]]
+
+    assert names("a.bin", "b.bin", "a.bin") == ["a.bin", "b.bin", "a.bin"]
+    assert names("a.idx", "a.idx") == ["a.bin", "a.bin"]
+    assert names("a.bin", "a.idx", "b.idx", "b.bin", "a.bin") == ["a.bin", "b.bin", "a.bin"]
+
+
 def test_objects_are_read_as_files_are(bucket: Any, proxy: Proxy, tmp_path: Path) -> None:
     megatron(tmp_path / "train", documents())
     upload(bucket, tmp_path)
