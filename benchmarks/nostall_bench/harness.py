@@ -235,7 +235,24 @@ def ready() -> None:
     sys.stdin.read()
 
 
+def attempt(row: dict[str, Any], measure: Callable[[], Any]) -> None:
+    """Adds one measurement to the `runs` of a way's row, or what stands against it to its `failed`."""
+    try:
+        row["runs"].append(measure())
+    except UsageError as error:
+        row.setdefault("failed", []).append(str(error))
+
+
 # Numbers and tables
+
+
+def named(name: str, row: Mapping[str, Any]) -> str:
+    """What a table calls a way: its name, how many of its runs failed, and why the last one did."""
+    from rich.markup import escape
+
+    if failed := row.get("failed"):
+        name += f" ({len(failed)} of {len(failed) + len(row['runs'])} failed: {failed[-1]})"
+    return escape(name)
 
 
 def spread(values: Iterable[float], form: str = "{:.2f}") -> str:

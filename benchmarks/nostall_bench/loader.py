@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nostall.errors import UsageError
 from nostall_bench import harness
 from nostall_bench.programs import find_native, run_limit
 from nostall_bench.records import FIELDS, make, paths
@@ -166,16 +166,13 @@ def _mode(
         task = progress.add_task(f"measuring: {mode}", total=repeats * len(variants))
         for name, label, tiers in harness.turns(variants, repeats):
             progress.update(task, description=f"{mode}: {label}")
-            row = rows.setdefault(label, {"runs": []})
-            try:
-                if name in (LOOP, IN_MEMORY) and loop is not None:
-                    kept = name == IN_MEMORY
-                    run = _run_loop(loop, files, mode, _fields_of(home, data), arguments, kept)
-                else:
-                    run = _run_worker(name, mode, where, home, arguments, tiers, storage)
-                row["runs"].append(run)
-            except UsageError as error:
-                row["error"] = str(error)
+            measure = functools.partial(
+                _run_worker, name, mode, where, home, arguments, tiers, storage
+            )
+            if name in (LOOP, IN_MEMORY) and loop is not None:
+                fields, kept = _fields_of(home, data), name == IN_MEMORY
+                measure = functools.partial(_run_loop, loop, files, mode, fields, arguments, kept)
+            harness.attempt(rows.setdefault(label, {"runs": []}), measure)
             progress.advance(task)
     for row in rows.values():
         if runs := row.get("runs"):
@@ -278,7 +275,7 @@ def table(mode: str, rows: dict[str, dict[str, Any]]) -> Table:
     if mode == "cold":
         headings.append("MB from storage")
     ours = next(
-        (r for n, r in rows.items() if n.startswith("nostall") and "median" in str(r)), None
+        (r for n, r in rows.items() if n.startswith("nostall") and "samples_per_s" in r), None
     )
     loop = _rate(rows.get(LOOP, {}))
     if loop:
@@ -288,11 +285,11 @@ def table(mode: str, rows: dict[str, dict[str, Any]]) -> Table:
     for name, row in sorted(rows.items(), key=lambda item: -_rate(item[1])):
         rate = row.get("samples_per_s")
         if rate is None:
-            out.add_row(name, row.get("missing") or row.get("error", "failed"))
+            out.add_row(harness.named(name, row), row.get("missing"))
             continue
         pss = row.get("pss_bytes")
         cells = [
-            name,
+            harness.named(name, row),
             harness.spread((r["samples_per_s"] for r in row["runs"]), "{:.0f}"),
             f"{row['cpu_ms_per_sample']['median']:.3f}",
             f"{pss['median'] / 1e6:.0f}" if pss else "",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import importlib
 import importlib.util
 import os
@@ -20,7 +21,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from nostall.errors import UsageError
 from nostall_bench import harness
 from nostall_bench.object_store import Counts, ObjectStore, counts
 
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     lacking, ways = {}, []
     for name in harness.matching([PLAIN, UNLIMITED, *every], arguments.loaders):
         if name in every and (missing := peers.absent(name)):
-            lacking[name] = f"not installed: {', '.join(missing)}"
+            lacking[name] = {"missing": f"not installed: {', '.join(missing)}"}
         else:
             ways.append(name)
     prepared = {name: _prepared(name, data, home) for name in ways if name in every}
@@ -81,9 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         "latencies": {},
     }
     for latency in arguments.latency_ms:
-        rows: dict[str, list[dict[str, Any]]] = {}
-        errors = dict(lacking)
-        failed: dict[str, int] = {}
+        rows: dict[str, dict[str, Any]] = {name: {"runs": []} for name in ways} | lacking
         for name in harness.turns(ways, arguments.repeats):
             limits = {
                 "latency": latency / 1e3,
@@ -93,21 +91,16 @@ def run(arguments: argparse.Namespace) -> int:
             if name == UNLIMITED:
                 limits = dict.fromkeys(limits, 0.0)
             with ObjectStore(folders, seed=arguments.seed, **limits) as store:
-                try:
-                    if name in every:
-                        found = _loader(name, store, data, *prepared[name], size, arguments)
-                    else:
-                        found = [_plain(store, files)]
-                    rows.setdefault(name, []).append(_run(found))
-                except UsageError as error:
-                    errors[name] = str(error)
-                    failed[name] = failed.get(name, 0) + 1
-        for name, times in failed.items():
-            errors[name] = f"{times} of {arguments.repeats} failed: {errors[name]}"
+                measure = functools.partial(_plain, store, files)
+                if name in every:
+                    measure = functools.partial(
+                        _loader, name, store, data, *prepared[name], size, arguments
+                    )
+                harness.attempt(rows[name], measure)
         harness.console().print(
-            table(f"{latency:g} ms to the first byte", rows, errors, size, arguments.bandwidth)
+            table(f"{latency:g} ms to the first byte", rows, size, arguments.bandwidth)
         )
-        result["latencies"][f"{latency:g}"] = {"rows": rows, "errors": errors}
+        result["latencies"][f"{latency:g}"] = {"rows": rows}
     harness.write(arguments.json, **result)
     return 0
 
@@ -131,7 +124,7 @@ def _loader(
     prepared: Path,
     size: int,
     arguments: argparse.Namespace,
-) -> list[dict[str, Any]]:
+) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="nostall-bench-") as cache:
         settings = {
             "loader": name,
@@ -148,7 +141,7 @@ def _loader(
             "measured": _EPOCHS,
             "ahead": 1,
         }
-        found: list[dict[str, Any]] = harness.child(
+        found = harness.child(
             "nostall_bench.objects",
             settings,
             name=name,
@@ -156,7 +149,7 @@ def _loader(
             OMP_NUM_THREADS="1",
             **store.environment,
         )
-    return found
+    return _run(found)
 
 
 def _run(found: list[dict[str, Any]]) -> dict[str, Any]:
@@ -184,7 +177,8 @@ def _plain(store: ObjectStore, paths: list[str]) -> dict[str, Any]:
     before, began = store.counts(), time.perf_counter()
     asyncio.run(_read_all(store.endpoint, paths))
     seconds = time.perf_counter() - began
-    return {"seconds": seconds, "samples": len(paths), **_between(before, store.counts(), seconds)}
+    found = {"seconds": seconds, "samples": len(paths)}
+    return _run([{**found, **_between(before, store.counts(), seconds)}])
 
 
 async def _read_all(endpoint: str, paths: list[str]) -> None:
@@ -225,13 +219,7 @@ def _mean(epochs: list[dict[str, Any]]) -> dict[str, float]:
     return {key: sum(e[key] for e in epochs) / len(epochs) for key in keys}
 
 
-def table(
-    title: str,
-    rows: dict[str, list[dict[str, Any]]],
-    errors: dict[str, str],
-    size: int,
-    bandwidth: float,
-) -> Any:
+def table(title: str, rows: dict[str, dict[str, Any]], size: int, bandwidth: float) -> Any:
     """The runs at one latency as a rich table, the fastest first epoch first.
 
     "of the bandwidth" is the time that the data take at the store's bandwidth over the epoch's;
@@ -243,7 +231,11 @@ def table(
         *("loader", "samples/s", "of the bandwidth", "requests", "MB", "in flight", "peak"),
         *("waiting", "later epochs", "requests", "MB", "CPU ms/sample"),
     )
-    first = {name: [run["epochs"][0] for run in runs] for name, runs in rows.items()}
+    first = {
+        name: [run["epochs"][0] for run in row["runs"]]
+        for name, row in rows.items()
+        if row.get("runs")
+    }
     for name, epochs in sorted(
         first.items(), key=lambda item: -harness.median(item[1], "samples_per_s")
     ):
@@ -253,7 +245,7 @@ def table(
             for e in epochs
         ]
         cells = [
-            name,
+            harness.named(name, rows[name]),
             harness.spread((e["samples_per_s"] for e in epochs), "{:.0f}"),
             "" if name == UNLIMITED else harness.spread(least / e["seconds"] for e in epochs),
             f"{harness.median(epochs, 'requests'):.0f}",
@@ -262,7 +254,7 @@ def table(
             f"{max(e['peak'] for e in epochs)}",
             harness.spread(waiting),
         ]
-        later = [_mean(run["epochs"][1:]) for run in rows[name] if len(run["epochs"]) > 1]
+        later = [_mean(run["epochs"][1:]) for run in rows[name]["runs"] if len(run["epochs"]) > 1]
         if later:
             cells += [
                 harness.spread((e["samples"] / e["seconds"] for e in later), "{:.0f}"),
@@ -271,8 +263,9 @@ def table(
                 f"{1e3 * harness.median(epochs, 'cpu_seconds') / epochs[0]['samples']:.2f}",
             ]
         out.add_row(*cells)
-    for name, why in errors.items():
-        out.add_row(name, why)
+    for name, row in rows.items():
+        if name not in first:
+            out.add_row(harness.named(name, row), row.get("missing"))
     return out
 
 

@@ -8,6 +8,7 @@ into sequences, with segments and positions), "cold" (windows on slowed storage,
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import itertools
 import json
@@ -15,6 +16,7 @@ import os
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -117,20 +119,18 @@ def _cold(folder: Path, names: list[str], arguments: argparse.Namespace) -> dict
 def _one(
     row: dict[str, Any], name: str, mode: str, folder: Path, arguments: argparse.Namespace
 ) -> None:
-    """Adds one measurement to the row of a loader, or what stands against it."""
-    try:
-        row["runs"].append(
-            _loop(mode, folder, arguments)
-            if name == LOOP
-            else harness.child(
-                "nostall_bench.tokens",
-                _settings(name, mode, folder, arguments),
-                name=name,
-                timeout=arguments.timeout,
-            )
+    """Adds one measurement to the row of a loader, or of the C++ loop."""
+    measure: Callable[[], Any] = functools.partial(_loop, mode, folder, arguments)
+    if name != LOOP:
+        settings = _settings(name, mode, folder, arguments)
+        measure = functools.partial(
+            harness.child,
+            "nostall_bench.tokens",
+            settings,
+            name=name,
+            timeout=arguments.timeout,
         )
-    except UsageError as error:
-        row["error"] = str(error)
+    harness.attempt(row, measure)
 
 
 def _loop(mode: str, folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
@@ -163,12 +163,12 @@ def table(mode: str, rows: dict[str, Any], arguments: argparse.Namespace) -> Tab
     for name, row in rows.items():
         runs = row["runs"]
         if not runs:
-            out.add_row(name, row["error"])
+            out.add_row(harness.named(name, row))
             continue
         speeds = [r["tokens_per_s"] / 1e6 for r in runs]
         measured = name != LOOP
         out.add_row(
-            name,
+            harness.named(name, row),
             harness.spread(speeds, "{:.1f}"),
             f"{_millions(runs) / whole:.3f}" if whole else "",
             harness.spread((r["waste"] for r in runs), "{:.3%}")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from nostall.errors import UsageError
-from nostall_bench import loader, peers, worker
+from nostall_bench import harness, loader, peers, worker
 from nostall_bench.records import FIELDS
 
 pytest_plugins = ["forked_children"]
@@ -40,7 +40,7 @@ def test_quick_measures_nostall_and_torch(tmp_path: Path) -> None:
         assert (loader.LOOP in rows) == (mode in loader.LOOPS)
         assert ("nostall, tar shards" in rows) == (loader.IN_MEMORY in rows) == (mode in FIELDS)
         for name, row in rows.items():
-            assert "error" not in row, row
+            assert "failed" not in row, row
             (only,) = row["runs"]
             assert only["samples_per_s"] > 0
             if name not in (loader.LOOP, loader.IN_MEMORY):
@@ -99,6 +99,30 @@ def test_imports_take_no_part_of_the_time(tmp_path: Path, monkeypatch: pytest.Mo
     settings |= {"warm": 0, "measured": 1, "ahead": 0, "loader": "nostall"}
     worker.measure(settings)
     assert seen == ["json", "csv", "clock", "clock"]
+
+
+def test_runs_that_failed_are_counted_beside_those_that_did_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def sometimes(name: str, *_: object) -> dict[str, float]:
+        calls.append(name)
+        if len(calls) in (1, 3, 4):
+            raise UsageError("it was full")
+        return {"samples_per_s": 100.0, "cpu_ms_per_sample": 1.0, "pss_bytes": 1e6}
+
+    monkeypatch.setattr(loader, "_run_worker", sometimes)
+    monkeypatch.setattr(peers, "absent", lambda _: [])
+    names = ["nostall", "torch, workers, PIL"]
+    words = ("recipe", names, tmp_path, [], tmp_path, parse(), 2, harness.console())
+    rows = loader._mode(*words)
+    found = [*loader.table("recipe", rows).columns[0].cells]
+    assert calls == [*names, *names[::-1]]
+    assert found == [
+        "torch, workers, PIL (1 of 2 failed: it was full)",
+        "nostall (2 of 2 failed: it was full)",
+    ]
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,8 +139,8 @@ def test_runs_that_failed_are_counted_beside_those_that_did_not(
     words = f"--dir {tmp_path} --files 8 --repeats 3 --json {out} --latency-ms 1 --loaders"
     assert objects.run(parser.parse_args([*words.split(), objects.UNLIMITED])) == 0
     (found,) = json.loads(out.read_text())["latencies"].values()
-    failed = {name: why for name, why in found["errors"].items() if name in found["rows"]}
-    assert [*failed.values()] == ["1 of 3 failed: it was full"]
+    row = found["rows"][objects.UNLIMITED]
+    assert len(row["runs"]) == 2 and row["failed"] == ["it was full"]
     assert "1 of 3 failed" in " ".join(capsys.readouterr().out.split())
 
 
@@ -156,15 +156,15 @@ def test_a_first_epoch_reads_every_object_once_and_later_ones_none(tmp_path: Pat
     size = result["dataset"]["bytes"]
     assert [*result["latencies"]] == ["1", "20"]
     for latency, found in result["latencies"].items():
-        assert not found["errors"]
-        (run,) = found["rows"]["nostall, an object a sample"]
+        assert not any("failed" in row for row in found["rows"].values())
+        (run,) = found["rows"]["nostall, an object a sample"]["runs"]
         first, *later = run["epochs"]
         assert [e["samples"] for e in run["epochs"]] == [40, 40, 40]
         assert first["bytes"] >= size
         assert first["requests"] == 40 + 1  # and the listing
         assert all(e["requests"] == e["bytes"] == 0 for e in later)
         assert first["latency_s"] >= float(latency) / 1e3
-        (plain,) = found["rows"][objects.PLAIN]
+        (plain,) = found["rows"][objects.PLAIN]["runs"]
         assert plain["epochs"][0]["requests"] == 40
 
 
@@ -192,7 +192,7 @@ def test_later_epochs_are_one_mean() -> None:
     epoch = {"samples": 10, "requests": 2, "bytes": 0, "in_flight": 1, "peak": 1}
     epoch |= {"latency_s": 0.0, "cpu_seconds": 1.0}
     run = objects._run([{**epoch, "seconds": s} for s in (9.0, 0.5, 1.5)])
-    found = objects.table("", {"nostall": [run]}, {}, 1000, 1)
+    found = objects.table("", {"nostall": {"runs": [run]}}, 1000, 1)
     cells = {column.header: [*column.cells] for column in found.columns}
     assert cells["later epochs"] == ["10"]
 

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 import nostall
-from nostall_bench import demo, slowfs, token_peers, tokens
+from nostall.errors import UsageError
+from nostall_bench import demo, harness, slowfs, token_peers, tokens
 from nostall_bench.demo import tokens as demo_tokens
 
 pytest_plugins = ["forked_children"]
@@ -38,10 +39,33 @@ def test_a_small_run_measures_windows_and_packing(tmp_path: Path) -> None:
     for mode in ("windows", "packed"):
         assert set(modes[mode]) == {tokens.LOOP, "nostall"}
         for row in modes[mode].values():
-            assert "error" not in row
+            assert "failed" not in row
             assert row["runs"][0]["tokens_per_s"] > 0
     assert modes["windows"]["nostall"]["runs"][0]["waste"] == 0
     assert modes["packed"]["nostall"]["runs"][0]["waste"] < 0.05
+
+
+def test_runs_that_failed_are_counted_beside_those_that_did_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def sometimes(*_: object, name: str, **__: object) -> dict[str, float]:
+        calls.append(name)
+        if name == "Grain" or len(calls) == 2:
+            raise UsageError(f"{name} failed: it was full")
+        return {"tokens_per_s": 1e6, "waste": 0.0, "cpu_ns": 1.0, "pss_bytes": 1e6}
+
+    monkeypatch.setattr(harness, "child", sometimes)
+    monkeypatch.setattr(tokens, "_loop", lambda *_: sometimes(name=tokens.LOOP))
+    rows = tokens._warm("windows", tmp_path, ["nostall", "Grain"], parse(tokens, "--repeats", "2"))
+    names = [*tokens.table("windows", rows, parse(tokens)).columns[0].cells]
+    assert calls == [tokens.LOOP, "nostall", "Grain", "nostall", "Grain", tokens.LOOP]
+    assert names == [
+        tokens.LOOP,
+        "nostall (1 of 2 failed: nostall failed: it was full)",
+        "Grain (2 of 2 failed: Grain failed: it was full)",
+    ]
 
 
 @pytest.mark.multi
