@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from nostall_bench import harness
 from nostall_bench.programs import find_native, run_limit
 from nostall_bench.records import FIELDS, make, paths
-from nostall_bench.slowfs import SlowFS
+from nostall_bench.slowfs import SlowFS, add_keep_cache, memory_words
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -60,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--epochs", type=int, default=4, help="of the cold mode")
     parser.add_argument("--bandwidth", type=float, default=40, help="of cold storage, MB/s")
     parser.add_argument("--latency-ms", type=float, default=1.0, help="of cold storage")
+    add_keep_cache(parser)
     parser.add_argument("--timeout", type=float, default=600, help="seconds for one process")
     parser.add_argument("--quick", action="store_true", help="few small files, one repeat")
 
@@ -92,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
     for mode in modes:
         rows = _mode(mode, chosen, data, files, home, arguments, repeats, console)
         result["modes"][mode] = rows
-        console.print(table(mode, rows))
+        console.print(table(mode, rows, arguments.keep_cache))
         result["passed"][mode] = ahead = passed(rows)
         if ahead:
             names = ", ".join(f"{name} ({ratio:.2f})" for name, ratio in ahead.items())
@@ -152,7 +153,14 @@ def _mode(
             where = Path(scratch, "mount")
             rate = arguments.bandwidth * 1e6
             storage = stack.enter_context(
-                SlowFS(data, where, rate, rate, arguments.latency_ms / 1e3)
+                SlowFS(
+                    data,
+                    where,
+                    rate,
+                    rate,
+                    arguments.latency_ms / 1e3,
+                    keep_cache=arguments.keep_cache,
+                )
             )
             variants = []
             for name in runners:
@@ -269,8 +277,8 @@ def _rate(row: dict[str, Any]) -> float:
     return float(row.get("samples_per_s", {}).get("median", 0))
 
 
-def table(mode: str, rows: dict[str, dict[str, Any]]) -> Table:
-    """One mode as a rich table, the fastest first."""
+def table(mode: str, rows: dict[str, dict[str, Any]], keep_cache: bool = False) -> Table:
+    """One mode as a rich table, the fastest first; `keep_cache` is that of the cold storage."""
     headings = ["loader", "samples/s", "CPU ms/sample", "memory MB"]
     if mode == "cold":
         headings.append("MB from storage")
@@ -281,7 +289,8 @@ def table(mode: str, rows: dict[str, dict[str, Any]]) -> Table:
     if loop:
         headings.append("of the C++ loop")
     headings += ["nostall / this", "by CPU"]
-    out = harness.table(f"loaders: {mode}", *headings)
+    memory = memory_words(keep_cache) if mode == "cold" else None
+    out = harness.table(f"loaders: {mode}", *headings, caption=memory)
     for name, row in sorted(rows.items(), key=lambda item: -_rate(item[1])):
         rate = row.get("samples_per_s")
         if rate is None:

@@ -39,7 +39,29 @@ def test_two_accelerators_read_once_with_tiers(
         assert row["seconds"] > row["allowed"]["seconds"] > 0
         assert 0 < row["au_first"] <= 1
         assert row["samples_per_s"] > 0
-    assert "accelerators fed at 70%" in capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
+    assert "accelerators fed at 70%" in said
+    assert f"nostall's tiers are memory; {slowfs.memory_words(False)}" in said
+
+
+@pytest.mark.multi
+@pytest.mark.skipif(slowfs.missing() is not None, reason=str(slowfs.missing()))
+def test_the_page_cache_spares_later_epochs_where_it_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "a.json"
+    options = (
+        "--dir", str(tmp_path), "--profile", "cosmoflow", "--scale", "0.005", "--batches", "8",
+        "--epochs", "3", "--repeats", "1", "--bandwidth", "20", "--keep-cache",
+        "--loaders", "0 workers", "--json", str(out),
+    )  # fmt: skip
+    assert accelerator.run(parse(*options)) == 0
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["storage_bytes"] == row["data_bytes"]
+    assert row["allowed"]["au_later"] == pytest.approx(
+        1
+    )  # nothing is left to be read in a later epoch
+    assert slowfs.memory_words(True) in " ".join(capsys.readouterr().out.split())
 
 
 def test_records_are_made_once(tmp_path: Path) -> None:

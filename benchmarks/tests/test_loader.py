@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from nostall.errors import UsageError
-from nostall_bench import harness, loader, peers, worker
+from nostall_bench import harness, loader, peers, slowfs, worker
 from nostall_bench.records import FIELDS
 
 pytest_plugins = ["forked_children"]
@@ -123,6 +123,30 @@ def test_runs_that_failed_are_counted_beside_those_that_did_not(
         "torch, workers, PIL (1 of 2 failed: it was full)",
         "nostall (2 of 2 failed: it was full)",
     ]
+
+
+@pytest.mark.skipif(slowfs.missing() is not None, reason=str(slowfs.missing()))
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_cold_table_says_what_memory_its_storage_leaves(
+    kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+
+    def run(*words: Any) -> dict[str, float]:
+        storage = words[-1]
+        seen.append(storage.keep_cache)
+        measured = {"samples_per_s": 1.0, "cpu_ms_per_sample": 1.0, "pss_bytes": 1.0}
+        return {**measured, "storage_bytes": 1.0}
+
+    monkeypatch.setattr(loader, "_run_worker", run)
+    arguments = parse(*(["--keep-cache"] if kept else []))
+    (tmp_path / "data").mkdir()
+    rows = loader._mode(
+        "cold", ["nostall"], tmp_path / "data", [], tmp_path, arguments, 1, harness.console()
+    )
+    assert seen == [kept] * 2  # tiers for all, and for half
+    assert loader.table("cold", rows, kept).caption == slowfs.memory_words(kept)
+    assert loader.table("transform", rows).caption is None
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
