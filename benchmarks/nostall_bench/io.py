@@ -142,7 +142,7 @@ def _work(settings: dict[str, Any]) -> dict[str, Any]:
             began = time.perf_counter()
             images = sum(len(labels) for _, labels in PIPELINES[settings["pipeline"]](work))
             found["images_per_s"] = images / (time.perf_counter() - began)
-        found["errors"] = work.errors
+        found["errors"], found["readers"] = work.errors, work.readers
         found["activity"] = seen.rows if seen is not None else []
     return found
 
@@ -170,8 +170,10 @@ def _table(path: str, work: str, found: dict[str, Any]) -> Any:
         out.add_row(LIMIT, str(threads), f"{rate:.0f}", f"{rate * size / 1e6:.1f}", "1.00", "")
     for row in (r for r in found["rows"] if r["work"] == work):
         bound = found["bound"].get(row["threads"])
+        readers = row["readers"] or row["threads"]
+        also = f" ({readers} read)" if readers != row["threads"] else ""
         out.add_row(
-            row["pipeline"], str(row["threads"]),
+            row["pipeline"], f"{row['threads']}{also}",
             harness.spread(row["images_per_s"], "{:.0f}"), f"{row['median'] * size / 1e6:.1f}",
             f"{row['median'] / bound:.2f}" if bound else "", str(row["errors"]),
         )  # fmt: skip

@@ -22,7 +22,10 @@ SIDE = 224
 
 @dataclass
 class Work:
-    """The files, and what to do with them; `errors` is counted up."""
+    """The files, and what to do with them.
+
+    `errors` is counted up; `readers` are the threads that read, where they are others than `threads`.
+    """
 
     paths: list[str]
     labels: list[int]
@@ -32,6 +35,7 @@ class Work:
     prefetch: int = 1
     seed: int = 0
     errors: int = 0
+    readers: int = 0
 
 
 def load(path: str, decode: bool) -> Any:
@@ -134,21 +138,24 @@ def nostall_loader(work: Work) -> Iterator[tuple[Any, list[int]]]:
     import nostall
     from nostall import transforms as t
 
-    size = work.batch * 3 * SIDE * SIDE * 4
+    files = nostall.FileList(work.paths, work.labels, root="/")
+    sample = 3 * SIDE * SIDE * 4 if work.decode else files.total_bytes // len(files)
     with nostall.DataLoader(
-        nostall.FileList(work.paths, work.labels, root="/"),
+        files,
         work.batch,
         seed=work.seed,
         transforms=[t.Resize((SIDE, SIDE)), t.ToTensor()] if work.decode else None,
         tiers=[],
-        staging=2 * size,
+        staging=2 * work.batch * sample,
         threads=work.threads,
         on_error="substitute",
         rank=0,
         world_size=1,
     ) as loader:
         yield from loader
-        work.errors += sum(len(e.substituted) for e in loader.stats().epochs)
+        found = loader.stats()
+        work.errors += sum(len(e.substituted) for e in found.epochs)
+        work.readers = found.fetchers
 
 
 def tensorflow_data(work: Work) -> Iterator[tuple[Any, list[int]]]:

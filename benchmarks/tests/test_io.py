@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import nostall
 from nostall_bench import disk, harness, io
 from nostall_bench.demo.dataset import DatasetSpec, make_dataset
 from nostall_bench.pipelines import PIPELINES, Work, installed
@@ -55,7 +58,7 @@ def test_a_table_and_numbers_are_written(
     io.add_arguments(parser)
     data = str(Path(images[0]).parent.parent)
     options = [
-        "--paths", str(tmp_path / "disk"), "--data", data, "--threads", "2", "--repeats", "2",
+        "--paths", str(tmp_path / "disk"), "--data", data, "--threads", "1", "--repeats", "2",
         "--pipelines", "nostall", "--work", "decode", "--output", str(tmp_path / "io"),
     ]  # fmt: skip
     assert io.run(parser.parse_args(options)) == 0
@@ -68,7 +71,31 @@ def test_a_table_and_numbers_are_written(
     assert found["sequential_write"] > 0
     assert "posix_fadvise" in found["cold"]
     assert (tmp_path / "io.png").stat().st_size > 1000
-    assert "one file in order" in capsys.readouterr().out.replace("\n", " ")
+    said = capsys.readouterr().out.replace("\n", " ")
+    assert "one file in order" in said
+    assert "1 (2 read)" in said  # nostall has two threads that read at least
+
+
+@pytest.mark.parametrize("decode", [True, False])
+def test_nostall_stages_two_batches_of_what_it_hands_out(
+    images: list[str], monkeypatch: pytest.MonkeyPatch, decode: bool
+) -> None:
+    staged: list[int] = []
+
+    def loader(*_: object, staging: int, **__: object) -> Any:
+        staged.append(staging)
+        stats = SimpleNamespace(epochs=[], fetchers=2)
+        return contextlib.nullcontext(_Batches(stats))
+
+    class _Batches(list[Any]):
+        def __init__(self, stats: object) -> None:
+            self.stats = lambda: stats
+
+    monkeypatch.setattr(nostall, "DataLoader", loader)
+    work = Work(images, [0] * len(images), 8, 1, decode)
+    assert list(PIPELINES["nostall"](work)) == []
+    mean = sum(Path(p).stat().st_size for p in images) // len(images)
+    assert staged == [2 * 8 * (3 * 224 * 224 * 4 if decode else mean)]
 
 
 def test_pipelines_and_threads_that_only_read_take_turns(
@@ -78,7 +105,7 @@ def test_pipelines_and_threads_that_only_read_take_turns(
 
     def child(module: str, settings: dict[str, Any], *, name: str, **_: str) -> dict[str, Any]:
         turns.append(name)
-        return {"images_per_s": len(turns), "errors": 0, "activity": []}
+        return {"images_per_s": len(turns), "errors": 0, "readers": 0, "activity": []}
 
     def limit(*_: object) -> dict[str, float]:
         turns.append("limit")
