@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
             "all" if share > 1 else "half",
             cell("first_seconds", "{:.2f} s"),
             cell("first_of_physics", "{:.3f}"),
-            cell("later_stall", "{:.1%}") if share > 1 and arguments.epochs > 1 else "",
+            cell("later_stall", "{:.1%}") if arguments.epochs > 1 else "",
             cell("bytes_of_bound", "{:.4f}"),
         )
     harness.console().print(table)

@@ -71,6 +71,26 @@ def test_the_page_cache_is_kept_where_that_is_asked_for(
     assert kept == [False, True]
 
 
+@pytest.mark.skipif(slowfs.missing() is not None, reason=str(slowfs.missing()))
+def test_later_epochs_are_said_with_tiers_for_all_and_for_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def job(*words: Any) -> dict[str, float]:
+        share = words[-1]
+        later = 0.25 if share > 1 else 0.5
+        return {
+            **{"first_seconds": 1.0, "first_of_physics": 1.0},
+            **{"later_stall": later, "bytes_of_bound": 1.0},
+        }
+
+    make_dataset(tmp_path / "data-4", DatasetSpec(4), processes=1)
+    monkeypatch.setattr(stall, "_job", job)
+    words = ("--dir", str(tmp_path), "--files", "4", "--ranks", "1", "--repeats", "1")
+    assert stall.run(_parsed(stall, *words)) == 0
+    said = capsys.readouterr().out
+    assert "25.0%" in said and "50.0%" in said
+
+
 @pytest.mark.multi
 def test_two_ranks_wait_for_the_storage_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
