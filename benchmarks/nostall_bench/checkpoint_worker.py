@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,12 @@ class Dcp(Method):
         _sync(path)
 
 
+def _complete(running: Any) -> None:
+    """Until what async_save has returned is written, if anything was."""
+    if running is not None:
+        getattr(running, "upload_completion", running).result()
+
+
 class DcpAsync(Dcp):
     """torch.distributed.checkpoint.async_save as it is by default."""
 
@@ -148,13 +155,41 @@ class DcpAsync(Dcp):
         return dcp.async_save(state, checkpoint_id=path)
 
     def save(self, state: dict[str, Any], number: int) -> None:
-        self.finish()
+        _complete(self._running)
         self._running = self._start(state, self.path(number))
 
     def finish(self) -> None:
-        if self._running is not None:
-            getattr(self._running, "upload_completion", self._running).result()
-            self._running = None
+        _complete(self._running)
+
+
+class DcpBurst(DcpAsync):
+    """async_save to fast storage; `cp` copies to the slow one behind, once all is written."""
+
+    def __init__(self, fast: Path, slow: Path, target: str) -> None:
+        super().__init__(fast, slow, target)
+        self._copies: dict[Path, Future[Any]] = {}
+        self._pool = ThreadPoolExecutor()
+
+    def _start(self, state: dict[str, Any], path: Path) -> Any:
+        running = super()._start(state, path)
+        self._copies[path] = self._pool.submit(self._copy, running, path)
+        return running
+
+    def _copy(self, running: Any, path: Path) -> None:
+        _complete(running)
+        subprocess.run(["cp", "-r", path, self.slow], check=True)
+
+    def path(self, number: int) -> Path:
+        old = self._copies.pop(self.directory / f"checkpoint-{number - 2}", None)
+        if old is not None:
+            old.result()  # it is removed now
+        return super().path(number)
+
+    def finish(self) -> None:
+        super().finish()
+        for copy in self._copies.values():
+            copy.result()
+        os.sync()
 
 
 class DcpReused(DcpAsync):
@@ -215,6 +250,7 @@ METHODS: dict[str, tuple[type[Method], str]] = {
     "DCP save, slow": (Dcp, "slow"),
     "DCP async_save, slow": (DcpAsync, "slow"),
     "DCP async_save reused stager, slow": (DcpReused, "slow"),
+    "DCP async_save, fast, cp": (DcpBurst, "fast"),
     "nostall memory, slow": (Nostall, "slow"),
     "nostall window, slow": (Nostall, "window"),
     "nostall fast, fast": (Nostall, "fast"),

@@ -10,6 +10,8 @@ import pytest
 from nostall.cli import main
 from nostall_bench import checkpoint_worker, harness
 
+pytest_plugins = ["forked_children"]
+
 ROW = {
     **{"train_seconds": 1.0, "durable_seconds": 1.0, "origin": 0.0, "quiet": 0.1},
     **{"steps": [0.1, 0.1], "calls": [0.1], "memcpy": 0.1, "cpu": 0.1},
@@ -66,6 +68,30 @@ def test_a_first_save_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyP
     found = checkpoint_worker.work({**settings, "iterations": 4, "every": 2})
     assert done == [0, "finish", "step", "step", 1, "step", "step", 2, "finish"]
     assert len(found["calls"]) == 2
+
+
+@pytest.mark.multi
+@pytest.mark.usefixtures("forked")
+def test_dcps_burst_buffer_holds_every_save_on_slow_storage(tmp_path: Path) -> None:
+    fast, slow = tmp_path / "fast", tmp_path / "slow"
+    for directory in (fast, slow):
+        directory.mkdir()
+    settings = {"method": "DCP async_save, fast, cp", "fast": str(fast), "slow": str(slow)}
+    settings |= {"threads": 1, "busy": False, "bytes": 1 << 20, "compute": 0}
+    work = {**settings, "iterations": 6, "every": 2}
+    found = harness.child("nostall_bench.checkpoint_worker", work)
+    assert len(found["calls"]) == 3
+
+    def files(home: Path) -> dict[str, bytes]:
+        return {str(p.relative_to(home)): p.read_bytes() for p in home.rglob("*") if p.is_file()}
+
+    copied, kept = files(slow), files(fast)
+    saved = [f"checkpoint-{n}" for n in range(4)]
+    assert [p.name for p in sorted(slow.glob("checkpoint-*"))] == saved
+    assert {name.partition("/")[0] for name in kept} == set(saved[2:])
+    assert kept.items() <= copied.items()
+    sizes = {sum(len(copied[f]) for f in copied if f.startswith(f"{n}/")) for n in saved}
+    assert min(sizes) > 1 << 20
 
 
 def test_directories_that_were_made_are_removed(
