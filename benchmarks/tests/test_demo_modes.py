@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+import builtins
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sync_ranks import run_ranks
@@ -93,6 +97,32 @@ def test_the_table_says_what_memory_torch_had(kept: bool, words: str) -> None:
     settings = {"tiers": ["ram:9MiB"], "keep_cache": kept}
     caption = summary({"torch": run, "nostall": run, "settings": settings}).caption
     assert words in str(caption) and "nostall's tiers: ram:9MiB" in str(caption)
+
+
+def test_what_a_training_imports_takes_no_part_of_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock runs when a training makes its loader."""
+    from nostall_bench.demo import train  # with torchvision: some seconds, for this test alone
+
+    data = make_dataset(tmp_path / "data", DatasetSpec(4, classes=2, scale=0.25), processes=1)
+    settings = {"data": str(data), "batch_size": 2, "epochs": 1, "seed": 7, "size": 48}
+    arguments = argparse.Namespace(**settings, workers=0, tiers=[])
+    imported: list[str] = []
+    import_any = builtins.__import__
+
+    def watched(name: str, scope: Mapping[str, object] | None = None, *more: Any) -> object:
+        if scope is not None and scope.get("__name__") == train.__name__:
+            imported.append(name)
+        return import_any(name, scope, *more)
+
+    for name, value in {"get_world_size": 1, "get_rank": 0}.items():
+        monkeypatch.setattr(f"torch.distributed.{name}", lambda value=value: value)
+    monkeypatch.setattr(builtins, "__import__", watched)
+    ours = train.NostallEpochs(arguments)
+    ours.loader.close()
+    next(train.torch_epochs(arguments))
+    assert imported == []
 
 
 @pytest.mark.multi

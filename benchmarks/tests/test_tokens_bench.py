@@ -126,6 +126,20 @@ def _longer(before: tuple[Path, int], file: tuple[Path, int]) -> tuple[Path, int
 
 
 @pytest.mark.multi
+def test_grains_import_takes_no_part_of_the_demos_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def perf_counter() -> float:
+        seen.append("clock")
+        return float(len(seen))
+
+    monkeypatch.setattr("torch.optim.AdamW", lambda *_: None)  # compilers are imported for it
+    monkeypatch.setattr(demo_tokens.time, "perf_counter", perf_counter)
+    monkeypatch.setattr(demo_tokens.importlib, "import_module", seen.append)
+    demo_tokens._train({"loader": "Grain", "seed": 0, "steps": 0})
+    assert seen == ["grain", "clock", "clock"]
+
+
 @pytest.mark.usefixtures("forked")
 @pytest.mark.skipif(slowfs.missing() is not None, reason=str(slowfs.missing()))
 def test_the_demo_trains_on_the_same_batches(

@@ -16,9 +16,18 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+# All of it takes no part of the time, whichever loader trains.
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+from torchvision import transforms
+from torchvision.datasets import ImageFolder
+
+import nostall.loader
+import nostall.source
+from nostall import transforms as t
 
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
@@ -43,11 +52,6 @@ def make_model(classes: int, seed: int) -> nn.Module:
 
 def torch_epochs(arguments: argparse.Namespace) -> Iterator[Iterable[Any]]:
     """What most people run: ImageFolder, PIL transforms, worker processes that stay."""
-    from torch.utils.data import DataLoader
-    from torch.utils.data.distributed import DistributedSampler
-    from torchvision import transforms
-    from torchvision.datasets import ImageFolder
-
     dataset = ImageFolder(
         arguments.data,
         transforms.Compose(
@@ -79,9 +83,6 @@ class NostallEpochs:
     """The same with nostall, one statement longer only to keep the statistics."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        import nostall
-        from nostall import transforms as t
-
         self.loader = nostall.DataLoader(
             nostall.ImageFolder(arguments.data),
             batch_size=arguments.batch_size,
