@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import re
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -125,7 +126,6 @@ def _longer(before: tuple[Path, int], file: tuple[Path, int]) -> tuple[Path, int
     return file[0], before[1] + file[1]
 
 
-@pytest.mark.multi
 def test_grains_import_takes_no_part_of_the_demos_time(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
 
@@ -140,10 +140,11 @@ def test_grains_import_takes_no_part_of_the_demos_time(monkeypatch: pytest.Monke
     assert seen == ["grain", "clock", "clock"]
 
 
+@pytest.mark.multi
 @pytest.mark.usefixtures("forked")
 @pytest.mark.skipif(slowfs.missing() is not None, reason=str(slowfs.missing()))
 def test_the_demo_trains_on_the_same_batches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # As little text as there may be: the storage is as slow as the training.
     files = itertools.accumulate(((f, f.stat().st_size) for f in demo_tokens.text()), _longer)
@@ -152,6 +153,11 @@ def test_the_demo_trains_on_the_same_batches(
     monkeypatch.setattr(demo_tokens, "loaders", lambda: ["torch", "nostall"])
     words = ["tokens", "--dir", str(tmp_path), "--steps", "3"]
     assert demo.run(parse(demo, *words, "--latency-ms", "0", "--workers", "1")) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert (
+        "(four times what the training needs if only the pages of 4 KB are read that hold" in said
+    )
+    assert re.search(r"a memory map of it reads (\d+ KB|ahead) for a window; no page cache", said)
     results = json.loads((tmp_path / "tokens" / "demo.json").read_text())
     assert results["torch"]["loss"] == results["nostall"]["loss"]
     for loader in ("torch", "nostall"):

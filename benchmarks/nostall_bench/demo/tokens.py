@@ -25,7 +25,7 @@ import nostall.loader
 import nostall.source
 from nostall.errors import UsageError
 from nostall_bench import harness
-from nostall_bench.slowfs import SlowFS
+from nostall_bench.slowfs import SlowFS, memory_words
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
         "seed": arguments.seed,
         "workers": arguments.workers or len(os.sched_getaffinity(0)),
     }
-    rate = (arguments.bandwidth or 0) * 1e6
+    rate, chosen = (arguments.bandwidth or 0) * 1e6, ""
     if not rate:
         given = {**fixed, "loader": "none", "steps": _MEASURED}
         with console.status("measuring a step"):
@@ -84,6 +84,10 @@ def run(arguments: argparse.Namespace) -> int:
         # Windows lie on one page or two.
         consumed = BATCH * (_PAGE + 2 * (LENGTH + 1))
         rate = 4 * consumed * _MEASURED / (found["seconds"] - found["stalled"])
+        chosen = (
+            " (four times what the training needs if only the pages of "
+            f"{_PAGE >> 10} KB are read that hold a window)"
+        )
     results: dict[str, Any] = {}
     with (
         tempfile.TemporaryDirectory(prefix="nostall-demo-") as mount,
@@ -97,8 +101,9 @@ def run(arguments: argparse.Namespace) -> int:
         ) as storage,
     ):
         console.print(
-            f"{ids / 1e6:.1f} M ids of {len(text())} files; storage of {rate / 1e6:.3g} MB/s, "
-            f"{arguments.latency_ms:g} ms per operation"
+            f"{ids / 1e6:.1f} M ids of {len(text())} files; storage of {rate / 1e6:.3g} MB/s{chosen}, "
+            f"{arguments.latency_ms:g} ms per operation; a memory map of it reads "
+            f"{read_ahead(Path(mount))} for a window; {memory_words(arguments.keep_cache)}"
         )
         for loader in loaders():
             storage.drop_caches()
@@ -112,6 +117,13 @@ def run(arguments: argparse.Namespace) -> int:
     harness.write(home / "demo.json", **results)
     console.print(f"numbers {home / 'demo.json'}")
     return 0
+
+
+def read_ahead(mount: Path) -> str:
+    """What the kernel reads of a file there when one page of a memory map is asked for."""
+    device = mount.stat().st_dev
+    setting = Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb")
+    return f"{setting.read_text().strip()} KB" if setting.exists() else "ahead"
 
 
 def loaders() -> list[str]:
@@ -236,6 +248,8 @@ def _batches(settings: dict[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
 def _train(settings: dict[str, Any]) -> dict[str, float]:
     import torch
 
+    if settings["loader"] == "Grain":
+        importlib.import_module("grain")  # takes no part of the time, as of the other loaders
     torch.set_num_threads(1)  # the steps stand for an accelerator's: the rest of the machine loads
     model = _model(settings["seed"])
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
@@ -248,8 +262,6 @@ def _train(settings: dict[str, Any]) -> dict[str, float]:
         loss = torch.nn.functional.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
-    if settings["loader"] == "Grain":
-        importlib.import_module("grain")  # takes no part of the time, as of the other loaders
         optimizer.step()
     return {
         "seconds": time.perf_counter() - began,
