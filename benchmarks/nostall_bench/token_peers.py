@@ -122,17 +122,25 @@ class _Megatron:
         return np.concatenate(parts).astype(np.int64)
 
 
-def _torch(dataset: Callable[[Job], Any], workers: int) -> Callable[[Job], Counted]:
+def _torch(dataset: Callable[[Job], Any], shuffle: bool, workers: bool) -> Callable[[Job], Counted]:
+    """torch's loader, in process or with as many workers as the others have threads."""
+
     def batches(job: Job) -> Counted:
         from torch.utils.data import DataLoader
 
         _limit_to_one_thread()
         loader = DataLoader(
-            dataset(job), job.batch, shuffle=True, num_workers=workers, drop_last=True
+            dataset(job),
+            job.batch,
+            shuffle=shuffle,
+            num_workers=job.threads if workers else 0,
+            drop_last=True,
+            persistent_workers=workers,
         )
         while True:
             for ids in loader:
-                yield ids.numel(), ids.numel
+                wide = ids.long()
+                yield wide.numel(), wide.numel
 
     return batches
 
@@ -193,21 +201,14 @@ def prepare_litdata(job: Job) -> None:
         )
 
 
-def litdata_windows(job: Job) -> Counted:
-    """litdata's blocks of tokens, shuffled among its chunks, with torch's loader in process."""
+def _litdata(job: Job) -> Any:
+    """litdata's blocks of tokens, which it shuffles among its chunks."""
     import litdata
     from litdata.streaming.item_loader import TokensLoader
-    from torch.utils.data import DataLoader
 
-    _limit_to_one_thread()
-    blocks = litdata.StreamingDataset(
+    return litdata.StreamingDataset(
         str(_chunks(job)), item_loader=TokensLoader(job.length), shuffle=True, drop_last=True
     )
-    loader = DataLoader(blocks, job.batch)
-    while True:
-        for ids in loader:
-            wide = ids.long()
-            yield wide.numel(), wide.numel
 
 
 def _nostall(job: Job, packed: bool) -> Counted:
@@ -246,11 +247,13 @@ LOADERS: dict[str, dict[str, Callable[[Job], Counted]]] = {
     "windows": {
         "nostall": nostall_windows,
         "nanoGPT's get_batch": nanogpt,
-        "torch, memory map": _torch(_Windows, 0),
-        "torch, memory map, 2 workers": _torch(_Windows, 2),
-        "Megatron's dataset": _torch(_Megatron, 0),
+        "torch, memory map": _torch(_Windows, shuffle=True, workers=False),
+        "torch, memory map, workers": _torch(_Windows, shuffle=True, workers=True),
+        "Megatron's dataset": _torch(_Megatron, shuffle=True, workers=False),
+        "Megatron's dataset, workers": _torch(_Megatron, shuffle=True, workers=True),
         "Grain": grain_windows,
-        "litdata": litdata_windows,
+        "litdata": _torch(_litdata, shuffle=False, workers=False),
+        "litdata, workers": _torch(_litdata, shuffle=False, workers=True),
     },
     "packed": {"nostall": nostall_packed, "Grain, first fit": grain_packed},
 }

@@ -43,7 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=int, default=8, help="sequences")
     parser.add_argument("--modes", nargs="+", choices=LOADERS, default=list(LOADERS))
     parser.add_argument("--loaders", nargs="+", help="names or parts of names; all if not given")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument(
+        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="or worker processes"
+    )
     parser.add_argument("--seconds", type=float, default=3, help="of one measurement")
     parser.add_argument("--bandwidth", type=float, default=20, help="of cold storage, MB/s")
     parser.add_argument("--latency-ms", type=float, default=1.0, help="of cold storage")
@@ -70,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         make(folder / "tokens.bin", tokens)
         names = harness.matching(LOADERS[mode], arguments.loaders)
-        if "litdata" in names and importlib.util.find_spec("litdata"):
+        if "litdata" in map(_package, names) and importlib.util.find_spec("litdata"):
             settings = _settings("litdata", mode, folder, arguments, prepare=True)
             harness.child("nostall_bench.tokens", settings, name="litdata's chunks")
         if mode == "cold":
@@ -157,7 +159,8 @@ def table(mode: str, rows: dict[str, Any], arguments: argparse.Namespace) -> Tab
         of = "of the C++ loop"
         whole = _millions(rows[LOOP]["runs"]) if rows[LOOP]["runs"] else 0.0
     out = harness.table(
-        f"tokens, {mode}: sequences of {arguments.length}, batches of {arguments.batch_size}",
+        f"tokens, {mode}: sequences of {arguments.length}, batches of {arguments.batch_size}, "
+        f"{arguments.threads} threads or workers",
         *("loader", "M tokens/s", of, "wasted", "CPU ns a token", "memory MB"),
     )
     for name, row in rows.items():

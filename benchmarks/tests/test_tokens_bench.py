@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import json
 import re
+import sys
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import nostall
 from nostall.errors import UsageError
@@ -103,7 +105,7 @@ def test_peers_give_batches_of_the_data(tmp_path: Path) -> None:
     assert np.array_equal(found[: len(document)], document)
 
 
-def test_the_threads_given_are_those_of_nostall(
+def test_the_threads_given_are_those_of_every_loader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = tmp_path / "tokens.bin"
@@ -119,6 +121,23 @@ def test_the_threads_given_are_those_of_nostall(
     for way in ("windows", "packed"):
         next(token_peers.LOADERS[way]["nostall"](token_peers.Job(data, 100, 2, 3)))
     assert asked == [3, 3]
+    given = []
+
+    def workers(*_: object, num_workers: int, persistent_workers: bool, **__: object) -> Any:
+        given.append((num_workers, persistent_workers))
+        return [torch.zeros(2, 100)]
+
+    monkeypatch.setattr("torch.utils.data.DataLoader", workers)
+    made = SimpleNamespace(
+        StreamingDataset=lambda *_, **__: None, TokensLoader=lambda length: length
+    )
+    for module in ("litdata", "litdata.streaming", "litdata.streaming.item_loader"):
+        monkeypatch.setitem(sys.modules, module, made)
+    ways = token_peers.LOADERS["windows"]
+    for name in ("torch, memory map", "Megatron's dataset", "litdata"):
+        for own in (name, f"{name}, workers"):
+            next(ways[own](token_peers.Job(data, 100, 2, 3)))
+    assert given == [(0, False), (3, True)] * 3
 
 
 def _longer(before: tuple[Path, int], file: tuple[Path, int]) -> tuple[Path, int]:
