@@ -1,6 +1,6 @@
 """DeepSpeed: the loader's position in its checkpoints, in the middle of an epoch.
 
-    pip install 'nostall[deepspeed]'
+    pip install dist/nostall-*-cp311-*_x86_64.whl 'nostall[deepspeed]'  # of make wheel: not on PyPI
     python examples/make-data.py /tmp/data
     torchrun --nproc-per-node 2 examples/train-deepspeed.py /tmp/data
 

@@ -1,6 +1,6 @@
 """Ray Train on two workers, one of which is killed: Ray starts them again, and no sample is missed.
 
-    pip install 'nostall[ray]'
+    pip install dist/nostall-*-cp311-*_x86_64.whl 'nostall[ray]'  # of make wheel: not on PyPI
     python examples/make-data.py /tmp/data
     python examples/train-ray.py /tmp/data
 

@@ -3,7 +3,7 @@
     python examples/video.py /tmp/data
 
 The folder has videos.csv with the columns path and label, and the video files that it names. Needs the
-package av (pip install 'nostall[video]').
+package av (pip install 'nostall[video]', where nostall is installed: it is not on PyPI).
 """
 
 import csv
