@@ -85,6 +85,21 @@ def test_metrics_are_served_where_probes_and_scrapers_look(name: str) -> None:
         assert container[probe]["httpGet"] == {"path": "/metrics", "port": named["name"]}
 
 
+@pytest.mark.parametrize("name", ["pytorchjob.yaml", "jobset.yaml", "trainjob.yaml"])
+def test_torchrun_is_told_of_the_eight_ranks_of_its_pod(name: str) -> None:
+    """Else it starts one. A TrainJob passes its field on; a PyTorchJob does not in all releases."""
+    found = documents(name)
+    if "TrainJob" in found:
+        trainer = found["TrainJob"]["spec"]["trainer"]
+        command, ranks = trainer["command"], [f"--nproc-per-node={trainer['numProcPerNode']}"]
+    else:
+        (kind,) = set(found) & set(PODS)
+        (container,) = within(found[kind], PODS[kind])["spec"]["containers"]
+        command = container["command"]
+        ranks = [word for word in command if word.startswith("--nproc-per-node")]
+    assert command[0] == "torchrun" and ranks == ["--nproc-per-node=8"]
+
+
 def read(document: Any) -> Any:
     """What a document is to the models that Kubeflow makes of its schemas, as a document again.
 
