@@ -12,7 +12,7 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from nostall import __version__, _native
@@ -237,16 +237,26 @@ def findings() -> Iterator[tuple[str, str]]:
     )
 
 
-def settings() -> Iterator[tuple[str, str, str]]:
+def refusals() -> dict[str, str]:
+    """Why, of the options whose value cannot be meant."""
+    found = {}
+    for option in TABLE:
+        try:
+            options.find(option.key)
+        except UsageError as error:
+            found[option.key] = str(error)
+    return found
+
+
+def settings(refused: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
     """(option, value in force, where from) of the options that a variable or nostall.toml may set."""
     for option in TABLE:
         if not option.variable and not option.file:
             continue
-        try:
-            found = options.find(option.key)
-        except UsageError as error:
-            yield option.key, "refused", str(error)
+        if option.key in refused:
+            yield option.key, "refused", refused[option.key]
             continue
+        found = options.find(option.key)
         if found.place == "default":
             yield option.key, option.usual, "default"
         else:
@@ -256,8 +266,9 @@ def settings() -> Iterator[tuple[str, str, str]]:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the findings, and the options in force; rank 0 prints for a job of several.
 
-    0, or 1 if the ranks of a job do not meet. Then each of them says so, and the first of each node
-    prints the rest.
+    0, or 1 if this process cannot be a rank as it was started: its place or an option is refused, or
+    the ranks of its job do not meet. Then each of them says so, and the first of each node prints the
+    rest.
     """
     if arguments.fix_hints:
         found = list(fixes())
@@ -267,11 +278,14 @@ def run(arguments: argparse.Namespace) -> int:
         if not found:
             print("# nothing is missing")
         return 0
+    refused = refusals()
+    failed = bool(refused)
     world: World | None = None
-    with contextlib.suppress(UsageError):  # it is among the findings
+    try:
         world = find_world()
+    except UsageError:  # it is among the findings
+        failed = True
     met: list[tuple[str, str]] = []
-    failed = False
     if world is not None and world.world_size > 1:
         try:
             met = list(meeting(world))
@@ -280,11 +294,12 @@ def run(arguments: argparse.Namespace) -> int:
             if world.local_rank > 0:
                 print(f"{'ranks':14} {met[0][1]}")
                 return 1
-        if not failed and world.rank > 0:
-            return 0
+        else:
+            if world.rank > 0:
+                return 0
     for what, how in [*findings(), *met]:
         print(f"{what:14} {how}")
-    for name, how, place in [("", "", ""), ("option", "value", "from"), *settings()]:
+    for name, how, place in [("", "", ""), ("option", "value", "from"), *settings(refused)]:
         print(f"{name:24} {how:40} {place}".rstrip())
     for words in options.unknown_variables():
         print(words)

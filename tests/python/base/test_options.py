@@ -172,7 +172,7 @@ def test_doctor_prints_value_and_place_and_no_secret(
     monkeypatch.setenv("NOSTALL_SECRET", "0123456789abcdef")
     monkeypatch.setenv("NOSTALL_OBJECT_RETRIES", "many")
     monkeypatch.setenv("NOSTALL_RENDEVOUS", "/meet")
-    assert main(["doctor"]) == 0
+    assert main(["doctor"]) == 1, "one is refused"
     out = capsys.readouterr().out
     assert re.search(r"^loader.threads +3 +nostall.toml: \[loader\] threads$", out, re.M)
     assert re.search(r"^loader.reader +\"auto\" +default$", out, re.M)

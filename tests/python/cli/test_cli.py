@@ -128,7 +128,7 @@ def test_doctor_lives_with_a_launcher_that_contradicts_itself(
     place = {"RANK": "9", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     for name, value in place.items():
         monkeypatch.setenv(name, value)
-    assert main(["doctor"]) == 0
+    assert main(["doctor"]) == 1
     assert "rank 9 is not in a world of 4" in capsys.readouterr().out
 
 
