@@ -12,8 +12,9 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from nostall import __version__, _native
 from nostall.base import _options as options
@@ -114,8 +115,8 @@ def _devices() -> str:
     return ", ".join([*sorted(d.name for d in fast.glob("*")), *sorted(up)]) or "no device"
 
 
-def meeting(world: World) -> Iterator[tuple[str, str]]:
-    """(ranks, where they are) of all nodes; all ranks of the job call it.
+def meeting(world: World) -> list[dict[str, Any]]:
+    """What each rank of the job says of itself; all of them call it.
 
     Raises:
         Error: they do not meet.
@@ -123,21 +124,27 @@ def meeting(world: World) -> Iterator[tuple[str, str]]:
     gather = find_rendezvous(world.rank, world.world_size, "doctor", timeout=_MEET_SECONDS)
     if gather is None:
         raise UsageError("nothing connects them: use srun or torchrun, or set NOSTALL_RENDEZVOUS")
-    began = time.perf_counter()
-    host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     mine = {
-        "host": host,
+        "host": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
         "cores": cores_of_rank(world.most_here),
         "ucx": _ucx_problem() or f"UCX may take {_devices()}",
     }
-    notes = [json.loads(note) for note in gather(json.dumps(mine).encode())]
-    yield "ranks", f"all {len(notes)} have met, in {time.perf_counter() - began:.1f} s"
-    for there in {note["host"]: note for note in notes}.values():
-        here = [str(rank) for rank, note in enumerate(notes) if note["host"] == there["host"]]
-        yield (
-            f"on {there['host']}",
-            f"rank {', '.join(here)}; {counted(there['cores'], 'core')} each; {there['ucx']}",
-        )
+    return [json.loads(note) for note in gather(json.dumps(mine).encode())]
+
+
+def places(notes: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """(host, the ranks there that have alike what they have) of what ranks say of themselves."""
+    for (host, cores, ucx), ranks in _together(notes, "host", "cores", "ucx").items():
+        named = ", ".join(str(rank) for rank in ranks)
+        yield f"on {host}", f"rank {named}; {counted(cores, 'core')} each; {ucx}"
+
+
+def _together(notes: Sequence[Mapping[str, Any]], *keys: str) -> dict[tuple[Any, ...], list[int]]:
+    """The ranks that have the same values of these keys."""
+    found: dict[tuple[Any, ...], list[int]] = {}
+    for rank, note in enumerate(notes):
+        found.setdefault(tuple(note[key] for key in keys), []).append(rank)
+    return found
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -287,8 +294,9 @@ def run(arguments: argparse.Namespace) -> int:
         failed = True
     met: list[tuple[str, str]] = []
     if world is not None and world.world_size > 1:
+        began = time.perf_counter()
         try:
-            met = list(meeting(world))
+            notes = meeting(world)
         except Error as error:
             met, failed = [("ranks", f"do not meet: {error}")], True
             if world.local_rank > 0:
@@ -297,6 +305,8 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             if world.rank > 0:
                 return 0
+            seconds = time.perf_counter() - began
+            met = [("ranks", f"all {len(notes)} have met, in {seconds:.1f} s"), *places(notes)]
     for what, how in [*findings(), *met]:
         print(f"{what:14} {how}")
     for name, how, place in [("", "", ""), ("option", "value", "from"), *settings(refused)]:

@@ -6,12 +6,14 @@ import argparse
 import importlib.metadata
 import importlib.util
 import io
+import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -178,6 +180,40 @@ def test_doctor_fails_where_nothing_lets_ranks_meet(
     out = capsys.readouterr().out
     assert re.search(f"^ranks +do not meet: {re.escape(said)}", out, re.M), out
     assert re.search("^this process +rank 0 of 2", out, re.M)
+
+
+@pytest.fixture
+def doctor_of_rank_0(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str]]:
+    """Status and output, where the other ranks say the same of themselves but for what is given."""
+
+    def ask(*others: dict[str, Any]) -> tuple[int, str]:
+        size = 1 + len(others)
+        place = {"RANK": 0, "WORLD_SIZE": size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": size}
+        for name, value in place.items():
+            monkeypatch.setenv(name, str(value))
+
+        def gather(mine: bytes) -> list[bytes]:
+            return [mine, *(json.dumps(json.loads(mine) | other).encode() for other in others)]
+
+        monkeypatch.setattr(nostall.cli._doctor, "find_rendezvous", lambda *_, **__: gather)
+        monkeypatch.setattr("socket.gethostname", lambda: "a")
+        return main(["doctor"]), capsys.readouterr().out
+
+    return ask
+
+
+def test_doctor_says_what_each_rank_of_a_host_has(
+    doctor_of_rank_0: Callable[..., tuple[int, str]],
+) -> None:
+    status, out = doctor_of_rank_0({"cores": 999}, {"ucx": "no UCX"}, {"host": "b"}, {"cores": 999})
+    lines = re.findall("^on (.*?) +rank (.*?); (.*)$", out, re.M)
+    assert [(host, ranks) for host, ranks, _ in lines] == [
+        ("a", "0"), ("a", "1, 4"), ("a", "2"), ("b", "3")
+    ]  # fmt: skip
+    assert lines[1][2].startswith("999 cores each") and lines[2][2].endswith("; no UCX")
+    assert status == 0
 
 
 def test_doctor_names_the_devices_of_a_node_with_bonded_ones(
