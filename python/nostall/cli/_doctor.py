@@ -26,6 +26,7 @@ from nostall.cli import _mpi_library as mpi_library
 from nostall.cli import _run as run_command
 from nostall.errors import Error, UsageError
 from nostall.job import _cluster as cluster
+from nostall.job import _secret as secret
 from nostall.job._cores import cores_of_rank, share
 from nostall.job._rendezvous import find_rendezvous
 from nostall.job._world import World, find_world
@@ -124,10 +125,14 @@ def meeting(world: World) -> list[dict[str, Any]]:
     gather = find_rendezvous(world.rank, world.world_size, "doctor", timeout=_MEET_SECONDS)
     if gather is None:
         raise UsageError("nothing connects them: use srun or torchrun, or set NOSTALL_RENDEZVOUS")
+    refused = refusals()
     mine = {
         "host": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
+        "node": cluster.node_identity(),
         "cores": cores_of_rank(world.most_here),
         "ucx": _ucx_problem() or f"UCX may take {_devices()}",
+        "secret": None if "job.secret" in refused else secret.mark(),
+        "refused": sorted(set(refused.values())),
     }
     return [json.loads(note) for note in gather(json.dumps(mine).encode())]
 
@@ -137,6 +142,28 @@ def places(notes: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     for (host, cores, ucx), ranks in _together(notes, "host", "cores", "ucx").items():
         named = ", ".join(str(rank) for rank in ranks)
         yield f"on {host}", f"rank {named}; {counted(cores, 'core')} each; {ucx}"
+
+
+def faults(notes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """What keeps these ranks from training as one job should, by what they say of themselves."""
+    if apart := cluster.walls({rank: note["node"] for rank, note in enumerate(notes)}):
+        yield apart
+    for ranks in _together(notes, "node").values():
+        between = sorted(set(range(ranks[0], ranks[-1])) - set(ranks))
+        if between:
+            yield (
+                f"rank {between[0]} is not on {notes[ranks[0]]['host']}, where ranks {ranks[0]} and "
+                f"{ranks[-1]} are: number the ranks of a node in a row, which tiers need (srun "
+                "--distribution=block, mpirun --map-by slot)"
+            )
+            break
+    marks = {rank: note["secret"] for rank, note in enumerate(notes)}
+    if other := secret.disagreement({rank: m for rank, m in marks.items() if m is not None}):
+        yield other
+    for rank, note in enumerate(notes[1:], 1):
+        for why in note["refused"]:
+            if why not in notes[0]["refused"]:  # rank 0 prints its own with the options
+                yield f"rank {rank}: {why}"
 
 
 def _together(notes: Sequence[Mapping[str, Any]], *keys: str) -> dict[tuple[Any, ...], list[int]]:
@@ -274,8 +301,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints the findings, and the options in force; rank 0 prints for a job of several.
 
     0, or 1 if this process cannot be a rank as it was started: its place or an option is refused, or
-    the ranks of its job do not meet. Then each of them says so, and the first of each node prints the
-    rest.
+    the ranks of its job do not meet or do not go together. If they do not meet each of them says so,
+    and the first of each node prints the rest. Else rank 0 alone ends with 1, once it has printed, for
+    launchers end the job with the first rank that fails.
     """
     if arguments.fix_hints:
         found = list(fixes())
@@ -307,6 +335,9 @@ def run(arguments: argparse.Namespace) -> int:
                 return 0
             seconds = time.perf_counter() - began
             met = [("ranks", f"all {len(notes)} have met, in {seconds:.1f} s"), *places(notes)]
+            wrong = list(faults(notes))
+            met += [("problem", words) for words in wrong]
+            failed = failed or bool(wrong)
     for what, how in [*findings(), *met]:
         print(f"{what:14} {how}")
     for name, how, place in [("", "", ""), ("option", "value", "from"), *settings(refused)]:

@@ -22,6 +22,7 @@ from nostall.base import _owned as owned
 from nostall.errors import UsageError
 
 _KEY = 32
+_NAMED = 8  # of the ranks that have another secret, or none
 
 _log = logging.getLogger("nostall")
 
@@ -60,9 +61,7 @@ def settle(rank: int, offers: Sequence[Mapping[str, Any]], exposed: str) -> byte
     if not without:
         return given()
     if len(without) < len(offers):
-        raise UsageError(
-            f"NOSTALL_SECRET is not set on ranks {without[:8]}, but on others: set it on all or none"
-        )
+        raise UsageError(_not_everywhere(without))
     random = str(offers[0]["random"]).encode()
     key = _key() if exposed else b""
     if key and all(theirs.get("key") == _name(key) for theirs in offers):
@@ -74,6 +73,38 @@ def settle(rank: int, offers: Sequence[Mapping[str, Any]], exposed: str) -> byte
             exposed,
         )
     return random
+
+
+def mark() -> str:
+    """Distinguishes the secrets that ranks were given where strangers may read it; "" without one.
+
+    It has 16 bits, the same each time, so that a stranger cannot find the secret by trying many.
+    """
+    key = given()
+    return hmac.digest(key, b"mark", "sha256")[:2].hex() if key else ""
+
+
+def disagreement(marks: Mapping[int, str]) -> str:
+    """Says which ranks were given no secret or another one; "" if all have the same, or none.
+
+    `marks` has the mark of each rank.
+    """
+    without = [rank for rank, theirs in marks.items() if not theirs]
+    if without:
+        return _not_everywhere(without) if len(without) < len(marks) else ""
+    first = next(iter(marks), 0)
+    others = [rank for rank, theirs in marks.items() if theirs != marks[first]]
+    if not others:
+        return ""
+    return (
+        f"NOSTALL_SECRET is another one on ranks {others[:_NAMED]} than on rank {first}: export it "
+        "where the ranks are launched"
+    )
+
+
+def _not_everywhere(without: list[int]) -> str:
+    named = without[:_NAMED]
+    return f"NOSTALL_SECRET is not set on ranks {named}, but on others: set it on all or none"
 
 
 def state_folder(environment: Mapping[str, str]) -> Path:

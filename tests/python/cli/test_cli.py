@@ -204,6 +204,36 @@ def doctor_of_rank_0(
     return ask
 
 
+@pytest.mark.parametrize(
+    ("secret", "others", "said"),
+    [
+        ("", [{"net": "another"}], "ranks 0 and 1 are on one machine and share no cache"),
+        (
+            "",
+            [{"node": "named b", "host": "b"}, {}],
+            "rank 1 is not on a, where ranks 0 and 2 are:",
+        ),
+        ("s" * 16, [{}, {"secret": ""}], r"NOSTALL_SECRET is not set on ranks \[2\]"),
+        ("s" * 16, [{"secret": "other"}], r"NOSTALL_SECRET is another one on ranks \[1\]"),
+        ("", [{"secret": None, "refused": ["it is short"]}], "rank 1: it is short"),
+    ],
+)
+def test_doctor_fails_where_ranks_do_not_go_together(
+    secret: str,
+    others: list[dict[str, Any]],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    doctor_of_rank_0: Callable[..., tuple[int, str]],
+) -> None:
+    machine = nostall.cli._doctor.cluster.node_identity().partition(" ")[0]
+    monkeypatch.setenv("NOSTALL_SECRET", secret)
+    status, out = doctor_of_rank_0(
+        *({**other, "node": f"{machine} net:[1]"} if "net" in other else other for other in others)
+    )
+    assert re.search(f"^problem +{said}", out, re.M) and out.count("problem ") == 1, out
+    assert status == 1
+
+
 def test_doctor_says_what_each_rank_of_a_host_has(
     doctor_of_rank_0: Callable[..., tuple[int, str]],
 ) -> None:
@@ -213,7 +243,7 @@ def test_doctor_says_what_each_rank_of_a_host_has(
         ("a", "0"), ("a", "1, 4"), ("a", "2"), ("b", "3")
     ]  # fmt: skip
     assert lines[1][2].startswith("999 cores each") and lines[2][2].endswith("; no UCX")
-    assert status == 0
+    assert status == 0 and "problem" not in out
 
 
 def test_doctor_names_the_devices_of_a_node_with_bonded_ones(

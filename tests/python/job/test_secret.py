@@ -101,6 +101,23 @@ def test_a_secret_that_is_too_short_or_not_everywhere_is_refused(
         find_rendezvous(0, 2, "x", environment={**os.environ, "NOSTALL_RENDEZVOUS": "tcp://h:1"})
 
 
+def test_marks_tell_secrets_apart_and_do_not_give_them_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    marks = {0: secret.mark()}
+    for rank, given in enumerate(["a" * 16, "b" * 16, "a" * 16], 1):
+        monkeypatch.setenv("NOSTALL_SECRET", given)
+        marks[rank] = secret.mark()
+    assert marks[0] == "" and marks[1] == marks[3] != marks[2]
+    assert {len(bytes.fromhex(marks[rank])) for rank in (1, 2)} == {2}
+    assert (
+        secret.disagreement({0: "", 1: ""}) == secret.disagreement({1: marks[1], 3: marks[3]}) == ""
+    )
+    assert "not set on ranks [0], but on others" in secret.disagreement(marks)
+    del marks[0]
+    assert "another one on ranks [2] than on rank 1" in secret.disagreement(marks)
+
+
 def test_a_store_forgets_what_was_said() -> None:
     """Torch's own store: read by one who is not of the job after the ranks met."""
     torch = pytest.importorskip("torch.distributed", reason="torch is not installed")
