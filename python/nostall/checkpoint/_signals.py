@@ -16,7 +16,9 @@ import os
 import queue
 import signal
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 from typing import Any
 
@@ -24,8 +26,10 @@ from nostall.errors import Error, PeerError, UsageError
 from nostall.job._stream import Listener, Stream, connect
 
 _log = logging.getLogger("nostall")
-# A rank that does not answer in this time is not waited for; the time until a job is killed is short.
+# Ranks that do not all answer in this time are not waited for; the time until a job is killed is short.
 _ANSWER_SECONDS = 20.0
+_LEAST_SECONDS = 0.001
+_AT_ONCE = 64  # ranks that are asked
 
 
 def names_of(text: str) -> list[str]:
@@ -147,13 +151,13 @@ class Signals:
         """On all ranks but 0."""
         while name := self._came.get():
             try:
-                with contextlib.closing(self._connect(0)) as stream:
+                with contextlib.closing(self._connect(0, _ANSWER_SECONDS)) as stream:
                     stream.send({"signal": name})
             except (OSError, PeerError) as error:
                 _log.warning("rank 0 does not hear of %s: %s", name, error)
 
-    def _connect(self, rank: int) -> Stream:
-        return connect(self._addresses[rank], self._key, _ANSWER_SECONDS)
+    def _connect(self, rank: int, seconds: float) -> Stream:
+        return connect(self._addresses[rank], self._key, seconds)
 
     def _decide(self) -> None:
         """On rank 0."""
@@ -164,25 +168,33 @@ class Signals:
     def _agree_or_warn(self, name: str) -> None:
         try:
             self._agree(name)
-        except (OSError, PeerError) as error:
+        except (OSError, PeerError, RuntimeError) as error:  # the last of threads that do not start
             _log.warning(
                 "%s: the training goes on, for the ranks agree on no step: %s", name, error
             )
 
     def _agree(self, name: str) -> None:
+        deadline = time.monotonic() + _ANSWER_SECONDS
         with contextlib.ExitStack() as streams:
-            asked: dict[int, Stream] = {}
             calls = [self._hold()]
             streams.callback(self._go_on)
-            for rank in range(1, len(self._addresses)):
+
+            def ask(rank: int) -> Stream:
+                left = max(_LEAST_SECONDS, deadline - time.monotonic())
                 try:
-                    asked[rank] = streams.enter_context(contextlib.closing(self._connect(rank)))
-                    asked[rank].send({"hold": name})
-                    calls.append(int(asked[rank].receive()["calls"]))
+                    stream = streams.enter_context(contextlib.closing(self._connect(rank, left)))
+                    stream.send({"hold": name})
+                    calls.append(int(stream.receive()["calls"]))
                 except (OSError, PeerError) as error:
                     raise PeerError(f"rank {rank} does not answer: {error}") from error
+                return stream
+
+            # At once: a rank that has answered waits for the call no longer than its listener does.
+            with ThreadPoolExecutor(_AT_ONCE, "nostall-signals") as pool:
+                asked = list(pool.map(ask, range(1, len(self._addresses))))
             call = max(calls) + 1
-            for rank, stream in asked.items():
+            for rank, stream in enumerate(asked, 1):
+                stream.set_timeout(_ANSWER_SECONDS)
                 try:
                     stream.send({"stop": call})
                 except OSError as error:

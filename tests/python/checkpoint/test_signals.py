@@ -236,6 +236,28 @@ def test_a_signal_that_comes_once_its_rank_has_ended_does_not_change_the_exit_co
         signal.signal(signal.SIGUSR1, before)
 
 
+def test_all_ranks_are_asked_at_once() -> None:
+    """One that has answered does not wait for the call while rank 0 waits for the next one's answer."""
+    ranks = Ranks(["SIGUSR1", "SIGUSR2", "SIGHUP", "SIGWINCH"])
+    asked = threading.Barrier(3, timeout=60)
+
+    def hold(one: Signals) -> Callable[[], int]:
+        def held() -> int:
+            asked.wait()
+            return Signals._hold(one)
+
+        return held
+
+    try:
+        for one in ranks.ranks[1:]:
+            one._hold = hold(one)  # type: ignore[method-assign]
+        ranks.ranks[0]._agree("SIGUSR1")
+        assert not asked.broken
+        assert ranks.ranks[0]._stop == (1, "SIGUSR1")
+    finally:
+        ranks.close()
+
+
 def test_ranks_go_on_where_one_does_not_answer(caplog: pytest.LogCaptureFixture) -> None:
     ranks = Ranks(["SIGUSR1", "SIGUSR2", "SIGHUP"])
     try:
