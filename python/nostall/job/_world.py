@@ -137,9 +137,9 @@ def _found(env: Mapping[str, str]) -> World:
     """The place by what runs in this process, else by the launcher's variables."""
     group = joined_group()
     if group is None:
-        return from_environment(env)
+        return _apart(from_environment(env))
     try:
-        launched = from_environment(env)
+        launched = _apart(from_environment(env))
     except UsageError:  # what the variables say does not matter where it does not go with the group
         launched = _alone()
     if (launched.rank, launched.world_size) == (group.rank, group.world_size):
@@ -147,7 +147,7 @@ def _found(env: Mapping[str, str]) -> World:
             return launched
         return dataclasses.replace(launched, job=_drawn_name() or launched.job)
     if group.world_size == 1:
-        return World(0, 1, 0, 1, launched.job)
+        return _alone()
     return World(
         rank=group.rank,
         world_size=group.world_size,
@@ -299,11 +299,22 @@ def from_environment(env: Mapping[str, str]) -> World:
             unknown=f"{rank} and {size} are set without {' and '.join(missing)}" if missing else "",
             job_of_node=not names,
         )
-    return _alone()
+    return _SINGLE
+
+
+_SINGLE = World(0, 1, 0, 1, "single")
 
 
 def _alone() -> World:
-    return World(0, 1, 0, 1, f"single {os.getpid()} {process.stat('self')[19]}")
+    return _apart(_SINGLE)
+
+
+def _apart(world: World) -> World:
+    """With a name of this process alone, where it is the only rank: from a shell that a launcher
+    started (``srun --pty bash``) several jobs may be started, which all have its variables."""
+    if world.world_size > 1:
+        return world
+    return dataclasses.replace(world, job=f"{world.job} {os.getpid()} {process.stat('self')[19]}")
 
 
 def under_srun(env: Mapping[str, str]) -> bool:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import prefork
 import pytest
 
 from nostall.errors import UsageError
-from nostall.job._world import World, find_address, find_world
+from nostall.job import _world as world_module
+from nostall.job._world import Group, World, find_address, find_world
 
 TORCHRUN = {
     "RANK": "5",
@@ -81,6 +84,34 @@ def test_jobs_are_told_apart() -> None:
     assert a.job == find_world(environment={**TORCHRUN, "RANK": "6", "LOCAL_RANK": "2"}).job
     assert a.job != find_world(environment={**TORCHRUN, "MASTER_PORT": "2"}).job
     assert a.job != find_world(environment={**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"}).job
+
+
+@pytest.mark.parametrize(
+    "shell",
+    [
+        {**SLURM, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},  # srun --pty bash
+        {**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+        {"RANK": "0", "WORLD_SIZE": "1"},
+        {},
+    ],
+)
+def test_jobs_of_one_rank_with_the_same_variables_are_told_apart(shell: dict[str, str]) -> None:
+    code = "from nostall.job._world import find_world; print(find_world().job)"
+    env = {**os.environ, **shell}
+    ran = [prefork.run(["-c", code], timeout=60, env=env) for _ in range(2)]
+    one, other = (process.stdout.strip() for process in ran)
+    assert one and other and one != other, ran
+    assert find_world(environment=shell).job == find_world(environment=shell).job
+    assert find_world(environment=shell, job="ours").job == "ours"
+    # As where the caller says that it is this rank.
+    assert str(os.getpid()) in find_world(rank=0, world_size=1, environment=shell).job
+
+
+def test_a_group_of_one_rank_is_a_job_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where each task of a step trains by itself."""
+    monkeypatch.setattr(world_module, "joined_group", lambda: Group("torch.distributed", 0, 1))
+    found = find_world(environment=SLURM)
+    assert (found.rank, found.world_size) == (0, 1) and str(os.getpid()) in found.job
 
 
 def test_jobs_of_slurm_that_set_the_same_port_are_told_apart() -> None:
