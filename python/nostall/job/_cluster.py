@@ -112,11 +112,11 @@ def spans_nodes(world: World) -> bool:
 
 
 def check_alike(world: World, name: str, settings: Mapping[str, Any]) -> None:
-    """Compares `settings` with those of a rank that arrived before, without waiting.
+    """Compares `settings` with those of a rank of the node that arrived before, without waiting.
 
-    They are left in the store of torch.distributed; without it, in notes for the ranks of the node.
-    Nothing is compared with a loader of other ranks than torch's, or if neither can be done: the
-    comparison helps to find mistakes, but must not end a training.
+    Each rank leaves its own in notes, which end with it: torch's store may have those of ranks that
+    were killed. Ranks of several nodes are compared where they meet (`join`). Nothing is compared if
+    notes cannot be left: the comparison helps to find mistakes, but must not end a training.
 
     Args:
         world: of the loader.
@@ -126,36 +126,10 @@ def check_alike(world: World, name: str, settings: Mapping[str, Any]) -> None:
     Raises:
         UsageError: they differ, with the first that does and both values.
     """
-    if initialised_store() is None:
-        _check_alike_here(world, f"{name} of {world.world_size}", settings)
-        return
-    store = initialised_store(world.world_size) if world.world_size > 1 else None
-    if store is None:
-        return
-    mine = json.dumps(
-        {"rank": world.rank, "settings": settings, "node": node_identity()}, sort_keys=True
-    )
-    try:
-        first = json.loads(
-            store.compare_set(f"nostall/{name} of {world.world_size}/settings", "", mine)
-        )
-    except Exception as error:  # whatever a store raises
-        _log.debug("the settings of the ranks are not compared: %s", error)
-        return
-    compare(first["rank"], first["settings"], world.rank, settings)
-    nodes = {first["rank"]: first["node"], world.rank: node_identity()}
-    # The launcher counts both on one node, so nothing else brings this to light.
-    if not spans_nodes(world) and (words := walls(nodes)):
-        _log.warning("%s", words)
-
-
-def _check_alike_here(world: World, name: str, settings: Mapping[str, Any]) -> None:
-    """Compares with the notes of the first other rank of the node that has any.
-
-    Each rank leaves its own before it looks, so that no two ranks miss each other.
-    """
     if world.processes is not None or world.local_world_size == 1:
         return
+    name = f"{name} of {world.world_size}"
+    _warn_of_walls(world, name)
     from nostall.job import _notes as notes
 
     try:
@@ -163,11 +137,27 @@ def _check_alike_here(world: World, name: str, settings: Mapping[str, Any]) -> N
     except OSError as error:
         _log.debug("the settings of the ranks of the node are not compared: %s", error)
         return
+    # Its own was left before it looks, so that no two ranks miss each other.
     for local_rank in range(world.local_world_size):
         first = notes.noted(world.job, local_rank, name) if local_rank != world.local_rank else None
         if first is not None:
             compare(first["rank"], first["settings"], world.rank, settings)
             return
+
+
+def _warn_of_walls(world: World, name: str) -> None:
+    """Ranks that the launcher counts on one node do not meet, so nothing else brings this to light."""
+    store = None if spans_nodes(world) else initialised_store(world.world_size)
+    if store is None:
+        return
+    mine = json.dumps({"rank": world.rank, "node": node_identity()})
+    try:
+        first = json.loads(store.compare_set(f"nostall/{name}/node", "", mine))
+    except Exception as error:  # whatever a store raises
+        _log.debug("the nodes of the ranks are not compared: %s", error)
+        return
+    if words := walls({first["rank"]: first["node"], world.rank: node_identity()}):
+        _log.warning("%s", words)
 
 
 def compare(first: int, theirs: Mapping[str, Any], rank: int, settings: Mapping[str, Any]) -> None:

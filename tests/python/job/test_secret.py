@@ -144,45 +144,53 @@ def test_other_stores_of_torch_are_not_taken_for_private(tmp_path: Path) -> None
     assert _readers_of(torch.HashStore()) == ""
 
 
-def test_ranks_on_one_node_are_compared_without_a_meeting(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def ranks_of(size: int, start: str) -> list[World]:
+    job = f"{start} of {size} ranks in {os.getpid()}"
+    return [World(rank, size, rank, size, job) for rank in range(size)]
+
+
+def test_ranks_on_one_node_are_compared_without_a_meeting() -> None:
     """One after the other, as by loaders that live shorter than the ranks are apart."""
-    torch = pytest.importorskip("torch.distributed", reason="torch is not installed")
-    store = torch.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    monkeypatch.setattr(cluster, "initialised_store", lambda size=3: store if size == 3 else None)
-    worlds = [World(rank, 3, rank, 3, "job") for rank in range(3)]
-    settings, own = {"batch_size": 8, "seed": 0}, cluster.node_identity()
-    cluster.check_alike(worlds[0], "loader 0", settings)
-    cluster.check_alike(worlds[1], "loader 0", settings)
+    first, second, third = ranks_of(3, "alike")
+    settings = {"batch_size": 8, "seed": 0}
+    cluster.check_alike(first, "loader 0", settings)
+    cluster.check_alike(second, "loader 0", settings)
     with pytest.raises(UsageError, match="batch_size is 8 on rank 0 and 16 on rank 2"):
-        cluster.check_alike(worlds[2], "loader 0", settings | {"batch_size": 16})
-    cluster.check_alike(worlds[2], "loader 1", settings | {"batch_size": 16})
-    cluster.check_alike(World(0, 2, 0, 2, "job"), "loader 0", settings | {"batch_size": 16})
+        cluster.check_alike(third, "loader 0", settings | {"batch_size": 16})
+    cluster.check_alike(third, "loader 1", settings | {"batch_size": 16})
+    cluster.check_alike(ranks_of(2, "alike")[0], "loader 0", settings | {"batch_size": 16})
+
+
+def test_ranks_are_not_compared_with_those_of_a_start_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's own store as torchrun keeps it: what ranks that were killed left is there."""
+    torch = pytest.importorskip("torch.distributed", reason="torch is not installed")
+    store = torch.FileStore(str(tmp_path / "store"), 1)
+    monkeypatch.setattr(cluster, "initialised_store", lambda size=2: store if size == 2 else None)
+    for seed in (111, 222):
+        for world in ranks_of(2, f"start {seed}"):
+            cluster.check_alike(world, "loader 0", {"seed": seed})
+
+
+def test_ranks_that_a_launcher_counts_on_one_node_are_told_of_walls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch = pytest.importorskip("torch.distributed", reason="torch is not installed")
+    store: Any = torch.FileStore(str(tmp_path / "store"), 1)
+    monkeypatch.setattr(cluster, "initialised_store", lambda size=3: store if size == 3 else None)
+    first, second, third = ranks_of(3, "walls")
+    own = cluster.node_identity()
+    cluster.check_alike(first, "loader 0", {})
+    cluster.check_alike(second, "loader 0", {})
     assert not caplog.text
     monkeypatch.setattr(cluster, "node_identity", lambda: own.replace("net:", "net:other"))
-    cluster.check_alike(worlds[2], "loader 0", settings)
+    cluster.check_alike(ranks_of(2, "walls")[1], "loader 0", {})  # not torch's ranks
+    assert not caplog.text
+    cluster.check_alike(third, "loader 0", {})
     assert "ranks 0 and 2 are on one machine and share no cache" in caplog.text
-
-
-def test_only_loaders_of_torchs_ranks_are_compared(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Torch's own process group, as one rank sees it."""
-    torch = pytest.importorskip("torch.distributed", reason="torch is not installed")
-    monkeypatch.setattr(torch, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch, "get_world_size", lambda: 2)
-    store: Any = torch.FileStore(str(tmp_path / "store"), 1)
-    monkeypatch.setattr(torch.distributed_c10d, "_get_default_store", lambda: store)
-    pair, four = [World(r, 2, r, 2, "job") for r in range(2)], World(1, 4, 1, 4, "job")
-    cluster.check_alike(pair[0], "loader 0", {"seed": 0})
-    cluster.check_alike(four, "loader 0", {"seed": 1})
-    with pytest.raises(UsageError, match="seed is 0 on rank 0 and 1 on rank 1"):
-        cluster.check_alike(pair[1], "loader 0", {"seed": 1})
-    # That of init_process_group("mpi") can do nothing.
-    store = torch.Store()
-    cluster.check_alike(pair[0], "loader 0", {"seed": 0})
-    cluster.check_alike(pair[1], "loader 0", {"seed": 1})
+    store = torch.Store()  # that of init_process_group("mpi") can do nothing
+    cluster.check_alike(second, "loader 1", {})
 
 
 def test_what_a_rank_makes_for_itself_shifts_no_names(tmp_path: Path) -> None:
