@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
-from datetime import timedelta
 from typing import Any
 
 from nostall.errors import PeerError, UsageError
 from nostall.job._world import SECONDS_TO_MEET, World, find_world, joined_group
 
-_NAMED = 8  # of the ranks that are missing
 _REMEDY = "pass local_rank=, local_world_size= and job=, the same job for all ranks of a node"
 
 _log = logging.getLogger("nostall")
+
+# A store of torch, and what the ranks said when they met there.
+_found: tuple[Any, list[str]] | None = None
 
 
 def find_place(
@@ -29,8 +29,8 @@ def find_place(
 ) -> World:
     """`find_world`, with the place on the node found too.
 
-    Where nothing says it, all ranks of torch.distributed call this: each leaves in the store what its
-    node is, and waits for the others. Later calls find all there, and wait for none.
+    Where nothing says it, all ranks of torch.distributed call this, and meet: each says what its node
+    is. Later calls know it, and wait for none.
 
     Args:
         one_each: each rank that a caller names is one process, and all processes call this.
@@ -85,22 +85,13 @@ def find_place(
 
 
 def _nodes_of_ranks(store: Any, rank: int, size: int, mine: str, timeout: float) -> list[str]:
-    def key(other: int) -> str:
-        return f"nostall/node of rank {other}"
+    from nostall.job._meeting import meet
 
-    keys = [key(other) for other in range(size)]
-    store.set(key(rank), mine)
-    try:
-        store.wait(keys, timedelta(seconds=timeout))
-        many = hasattr(store, "has_extended_api") and store.has_extended_api()
-        given = store.multi_get(keys) if many else [store.get(name) for name in keys]
-    except Exception as error:  # whatever a store raises
-        missing: list[int] = []
-        with contextlib.suppress(Exception):  # the process that has the store may be gone
-            missing = [other for other in range(size) if not store.check([key(other)])]
-        others = f"ranks {missing[:_NAMED]}" if missing else "the others"
-        raise PeerError(
-            f"rank {rank} waited {timeout:g} s in vain for {others} to say on which nodes they are "
-            f"({error}): make this on all {size} ranks, or {_REMEDY}"
-        ) from error
-    return [bytes(node).decode() for node in given]
+    global _found
+    if _found is None or _found[0] is not store:
+        try:
+            met = meet(store, rank, size, "nodes of ranks", mine.encode(), timeout)
+        except PeerError as error:
+            raise PeerError(f"{error}; make this on all {size} ranks, or {_REMEDY}") from error
+        _found = store, [part.decode() for part in met.parts]
+    return _found[1]

@@ -32,6 +32,7 @@ from nostall.base import _owned as owned
 from nostall.errors import IoError, PeerError, UsageError
 from nostall.job import _greeting as greeting
 from nostall.job import _secret as secret
+from nostall.job._meeting import meet
 from nostall.job._world import SECONDS_TO_MEET, AllGather, under_srun
 
 _log = logging.getLogger("nostall")
@@ -88,7 +89,6 @@ def find_rendezvous(
             False,
             timeout=timedelta(seconds=timeout),
         )
-        name = f"{name} restart {env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         return _by_store(store, rank, world_size, name, timeout)
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and mpi.COMM_WORLD.size == world_size:
@@ -113,41 +113,9 @@ def initialised_store(world_size: int | None = None) -> Any | None:
 
 def _by_store(store: Any, rank: int, world_size: int, name: str, timeout: float) -> AllGather:
     def allgather(mine: bytes) -> list[bytes]:
-        _refuse_second(store, rank, world_size, name)
-        store.set(f"nostall/{name}/{rank}", mine)
-        keys = [f"nostall/{name}/{r}" for r in range(world_size)]
-        try:
-            store.wait(keys, timedelta(seconds=timeout))
-        except Exception as error:
-            raise PeerError(
-                f"rank {rank} waited {timeout:g} s in vain for all {world_size} ranks to meet for "
-                f'"{name}": {error}'
-            ) from error
-        parts = [bytes(store.get(key)) for key in keys]
-        # The last reader removes all entries, so that strangers cannot read them later.
-        read = f"nostall/{name}/read"
-        if store.add(read, 1) == world_size:
-            for key in (*keys, *(f"{key}/process" for key in keys), read):
-                with contextlib.suppress(Exception):  # not every store can
-                    store.delete_key(key)
-        return parts
+        return meet(store, rank, world_size, name, mine, timeout).parts
 
     return Rendezvous(allgather, _readers_of(store))
-
-
-def _refuse_second(store: Any, rank: int, world_size: int, name: str) -> None:
-    """Refuses a second process of one rank: what both leave in the store would be mixed up."""
-    mine = f"process {os.getpid()} of {socket.gethostname()}"
-    try:
-        first = bytes(store.compare_set(f"nostall/{name}/{rank}/process", "", mine)).decode()
-    except Exception as error:  # a store that cannot
-        _log.debug("that each rank is one process is not checked: %s", error)
-        return
-    if first != mine:
-        raise UsageError(
-            f"{first} and {mine} both are rank {rank} of {world_size} where the ranks meet for "
-            f'"{name}": give each process a rank= of its own, or leave rank= and world_size= out'
-        )
 
 
 # The barrier of a meeting that was given up: MPI takes none back, so the next meeting uses it.

@@ -6,7 +6,6 @@ the memory live here, so that Gloo may go on to use them after a call has failed
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -18,6 +17,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 
 from nostall.errors import UsageError
 from nostall.job._cluster import node_identity
+from nostall.job._meeting import meet
 from nostall.job._rendezvous import initialised_store
 from nostall.sync import Network, connect_nodes_by
 from nostall.torch._mesh import connect, hang_up
@@ -41,18 +41,16 @@ class GlooNetwork(Network):
         self.rank, self.ranks = rank, ranks
         self._timeout = timedelta(minutes=10)
         self._memory: dict[int, torch.Tensor] = {}
-        store = PrefixStore(name, store)
+        seconds = self._timeout.total_seconds()
+        met = meet(store, rank, ranks, name, node_identity().encode(), seconds)
+        store = PrefixStore(f"nostall {met.number}", store)
         self._all = connect(PrefixStore("all", store), rank, ranks, self._timeout)
-        met = [
-            entry.decode().split("\n")
-            for entry in self.all_gather(f"{node_identity()}\n{uuid.uuid4().hex}".encode())
-        ]
-        nodes: dict[str, list[int]] = {}
-        for other, (node, _) in enumerate(met):
+        nodes: dict[bytes, list[int]] = {}
+        for other, node in enumerate(met.parts):
             nodes.setdefault(node, []).append(other)
-        self.node = nodes[met[rank][0]]
+        self.node = nodes[met.parts[rank]]
         self.nodes = len(nodes)
-        self.job = met[self.node[0]][1]
+        self.job = f"{met.number} {self.node[0]}"
         self._leaders: Any = None
         if self.nodes > 1 and self.node[0] == rank:
             place = [members[0] for members in nodes.values()].index(rank)

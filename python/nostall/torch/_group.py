@@ -19,7 +19,6 @@ import queue
 import threading
 import time
 import types
-import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -38,12 +37,12 @@ from nostall.base._options import in_force
 from nostall.collective import Communicator
 from nostall.errors import PeerError, UsageError
 from nostall.job._cluster import node_identity
+from nostall.job._meeting import meet
 from nostall.torch import _ends as ends
 from nostall.torch._aborts import Aborts, Doing
 from nostall.torch._between import LeaderTensor
 from nostall.torch._calls import Calls, ended_with_program
 from nostall.torch._launch import fill_environment
-from nostall.torch._meeting import nodes_of_ranks
 from nostall.torch._mesh import Registered, connect, hang_up, registered
 from nostall.torch._waits import Wait, give
 
@@ -361,25 +360,23 @@ class Group(ProcessGroup):  # type: ignore[misc]
         super().__init__(rank, size)
         _had_groups.set()
         self._rank, self._size, self._timeout = rank, size, timeout
-        if size == 1:
-            # Torch gives one name, and hence one store, to groups whose ranks do not know each other.
-            store = HashStore()
-        else:
-            # So that a group does not read entries of an earlier group of the same name, which may
-            # have had more or fewer ranks, as torchrun's do that lose a node.
-            life = (store.add(f"nostall lives of {size}", 1) - 1) // size
-            store = PrefixStore(f"nostall {size} {life}", store)
-        self._store = store
         self._name = ""
         self._process = os.getpid()
         self._reducers: dict[tuple[str, str], _native.Reducer] = {}
-        nodes = nodes_of_ranks(store, rank, size, node_identity())
+        try:
+            met = meet(
+                store, rank, size, "group", node_identity().encode(), timeout.total_seconds()
+            )
+        except PeerError as error:
+            raise PeerError(f"{error}, or give init_process_group a longer timeout") from error
+        # Torch gives one name, and hence one store, to groups whose ranks do not know each other. And
+        # it may have entries of earlier groups of this name.
+        store = HashStore() if size == 1 else PrefixStore(f"nostall {met.number}", store)
+        self._store = store
+        nodes = [part.decode() for part in met.parts]
         local = [r for r in range(size) if nodes[r] == nodes[rank]]
-        if rank == local[0]:
-            store.set(f"nostall job {rank}", uuid.uuid4().hex)
-        job = bytes(store.get(f"nostall job {local[0]}")).decode()
         self._node = Communicator(
-            job,
+            f"{met.number} {local[0]}",
             local.index(rank),
             len(local),
             order=options.order,

@@ -29,11 +29,11 @@ from numpy.typing import NDArray
 
 from nostall import _native
 from nostall.errors import PeerError, UsageError
+from nostall.job._meeting import meet
 from nostall.job._rendezvous import initialised_store
 from nostall.job._world import find_world
 from nostall.sync import NOT_FINITE, Ranks, Spec, SyncOptions, find_ranks, make_engine, members_of
 from nostall.torch._graph import backward_graph
-from nostall.torch._meeting import nodes_of_ranks
 
 # A pattern of gradients is planned for once it came this often in a row.
 _STEADY = 3
@@ -838,10 +838,11 @@ def _meet(place: str, process_set: Sequence[int] | None) -> None:
     store = initialised_store(world.world_size)
     if store is None or len(members) == 1:
         return
-    name = f"nostall places {_met[tuple(members)]} of {members}"
+    name = f"places {_met[tuple(members)]} of {members}"
     _met[tuple(members)] += 1
-    rank = members.index(world.rank)
-    places = nodes_of_ranks(torch.distributed.PrefixStore(name, store), rank, len(members), place)
+    rank, limit = members.index(world.rank), store.timeout.total_seconds()
+    parts = meet(store, rank, len(members), name, place.encode(), limit).parts
+    places = [part.decode() for part in parts]
     other = next((i for i, there in enumerate(places) if there != places[0]), None)
     if other is not None:
         raise UsageError(

@@ -309,21 +309,37 @@ def test_by_a_store_says_for_what_ranks_meet(monkeypatch: pytest.MonkeyPatch) ->
     class Store:
         host, port = "node1", 29500
 
-        def set(self, _key: str, _value: bytes) -> None:
-            pass
+        def check(self, _keys: list[str]) -> bool:
+            return False
 
         def wait(self, keys: list[str], _timeout: object) -> None:
-            raise RuntimeError(f"{keys[1]} is not there")
+            raise RuntimeError(f"{keys[0]} is not there")
 
     monkeypatch.setattr(rendezvous, "initialised_store", lambda: Store())
-    gather = find_rendezvous(0, 2, "checkpointer 0 1", environment={}, timeout=1.5)
+    gather = find_rendezvous(1, 2, "checkpointer 0 1", environment={}, timeout=1.5)
     assert gather is not None
     words = (
-        'rank 0 waited 1.5 s in vain for all 2 ranks to meet for "checkpointer 0 1": '
-        "nostall/checkpointer 0 1/1 is not there"
+        'rank 1 waited 1.5 s in vain for rank 0 of 2, to meet for "checkpointer 0 1" '
+        "(nostall/checkpointer 0 1/2/call is not there): see its own error"
     )
     with pytest.raises(PeerError, match=re.escape(words)):
         gather(b"mine")
+
+
+def test_torchruns_agents_that_counted_other_restarts_meet() -> None:
+    """Each counts for itself, and one that takes the place of another begins at 0."""
+    torch = pytest.importorskip("torch.distributed", reason="torch is not installed")
+    store = torch.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def one(rank: int) -> list[bytes]:
+        env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(rank)}
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+        gather = find_rendezvous(rank, WORLD, "test", environment=env, timeout=30)
+        assert gather is not None
+        return gather(f"I am {rank}".encode())
+
+    with ThreadPoolExecutor(WORLD) as pool:
+        assert list(pool.map(one, range(WORLD))) == EXPECTED
 
 
 @pytest.mark.multi

@@ -1,10 +1,12 @@
-"""Ranks learn each other's nodes through stores of every kind, with few requests."""
+"""Ranks meet through stores of every kind, with few requests, whatever was left there."""
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections import Counter
 from collections.abc import Callable
-from datetime import timedelta
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,18 @@ import pytest
 import torch.distributed as dist
 from threads import each
 
-from nostall.errors import PeerError
-from nostall.torch import _meeting as meeting
+from nostall.errors import PeerError, UsageError
+from nostall.job import _meeting as meeting
+from nostall.job._meeting import Met, meet
 
 RANKS = 16
-SHORT = timedelta(milliseconds=200)
+KINDS = ["hash", "file", "prefix of a file", "tcp", "prefix of tcp"]
+
+
+@pytest.fixture(autouse=True)
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For ranks whose rank 0 was killed."""
+    monkeypatch.setattr(meeting, "_GRACE", 0.05)
 
 
 class Counted:
@@ -32,69 +41,217 @@ class Counted:
         return getattr(self.store, name)  # type: ignore[no-any-return]
 
 
-class Last:
-    """Of rank 0: its time limit begins once the ranks beside it that come have come."""
+class Killed(BaseException):
+    """Of a rank, in the place of a signal."""
 
-    def __init__(self, store: Any, others: int) -> None:
-        self.store = store
-        self.keys = [meeting._key(rank) for rank in range(1, 1 + others)]
+
+class Mortal:
+    """A rank's store, in whose `request`-th request the rank is killed: it leaves what is there."""
+
+    def __init__(self, store: Any, request: int) -> None:
+        self.store, self.left = store, request
 
     def __getattr__(self, name: str) -> Any:
-        self.store.wait(self.keys, timedelta(seconds=60))
+        if name != "has_extended_api":
+            self.left -= 1
+            if self.left <= 0:
+                raise Killed
         return getattr(self.store, name)
 
 
-def stores(kind: str, folder: Path) -> list[Any]:
+class Watched:
+    """A rank's store that tells when the rank waits for what is not there, and for which keys."""
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+        self.waits: list[str] = []
+        self.waiting = threading.Condition()
+
+    def wait(self, keys: list[str], limit: Any) -> None:
+        with self.waiting:
+            self.waits.append(keys[-1])
+            self.waiting.notify_all()
+        self.store.wait(keys, limit)
+
+    def await_waits(self, count: int) -> None:
+        with self.waiting:
+            assert self.waiting.wait_for(lambda: len(self.waits) >= count, 60)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+
+class Last:
+    """Of rank 0: its time limit begins once the ranks beside it that come have come."""
+
+    def __init__(self, store: Any, come: threading.Barrier) -> None:
+        self.store, self.come = store, come
+
+    def wait(self, keys: list[str], limit: Any) -> None:
+        self.come.wait(60)
+        self.store.wait(keys, limit)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+
+class Come(Last):
+    """Of a rank beside it: it has come when it waits for rank 0's word."""
+
+    def wait(self, keys: list[str], limit: Any) -> None:
+        if keys[0].endswith("/all"):
+            self.come.wait(60)
+        self.store.wait(keys, limit)
+
+
+def stores(kind: str, folder: Path, ranks: int = RANKS) -> list[Any]:
     """One for each rank."""
     if kind == "hash":
-        return [dist.HashStore()] * RANKS
+        return [dist.HashStore()] * ranks
     if kind == "file":
-        return [dist.FileStore(str(folder / "store"), RANKS) for _ in range(RANKS)]
+        return [dist.FileStore(str(folder / "store"), ranks) for _ in range(ranks)]
     if kind == "prefix of a file":
-        return [dist.PrefixStore("group", store) for store in stores("file", folder)]
+        return [dist.PrefixStore("group", store) for store in stores("file", folder, ranks)]
     served = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    others = [dist.TCPStore("127.0.0.1", served.port, None, False) for _ in range(RANKS - 1)]
+    others = [dist.TCPStore("127.0.0.1", served.port, None, False) for _ in range(ranks - 1)]
     tcp = [served, *others]
     return tcp if kind == "tcp" else [dist.PrefixStore("group", store) for store in tcp]
 
 
-def meet(ranks: list[Any], size: int) -> list[Any]:
+def gather(ranks: list[Any], size: int, timeout: float = 60.0, start: str = "") -> list[Any]:
     """What each rank got, or its error."""
 
     def run(rank: int) -> Any:
-        return meeting.nodes_of_ranks(ranks[rank], rank, size, f"node {rank // 3}")
+        return meet(ranks[rank], rank, size, "test", f"{start}{rank}".encode(), timeout)
 
     return each(len(ranks), run)
 
 
-@pytest.mark.parametrize("kind", ["hash", "file", "prefix of a file", "tcp", "prefix of tcp"])
+def expected(size: int, start: str = "") -> list[bytes]:
+    return [f"{start}{rank}".encode() for rank in range(size)]
+
+
+def same(told: list[Met], size: int, start: str = "") -> None:
+    assert [met.parts for met in told] == [expected(size, start)] * size, told
+    assert len({met.number for met in told}) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_sends_few_requests_however_many_there_are(kind: str, tmp_path: Path) -> None:
     counted = [Counted(store) for store in stores(kind, tmp_path)]
-    assert meet(counted, RANKS) == [[f"node {r // 3}" for r in range(RANKS)]] * RANKS
-    assert all(c.calls == {"set": 1, "get": 1} for c in counted[1:])
-    many = {"get": RANKS - 1} if "file" in kind else {"multi_get": 1}
-    assert counted[0].calls == {"set": 1, **many}
+    same(gather(counted, RANKS), RANKS)
+    removed = [c.calls.pop("delete_key", 0) for c in counted]
+    # Who reads last removes what there is: the answers, the last entry and the count of readers.
+    assert sorted(r - (rank == 0) for rank, r in enumerate(removed))[-2:] == [0, RANKS + 1]
+    reads = Counter({"get": RANKS - 1} if "file" in kind else {"multi_get": 1})
+    assert counted[0].calls == {"compare_set": 1, "wait": 1, "set": 1, "add": 1, **reads}
+    for c in counted[1:]:
+        assert c.calls == {"check": 1, "wait": 2, "get": 2, "set": 1, "add": 1}
+    if kind == "hash":
+        assert counted[0].store.num_keys() == 0
+    same(gather(counted, RANKS), RANKS)
 
 
 def test_who_is_alone_asks_nobody() -> None:
     alone = Counted(dist.HashStore())
-    assert meeting.nodes_of_ranks(alone, 0, 1, "here") == ["here"]
+    assert meet(alone, 0, 1, "test", b"here", 1).parts == [b"here"]
     assert not alone.calls
 
 
 @pytest.mark.parametrize("kind", ["hash", "file", "prefix of tcp"])
-def test_ranks_that_do_not_come_are_named_on_all(kind: str, tmp_path: Path) -> None:
-    ranks = stores(kind, tmp_path)[:4]
-    for store in ranks:
-        store.set_timeout(timedelta(seconds=2))
-    told = meet([Last(ranks[0], 3), *ranks[1:]], 6)
+def test_ranks_that_do_not_come_are_named_on_all(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meeting, "_GRACE", 60.0)
+    come = threading.Barrier(4)
+    first, *others = stores(kind, tmp_path, 4)
+    told = gather([Last(first, come), *(Come(store, come) for store in others)], 6, 2)
     assert len(set(told)) == 1, told
-    assert "2 of 6 ranks have not come to make the group: 4, 5;" in told[0]
+    assert '2 of 6 ranks have not come in 2 s to meet for "test": 4, 5; see their' in told[0]
 
 
-def test_without_rank_0_the_others_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "_GRACE", SHORT)
-    store = dist.HashStore()
-    store.set_timeout(SHORT)
-    with pytest.raises(PeerError, match="rank 0 has not told rank 1"):
-        meeting.nodes_of_ranks(store, 1, 2, "here")
+def test_without_rank_0_the_others_say_so() -> None:
+    with pytest.raises(PeerError, match=r"rank 1 waited 0\.2 s in vain for rank 0 of 2, to meet"):
+        meet(dist.HashStore(), 1, 2, "test", b"", 0.2)
+
+
+def killed(ranks: list[Any], size: int, request: list[int]) -> None:
+    """A start whose ranks are each killed in one of their requests, unless they came to the end."""
+
+    def run(rank: int) -> None:
+        with contextlib.suppress(Killed, PeerError):
+            meet(Mortal(ranks[rank], request[rank]), rank, size, "test", b"dead", 0.05)
+
+    threads = [threading.Thread(target=run, args=[rank]) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+@pytest.mark.parametrize("kind", ["hash", "file", "prefix of tcp"])
+def test_nothing_is_taken_of_ranks_that_were_killed(kind: str, tmp_path: Path) -> None:
+    """In each of their requests; and of one start after another, as torchrun has them."""
+    ranks = stores(kind, tmp_path, 3)
+    for request in range(1, 8, 3 if kind == "file" else 1):
+        killed(ranks, 3, [request, 8 - request, 6])
+        killed(ranks, 3, [8, request, request])
+        same(gather(ranks, 3, start=f"{request} "), 3, f"{request} ")
+
+
+@pytest.mark.parametrize("other", [2, 4])
+def test_nothing_is_taken_of_a_start_of_more_or_fewer_ranks(other: int, tmp_path: Path) -> None:
+    ranks = stores("tcp", tmp_path, 4)
+    for request in range(1, 8):
+        killed(ranks[:other], other, [request] * other)
+    same(gather(ranks[:3], 3), 3)
+
+
+def started(pool: ThreadPoolExecutor, store: Any, rank: int, part: bytes) -> Future[Met]:
+    return pool.submit(meet, store, rank, 3, "test", part, 60)
+
+
+def test_who_comes_before_rank_0_leaves_what_is_there(tmp_path: Path) -> None:
+    """Ranks answer to the rank 0 of a killed start, until theirs comes."""
+    ranks = stores("tcp", tmp_path, 5)
+    killed(ranks[2:], 3, [3, 6, 1])  # rank 0 waits for rank 2, which does not come to answer
+    early = [Watched(store) for store in ranks[1:3]]
+    with ThreadPoolExecutor(3) as pool:
+        others = [started(pool, early[n], 1 + n, f"{1 + n}".encode()) for n in range(2)]
+        for store in early:
+            store.await_waits(2)  # for the last word of the rank 0 that is dead
+        first = started(pool, ranks[0], 0, b"0")
+        same([f.result(60) for f in (first, *others)], 3)
+
+
+def test_a_rank_that_met_the_rank_0_of_its_start_answers_to_no_other(tmp_path: Path) -> None:
+    """One that outlives its start, as where the agent of its node was killed."""
+    ranks = stores("tcp", tmp_path, 5)
+    late = Watched(ranks[4])
+    with ThreadPoolExecutor(5) as pool:
+        outlived = started(pool, late, 1, b"late")
+        late.await_waits(1)
+        with pytest.raises(Killed):  # as it waits
+            meet(Mortal(ranks[3], 2), 0, 3, "test", b"dead", 60)
+        late.await_waits(2)
+        now = [started(pool, ranks[rank], rank, f"{rank}".encode()) for rank in range(3)]
+        with pytest.raises(PeerError, match=r"came in its place: the job was started again"):
+            outlived.result(60)
+        same([f.result(60) for f in now], 3)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_of_two_processes_of_one_rank_the_second_meets(rank: int, tmp_path: Path) -> None:
+    ranks = stores("tcp", tmp_path, 4)
+    with ThreadPoolExecutor(4) as pool:
+        now = [started(pool, ranks[0], 0, b"0")] if rank else []
+        for store, part in ((ranks[3], b"first"), (ranks[rank], str(rank).encode())):
+            watched = Watched(store)
+            now.append(started(pool, watched, rank, part))
+            watched.await_waits(1 + rank)
+        twice = now.pop(-2)
+        now += [started(pool, ranks[r], r, f"{r}".encode()) for r in range(1 + rank, 3)]
+        same([f.result(60) for f in now], 3)
+        words = rf"process \d+ of .* both are rank {rank} of 3 where the ranks meet for \"test\""
+        with pytest.raises(UsageError, match=words):
+            twice.result(60)
