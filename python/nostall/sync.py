@@ -146,10 +146,10 @@ def find_ranks(process_set: Sequence[int] | None = None, world: World | None = N
     members = members_of(process_set, world)
     number = _made[tuple(members)]
     _made[tuple(members)] += 1
-    name = f"{world.job} gradients {number} {'-'.join(map(str, members))}"
+    name = f"gradients {number} {'-'.join(map(str, members))}"
     rank, ranks = members.index(world.rank), len(members)
     network = _network_of(name, rank, ranks) if world.local_world_size < world.world_size else None
-    return Ranks(rank, ranks, name, network)
+    return Ranks(rank, ranks, f"{world.job} {name}", network)
 
 
 def members_of(process_set: Sequence[int] | None, world: World) -> list[int]:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from sync_ranks import run_ranks
 
+from nostall import sync
 from nostall.errors import UsageError
 from nostall.job._world import World
 from nostall.sync import SyncOptions, find_ranks, reduce_gradients
@@ -257,6 +261,21 @@ def test_bad_options_are_refused() -> None:
         find_ranks(world=World(0, 4, 0, 2, "job"))
     with pytest.raises(UsageError, match="process_set"):
         find_ranks([0, 9], World(0, 2, 0, 2, "job"))
+
+
+def test_nodes_that_know_no_common_name_of_the_job_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under torchrun, where one took the place of another, or under MPICH."""
+    names = []
+
+    def connect(name: str, rank: int, ranks: int) -> Any:
+        names.append(name)
+        return SimpleNamespace(nodes=2)
+
+    monkeypatch.setattr(sync, "_connect", connect)
+    for rank in range(2):
+        monkeypatch.setattr(sync, "_made", Counter())
+        find_ranks(world=World(rank, 2, 0, 1, f"the job as node {rank} has it"))
+    assert names[0] == names[1]
 
 
 def test_an_engine_that_reduces_through_python_can_be_dropped_at_any_time() -> None:
