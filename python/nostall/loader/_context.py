@@ -26,25 +26,27 @@ class Context:
     """The sample that a callable is given, and generators that belong to it.
 
     A callable with a parameter named `context` gets one. Draws from its generators are the same
-    whatever thread, process, rank or run makes them, and others in each epoch. Every call of a method
-    gives a generator at its beginning.
+    whatever thread, process, rank or run makes them, and others in each epoch and for each callable of
+    a loader. Every call of a method gives a generator at its beginning.
 
     Attributes:
         sample: the number of the sample in the data set.
         epoch: the epoch.
         occurrence: how often the epoch had the sample before, where the order repeats samples.
         seed: that of the loader.
+        step: which of the loader's callables that take a context gets it, from 0 on.
     """
 
     sample: int
     epoch: int
     seed: int
     occurrence: int = 0
+    step: int = 0
 
     def numpy(self) -> np.random.Generator:
         """A generator of NumPy."""
         key = np.array([self.seed, self.epoch], np.uint64)
-        counter = np.array([0, self.occurrence, self.sample, 0], np.uint64)
+        counter = np.array([0, self.occurrence, self.sample, self.step], np.uint64)
         return np.random.Generator(np.random.Philox(key=key, counter=counter))
 
     def python(self) -> random.Random:

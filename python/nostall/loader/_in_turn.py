@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -235,6 +235,12 @@ class NativeFields(NativeSteps):
         return np.ascontiguousarray(array)
 
 
+def _draws(step: Callable[..., Any]) -> bool:
+    """Whether a step draws from a context's generators: those of native steps are keyed otherwise."""
+    function = step.function if isinstance(step, Function) else step
+    return takes_context(function) and not isinstance(function, NativeSteps)
+
+
 def _rows(value: Any, columns: int) -> NDArray[np.float32]:
     return np.ascontiguousarray(value, np.float32).reshape(-1, columns)
 
@@ -243,15 +249,23 @@ class Composed:
     """Calls one function after the other, as torchvision's Compose does; can be pickled.
 
     With `merges` a sample is a mapping of fields, to which each adds, or changes, what it gives.
+    Each that draws has draws of its own, behind those of `drawn` others.
     """
 
-    def __init__(self, steps: Iterable[Callable[..., Any]], merges: bool = False) -> None:
-        self.steps = [(step, takes_context(step)) for step in steps]
+    def __init__(
+        self, steps: Iterable[Callable[..., Any]], merges: bool = False, drawn: int = 0
+    ) -> None:
+        self.steps: list[tuple[Callable[..., Any], bool, int]] = []
         self.merges = merges
+        self.drawn = drawn
+        for step in steps:
+            self.steps.append((step, takes_context(step), self.drawn))
+            self.drawn += _draws(step)
 
     def __call__(self, sample: Any, context: Context) -> Any:
-        for step, takes in self.steps:
-            result = step(sample, context=context) if takes else step(sample)
+        for step, takes, place in self.steps:
+            own = replace(context, step=place) if takes and place else context
+            result = step(sample, context=own) if takes else step(sample)
             if self.merges:
                 if not isinstance(result, Mapping):
                     raise UsageError(

@@ -200,7 +200,9 @@ class Records:
                 moved = [name for name in group.names if schema[name].transformed]
                 pipelines.update(dict.fromkeys(moved, made.pipeline))
             if made.called:
-                called.append((group.key, Composed(made.called, merges=group.kinds is not None)))
+                drawn = called[-1][1].drawn if called else 0
+                merges = group.kinds is not None
+                called.append((group.key, Composed(made.called, merges, drawn)))
             for step in steps:
                 stated.update(step.schema if isinstance(step, Function) else {})
         self._find_taken(called, pipelines, decode)

@@ -80,6 +80,45 @@ def test_a_sample_that_comes_again_draws_anew(image_folder: Path) -> None:
     assert rows == drawn(image_folder, order=[3, 3, 4, 3])[0]
 
 
+def bytes_of(raw: Any) -> Any:
+    return raw[:0].astype(np.int64)
+
+
+def draw_more(values: Any, context: nostall.Context) -> Any:
+    draws = [
+        int(context.numpy().integers(2**31)),
+        context.python().randrange(2**31),
+        int(torch.randint(2**31, (1,), generator=context.torch())),
+    ]
+    return np.append(values, np.array(draws))
+
+
+def test_callables_of_a_loader_draw_apart(image_folder: Path) -> None:
+    alone = drawn(image_folder, transforms=[bytes_of, draw_more])[0]
+    transforms = [bytes_of, draw_more, nostall.transforms.Function(draw_more)]
+    rows = drawn(image_folder, transforms=transforms)[0]
+    # The first that draws does so as if it were the only one.
+    assert sorted(row[:3] for row in rows) == alone
+    assert len({row[column] for row in rows for column in (0, 3)}) == 2 * 61
+    for column in range(3):
+        assert all(row[column] != row[column + 3] for row in rows)
+
+
+def test_callables_of_fields_draw_apart() -> None:
+    zeros = np.zeros((4, 0), np.int64)
+    data = nostall.Arrays({"left": zeros, "right": zeros})
+
+    def columns(transforms: Any) -> Any:
+        options: dict[str, Any] = {"transforms": transforms, "shuffle": False, "tiers": []}
+        with nostall.DataLoader(data, 4, epochs=1, seed=5, output="numpy", **options) as loader:
+            (batch,) = loader
+        return batch
+
+    both = columns({"left": [draw_more], "right": [draw_more]})
+    assert (both["left"] == columns({"left": [draw_more]})["left"]).all()
+    assert (both["left"] != both["right"]).all()
+
+
 def test_every_generator_begins_anew() -> None:
     context = nostall.Context(sample=2**40, epoch=3, seed=2**64 - 1, occurrence=1)
     for make in (lambda: context.numpy().random(), lambda: context.python().random()):
