@@ -153,17 +153,18 @@ void bind_orders(nb::module_& m) {
   m.def("epoch_length", &plan::epoch_length, nb::arg("spec"));
   m.def("batches_per_epoch", &plan::batches_per_epoch, nb::arg("spec"));
   m.def("batches_in", &plan::batches_in, nb::arg("spec"), nb::arg("epoch"));
-  m.def(
-      "stand_ins",
-      [](uint64_t seed, uint64_t bad, uint64_t samples) {
-        if (samples == 0) throw Error(ErrorKind::usage, "no sample can stand in for another");
-        plan::StandIns candidates(seed, bad, samples);
-        std::vector<uint64_t> out(plan::StandIns::kMost);
-        for (uint64_t& candidate : out) candidate = candidates.next();
-        return bindings::array_of(std::move(out));
-      },
-      nb::arg("seed"), nb::arg("bad"), nb::arg("samples"),
-      "The samples that may stand in for `bad`, in the order in which they are tried.");
+  nb::class_<plan::StandIns>(m, "StandIns", "What may stand in for bad samples (plan/stand_in.h).")
+      .def(nb::init<const plan::JobSpec&>(), nb::arg("job"), nb::keep_alive<1, 2>())
+      .def(
+          "of",
+          [](const plan::StandIns& stand_ins, uint64_t bad) {
+            plan::StandIns::Candidates candidates = stand_ins.of(bad);
+            std::vector<uint64_t> out(plan::StandIns::kMost);
+            for (uint64_t& candidate : out) candidate = candidates.next();
+            return bindings::array_of(std::move(out));
+          },
+          nb::arg("bad"),
+          "The samples that may stand in for `bad`, in the order in which they are tried.");
   m.attr("STAND_IN_READS") = plan::StandIns::kReads;
   m.def("none_stands_in", &plan::none_stands_in, nb::arg("unusable"), nb::arg("tried"),
         "The message for a sample when none stands in its place.");

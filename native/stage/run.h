@@ -5,6 +5,7 @@
 #include <functional>
 #include <future>
 #include <map>
+#include <mutex>
 #include <optional>
 #include <queue>
 #include <stop_token>
@@ -13,6 +14,7 @@
 #include <vector>
 
 #include "base/mutex.h"
+#include "plan/stand_in.h"
 #include "stage/copy_plan.h"
 #include "stage/loader.h"
 
@@ -288,6 +290,8 @@ class Loader::Run {
   // Puts another sample in the place of a bad one, or records the error of the batch.
   void handle_bad(Work work, const std::string& reason, fields::Scratch* scratch,
                   source::Reader& reader);
+  // Of the job; made for the first bad sample.
+  const plan::StandIns& stand_ins();
   // Records the error of the batch: it is not the sample that is bad.
   void fail(Task& task, plan::SampleId sample, const Error& error);
   // Gives an errno, and says more in `reason`.
@@ -357,6 +361,8 @@ class Loader::Run {
       NOSTALL_GUARDED_BY(mutex_);
   // One padded batch at a time takes memory that the limits have to leave.
   Mutex padding_;
+  std::once_flag stand_ins_made_;
+  std::optional<plan::StandIns> stand_ins_;
   std::atomic<bool> lapsed_{false};  // other ranks were waited for long enough, until they move
   // Made beforehand: a copy needs no memory.
   const Error no_memory_{ErrorKind::io,

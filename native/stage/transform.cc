@@ -8,7 +8,6 @@
 
 #include "base/clock.h"
 #include "base/random.h"
-#include "plan/stand_in.h"
 #include "stage/events.h"
 #include "stage/run.h"
 
@@ -291,6 +290,11 @@ void Loader::Run::handle_unread(Work work, int error, const std::string& why,
   }
 }
 
+const plan::StandIns& Loader::Run::stand_ins() {
+  std::call_once(stand_ins_made_, [this] { stand_ins_.emplace(config_.job); });
+  return *stand_ins_;
+}
+
 void Loader::Run::handle_bad(Work work, const std::string& reason, fields::Scratch* scratch,
                              source::Reader& reader) {
   Task& task = *work.task;
@@ -311,7 +315,7 @@ void Loader::Run::handle_bad(Work work, const std::string& reason, fields::Scrat
     task.batch->failures.push_back({work.index, reason});
     return;
   }
-  plan::StandIns candidates(config_.job.seed, bad, config_.job.samples);
+  plan::StandIns::Candidates candidates = stand_ins().of(bad);
   uint64_t tried = 0;
   for (uint32_t i = 0; i < plan::StandIns::kMost && tried < plan::StandIns::kReads; ++i) {
     const plan::SampleId candidate = candidates.next();

@@ -54,7 +54,6 @@ class ItemStage(PythonStage):
         collate: Callable[[list[Any]], Any] | None,
         output: str,
         on_error: str,
-        seed: int,
     ) -> None:
         super().__init__(
             Composed([source.then or _as_it_is]),
@@ -64,7 +63,6 @@ class ItemStage(PythonStage):
             collate=collate or functools.partial(collate_items, output=output),
             output=output,
             on_error=on_error,
-            seed=seed,
         )
         self._source = source
         self._output = output

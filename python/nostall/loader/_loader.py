@@ -362,7 +362,6 @@ class DataLoader:
             transforms,
             chosen,
             shift=self._order.times if isinstance(self._order, RepeatedAugmentation) else 1,
-            seed=self.seed,
             on_error=self._on_error,
             threads=self._threads,
         )
@@ -370,7 +369,7 @@ class DataLoader:
         self._recipe.refuse_idle(rare, transforms)
         if self.world.rank == 0:
             self._recipe.tell_steps()
-        self._spec = self._make_spec()
+        self._plan_job()
         if self._batches == 0 and self.world.rank == 0:
             _log.warning(
                 "an epoch has no batch: %s cannot fill a batch of %s on %s, and "
@@ -814,9 +813,8 @@ class DataLoader:
         self._stop_native()
         self._loads += 1
         self.seed = int(state["seed"])
-        self._recipe.draw_from(self.seed)
         self._order_world = int(state["order_world"])
-        self._spec = self._make_spec()
+        self._plan_job()
         self._ended = None
         if batch and batch == self._batches:
             self._ended = epoch
@@ -1001,7 +999,7 @@ class DataLoader:
             return self._options.steps - (epoch * self._batches + batch)
         return self._plan.batches_in(epoch) - batch if epoch < self._last_epoch else 0
 
-    def _make_spec(self) -> _native.JobSpec:
+    def _plan_job(self) -> None:
         self._planned: dict[str, Any] = {
             "samples": len(self.dataset),
             "batch_size": self._batch_size,
@@ -1016,9 +1014,10 @@ class DataLoader:
             "steps": self._options.steps,
         }
         self._plan = Plan(**self._planned)
-        self._last_epoch = int(self._plan.native.epochs)
-        self._batches = int(_native.batches_per_epoch(self._plan.native))
-        return self._plan.native
+        self._spec = self._plan.native
+        self._last_epoch = int(self._spec.epochs)
+        self._batches = int(_native.batches_per_epoch(self._spec))
+        self._recipe.follow(self._spec)
 
     def _join(self) -> Cluster | None:
         """Meets the ranks of other nodes, if there are any and something connects them.

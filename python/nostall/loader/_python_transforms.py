@@ -282,7 +282,6 @@ class PythonStage:
         collate: Callable[[list[Any]], Any] | None,
         output: str,
         on_error: str,
-        seed: int,
         unpacked: Unpacked | None = None,
         tells_of_bytes: bool = False,
     ) -> None:
@@ -297,7 +296,6 @@ class PythonStage:
         self._own_collate = collate is not None
         self._collate = collate or (_stack_torch if output == "torch" else _stack_numpy)
         self._substitute = on_error == "substitute"
-        self.seed = seed
         self.staging = 0  # bytes of raw batches at work; 0: no limit
         self._executor: ThreadPoolExecutor | Processes | None = None
         # Of the iteration that has begun last, which keeps it.
@@ -305,6 +303,11 @@ class PythonStage:
         self._drops = 0  # calls of drop()
 
     def start(self, loader: _native.Loader, count: int) -> Feeder:
+    def follow(self, job: _native.JobSpec) -> None:
+        """Takes the job whose batches this gets."""
+        self._seed = job.seed
+        self._stand_ins = functools.cache(functools.partial(_native.StandIns, job))
+
         """Begins with the next `count` batches of a loader."""
         drops = self._drops
         self._end_feeder()
@@ -361,7 +364,7 @@ class PythonStage:
     def _contexts(self, batch: _native.Batch) -> list[Context]:
         samples, again = batch.samples.tolist(), batch.occurrences.tolist()
         return [
-            Context(sample, batch.epoch, self.seed, occurrence)
+            Context(sample, batch.epoch, self._seed, occurrence)
             for sample, occurrence in zip(samples, again or [0] * len(samples), strict=True)
         ]
 
@@ -547,7 +550,7 @@ class PythonStage:
 
     def _any(self, source: Source, epoch: int) -> Any:
         """What the function gives for some sample."""
-        context = Context(0, epoch, self.seed)
+        context = Context(0, epoch, self._seed)
         sample, value = self._alone(source, context)
         if isinstance(value, Failed):
             self._refuse_fault(source, 0, sample, value)
@@ -561,7 +564,7 @@ class PythonStage:
     def _stand_in(
         self, source: Source, bad: Context, message: str, tries: _Tries
     ) -> tuple[int, Any]:
-        drawn = _native.stand_ins(self.seed, bad.sample, len(source)).tolist()
+        drawn = self._stand_ins().of(bad.sample).tolist()
         candidates = [candidate for candidate in drawn if candidate != bad.sample]
         for candidate in candidates[: _native.STAND_IN_READS]:
             tries.made += 1
@@ -621,7 +624,7 @@ class RecordStage(PythonStage):
         def describe(place: int) -> str:
             return named(source, int(batch.samples[place]))
 
-        data = self._of.together(batch, results, self.seed, describe)
+        data = self._of.together(batch, results, self._seed, describe)
         return self._collate(data) if self._own_collate else data
 
 

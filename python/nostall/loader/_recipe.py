@@ -71,14 +71,13 @@ class Recipe:
         options: LoaderOptions,
         *,
         shift: int,
-        seed: int,
         on_error: str,
         threads: int,
     ) -> None:
         self._dataset = dataset
         self._options = options
         self._shift = shift  # from a sample of a batch to the one before it that is another
-        self._seed = seed
+        self._seed = 0  # until follow()
         self._on_error = on_error
         self._threads = threads
         self._output = options.output or ("torch" if importlib.util.find_spec("torch") else "numpy")
@@ -100,11 +99,11 @@ class Recipe:
         self._transform_by(transforms)
         self._collate = None if self.stage else options.collate
 
-    def draw_from(self, seed: int) -> None:
-        """Takes another seed, before anything is drawn."""
-        self._seed = seed
+    def follow(self, job: _native.JobSpec) -> None:
+        """Takes the job, before anything is drawn."""
+        self._seed = job.seed
         if self.stage is not None:
-            self.stage.seed = seed
+            self.stage.follow(job)
 
     # ------------------------------------------------------------------ what is done
 
@@ -131,7 +130,6 @@ class Recipe:
             # A place makes arrays of JAX of NumPy's.
             "output": "numpy" if self._output == "jax" else self._output,
             "on_error": self._on_error,
-            "seed": self._seed,
         }
 
     def _take_items(self, transforms: Transforms) -> None:

@@ -3,16 +3,59 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <set>
+
+#include "plan/mixture.h"
 #include "plan/plan.h"
 
 namespace nostall::plan {
 namespace {
 
 // docs/formats/order.md
+JobSpec thousand(uint64_t seed) {
+  JobSpec spec;
+  spec.samples = 1000;
+  spec.seed = seed;
+  return spec;
+}
+
+std::vector<SampleId> first_of(const JobSpec& spec, SampleId bad, size_t count = 4) {
+  const StandIns stand_ins(spec);
+  StandIns::Candidates candidates = stand_ins.of(bad);
+  std::vector<SampleId> first(count);
+  for (SampleId& id : first) id = candidates.next();
+  return first;
+}
+
 TEST(StandIns, FollowFromSeedAndSample) {
-  StandIns first(0, 0, 1000), other(7, 123, 1000);
-  for (const SampleId id : {79u, 401u, 360u, 869u}) EXPECT_EQ(first.next(), id);
-  for (const SampleId id : {994u, 773u, 782u, 435u}) EXPECT_EQ(other.next(), id);
+  EXPECT_EQ(first_of(thousand(0), 0), (std::vector<SampleId>{79, 401, 360, 869}));
+  EXPECT_EQ(first_of(thousand(7), 123), (std::vector<SampleId>{994, 773, 782, 435}));
+}
+
+TEST(StandIns, AreOfTheSamplesThatTheOrderCanGive) {
+  JobSpec spec = thousand(7);
+  const auto one_in_three = [](SampleId id) { return id % 3 == 0; };
+  std::vector<double> weights(spec.samples);
+  for (SampleId id = 0; id < spec.samples; ++id) weights[id] = one_in_three(id);
+  spec.order = OrderKind::weighted;
+  spec.weights = std::make_shared<const std::vector<double>>(weights);
+  EXPECT_EQ(first_of(spec, 123), (std::vector<SampleId>{540, 609, 516, 885}));
+  const std::vector<SampleId> many = first_of(spec, 123, 10'000);
+  EXPECT_TRUE(std::all_of(many.begin(), many.end(), one_in_three));
+  EXPECT_EQ(std::set<SampleId>(many.begin(), many.end()).size(), 334);
+
+  spec.order = OrderKind::user;
+  spec.user_order = {500, 2, 500, 7};
+  EXPECT_EQ(first_of(spec, 123), (std::vector<SampleId>{500, 2, 500, 7}));
+
+  spec.order = OrderKind::mixture;
+  spec.mixture = std::make_shared<const Mixture>(
+      Mixture::Spec{{300, 200, 100, 400}, {{0, {1, 0, 0, 1}}, {64, {1, 0, 2, 1}}}});
+  for (const SampleId id : first_of(spec, 123, 10'000)) EXPECT_TRUE(id < 300 || id >= 500) << id;
+  // A weight for every sample of a source, and a source for every sample: all stand in, as ever.
+  spec.mixture = std::make_shared<const Mixture>(Mixture::Spec{{300, 700}, {{0, {1, 2}}}});
+  EXPECT_EQ(first_of(spec, 123), (std::vector<SampleId>{994, 773, 782, 435}));
 }
 
 TEST(Occurrences, AreCountedOverAllRanksOfAUsersOrder) {

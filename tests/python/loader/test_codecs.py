@@ -58,9 +58,9 @@ def test_a_codec_that_crashes_ends_its_process_alone() -> None:
         wanted = np.concatenate([batch["x"] for batch in threads])
     assert len(np.unique(wanted[:, 1])) == 6  # draws
     values = [b"\0", b"damaged", b"\2", b"crash", b"\4", b"\5"]
-    stand_in = next(i for i in _native.stand_ins(5, 1, 6).tolist() if i != 1)
-    assert stand_in != 3
     with loader(values, on_error="substitute", workers="processes") as apart:
+        stand_in = next(i for i in _native.StandIns(apart.plan.native).of(1).tolist() if i != 1)
+        assert stand_in != 3
         batches = iter(apart)
         first = next(batches)["x"]
         with pytest.raises(

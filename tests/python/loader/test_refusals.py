@@ -430,6 +430,12 @@ def test_a_callable_without_a_module_is_taken(image_folder: Path) -> None:
         assert [type(sample) for sample in next(iter(loader))[0]] == [bytes] * 4
 
 
+def candidates(seed: int, bad: int, samples: int, **order: Any) -> list[int]:
+    plan = nostall.Plan(samples=samples, batch_size=1, epochs=1, seed=seed, **order)
+    drawn: list[int] = _native.StandIns(plan.native).of(bad).tolist()
+    return drawn
+
+
 def test_damage_is_replaced_whoever_decodes_and_in_the_same_way(
     make_folder: Callable[[int], Path],
 ) -> None:
@@ -467,9 +473,7 @@ def test_damage_is_replaced_whoever_decodes_and_in_the_same_way(
     assert native == stand_ins(decode_by_pillow)
     assert native == stand_ins(lambda image: image[:8, :8].copy(), decode=True)
     good = [i for i in range(40) if i not in victims]
-    assert native == {
-        v: next(int(c) for c in _native.stand_ins(9, v, 40) if c in good) for v in victims
-    }
+    assert native == {v: next(c for c in candidates(9, v, 40) if c in good) for v in victims}
 
 
 def test_a_data_set_that_is_mostly_damaged_ends_soon(make_folder: Callable[[int], Path]) -> None:
@@ -478,8 +482,8 @@ def test_a_data_set_that_is_mostly_damaged_ends_soon(make_folder: Callable[[int]
     for sample in range(39):
         path = Path(folder.describe(sample))
         path.write_bytes(path.read_bytes()[:100] + bytes(path.stat().st_size - 100))
-    drawn = ([c for c in _native.stand_ins(7, i, 40).tolist() if c != i] for i in range(8))
-    tries = [candidates.index(39) + 1 for candidates in drawn]
+    drawn = ([c for c in candidates(7, i, 40) if c != i] for i in range(8))
+    tries = [those.index(39) + 1 for those in drawn]
     assert [i for i, made in enumerate(tries) if made > 64] == [6]
     tried, read = sum(tries[:6]) + 64, 0
 
@@ -503,9 +507,65 @@ def test_a_data_set_that_is_mostly_damaged_ends_soon(make_folder: Callable[[int]
 
 def test_stand_ins_are_those_of_the_page_on_formats() -> None:
     # docs/formats/order.md
-    assert _native.stand_ins(0, 0, 1000)[:4].tolist() == [79, 401, 360, 869]
-    assert _native.stand_ins(7, 123, 1000)[:4].tolist() == [994, 773, 782, 435]
-    assert len(_native.stand_ins(0, 0, 1)) == 1024
+    assert candidates(0, 0, 1000)[:4] == [79, 401, 360, 869]
+    assert candidates(7, 123, 1000)[:4] == [994, 773, 782, 435]
+    third = nostall.Weighted([float(i % 3 == 0) for i in range(1000)])
+    assert candidates(7, 123, 1000, order=third)[:4] == [540, 609, 516, 885]
+    assert candidates(7, 123, 1000, order=[500, 2, 500, 7])[:4] == [500, 2, 500, 7]
+    assert len(candidates(0, 0, 1)) == 1024
+
+
+def marked(values: Any) -> Any:
+    if values[0] < 0:
+        raise CorruptionError("it is damaged")
+    return values
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        [2, 4, 3, 5],
+        nostall.Weighted([0, 0, 1, 1, 1, 1, 0, 0]),
+        nostall.Weighted([0, 0, 1, 1, 1, 1, 0, 0], 4, replacement=False),
+    ],
+)
+def test_no_sample_that_the_order_leaves_out_stands_in(order: Any) -> None:
+    data = nostall.Arrays({"x": np.array([[0], [1], [2], [-1], [4], [5], [6], [7]])})
+    options: dict[str, Any] = {"tiers": [], "output": "numpy", "on_error": "substitute"}
+    transforms = {"x": marked}
+    with nostall.DataLoader(
+        data, 4, epochs=9, seed=3, order=order, transforms=transforms, **options
+    ) as loader:
+        given = {int(x) for epoch in loader.epochs() for batch in epoch for x in batch["x"][:, 0]}
+        assert sum(len(epoch.substituted) for epoch in loader.stats().epochs) > 4
+    assert given == {2, 4, 5}
+
+
+def test_no_file_that_the_order_leaves_out_stands_in(make_folder: Callable[[int], Path]) -> None:
+    folder = nostall.ImageFolder(make_folder(40), index=False)
+    good, bad = sorted([2, 3], key=lambda sample: folder.sizes[sample])
+    Path(folder.describe(bad)).unlink()
+    for transforms in (None, [t.Resize((8, 8)), t.ToTensor()]):
+        with nostall.DataLoader(
+            folder, 2, epochs=1, order=[bad, good], transforms=transforms, tiers=[],
+            on_error="substitute", output="numpy",
+        ) as loader:  # fmt: skip
+            ((first, second), labels) = next(iter(loader))
+        assert (first == second).all() and (labels == folder.labels[good]).all()
+
+
+def test_no_sample_of_a_source_of_weight_0_stands_in() -> None:
+    def numbers(values: list[int]) -> nostall.Arrays:
+        return nostall.Arrays({"x": np.array(values).reshape(-1, 1)})
+
+    of, none = numbers([2, -1, 4, 5]), numbers([10, 11, 12, 13])
+    mixture = nostall.Mixture({none: 0, of: 1}, samples=4)
+    with nostall.DataLoader(
+        mixture, 4, epochs=20, transforms={"x": marked}, tiers=[], output="numpy",
+        on_error="substitute",
+    ) as loader:  # fmt: skip
+        given = {int(x) for epoch in loader.epochs() for batch in epoch for x in batch["x"][:, 0]}
+    assert given == {2, 4, 5}
 
 
 def test_steps_of_image_libraries_get_the_decoded_image(image_folder: Path) -> None:
