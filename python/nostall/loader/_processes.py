@@ -8,6 +8,7 @@ import mmap
 import os
 import pickle
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, InvalidStateError, ProcessPoolExecutor, wait
@@ -116,6 +117,7 @@ class _Memory:
 
     def __init__(self) -> None:
         self._descriptor = os.memfd_create("nostall-batches", os.MFD_CLOEXEC)
+        self._lock = threading.Lock()  # where slots are taken; a finalizer may give one back any time
         self._size = 0
         self._free: dict[int, collections.deque[tuple[_Slot, mmap.mmap]]] = {}  # by size
         weakref.finalize(self, os.close, self._descriptor)
@@ -123,14 +125,15 @@ class _Memory:
     def take(self, size: int) -> tuple[_Slot, NDArray[np.uint8]]:
         """A slot of at least `size` bytes: it is taken as long as the array, or a view of it, lives."""
         size = max(_LEAST, 1 << (size - 1).bit_length())
-        free = self._free.setdefault(size, collections.deque())
-        if free:
-            slot, mapping = free.popleft()
-        else:
-            slot = _Slot(self._size, size)
-            os.ftruncate(self._descriptor, slot.offset + slot.size)
-            self._size += slot.size
-            mapping = slot.mapped(self._descriptor)
+        with self._lock:
+            free = self._free.setdefault(size, collections.deque())
+            if free:
+                slot, mapping = free.popleft()
+            else:
+                slot = _Slot(self._size, size)
+                os.ftruncate(self._descriptor, slot.offset + slot.size)
+                self._size += slot.size
+                mapping = slot.mapped(self._descriptor)
         memory = np.frombuffer(mapping, np.uint8)
         weakref.finalize(memory, free.append, (slot, mapping))
         return slot, memory

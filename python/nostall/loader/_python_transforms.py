@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 Substituted = list[tuple[int, int, str]]
 _BATCHES_AHEAD = 2
+_NOTHING: tuple[list[int], Sequence[Answer]] = [], []  # at work: samples, and the parts of them
 # What the process has too little of, whatever is read.
 _LACKING = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 
@@ -296,18 +297,19 @@ class PythonStage:
         self._own_collate = collate is not None
         self._collate = collate or (_stack_torch if output == "torch" else _stack_numpy)
         self._substitute = on_error == "substitute"
+        self._single = _NOTHING  # what is called for one sample alone
         self.staging = 0  # bytes of raw batches at work; 0: no limit
         self._executor: ThreadPoolExecutor | Processes | None = None
         # Of the iteration that has begun last, which keeps it.
         self._feeder: Callable[[], Feeder | None] = lambda: None
         self._drops = 0  # calls of drop()
 
-    def start(self, loader: _native.Loader, count: int) -> Feeder:
     def follow(self, job: _native.JobSpec) -> None:
         """Takes the job whose batches this gets."""
         self._seed = job.seed
         self._stand_ins = functools.cache(functools.partial(_native.StandIns, job))
 
+    def start(self, loader: _native.Loader, count: int) -> Feeder:
         """Begins with the next `count` batches of a loader."""
         drops = self._drops
         self._end_feeder()
@@ -384,7 +386,16 @@ class PythonStage:
         return sample, self._called(sample, context)
 
     def _called(self, sample: Any, context: Context) -> Any:
-        (value,) = _apply(self._function, self._decode, [sample], [context])
+        executor = self._executor
+        if executor is None:
+            raise CancelledError  # another thread closes this
+        if isinstance(executor, Processes):
+            answers = executor.submit([sample], [context], 1)
+            self._single = [context.sample], answers
+            (value,) = answers[0].result()
+            self._single = _NOTHING
+        else:
+            (value,) = _apply(self._function, self._decode, [sample], [context])
         return value
 
     def _read(self, source: Source, context: Context) -> Any:
@@ -419,14 +430,19 @@ class PythonStage:
             BrokenExecutor, CancelledError: another thread closes the stage, or the program ends.
             Exception: any, where another thread closes the stage meanwhile.
         """
-        batch = work.batch
         try:
-            with trace.span("wait for callables", "data"):
-                results = [result for part in work.parts for result in part.result()]
+            return self._result(work, source, feeder)
         except BrokenExecutor as error:
             if self._is_ending(feeder):
                 raise
             raise self._worker_died(source, feeder) from error
+
+    def _result(
+        self, work: Work, source: Source, feeder: Feeder
+    ) -> tuple[Any, Substituted, dict[int, int]]:
+        batch = work.batch
+        with trace.span("wait for callables", "data"):
+            results = [result for part in work.parts for result in part.result()]
         if self._is_ending(feeder):
             raise CancelledError
         for place, reason in batch.failures:
@@ -467,16 +483,18 @@ class PythonStage:
     def _worker_died(self, source: Source, feeder: Feeder) -> TransformError:
         """Drops the processes: the next iteration starts others."""
         executor = self._executor
-        works = [(work.batch, work.parts) for work in feeder.at_work]
+        works = [(work.batch.samples.tolist(), work.parts) for work in feeder.at_work]
+        works.append(self._single)
+        self._single = _NOTHING
         self.close()
         codes = executor.crashed() if isinstance(executor, Processes) else {}
         code, at_work = next(iter(codes.values()), 0), ""
-        for batch, parts in works:
+        for samples, parts in works:
             for answer in parts:
                 found = answer.worked_on(codes) if isinstance(answer, Answer) else None
                 if found is None:
                     continue
-                sample, code = int(batch.samples[found[1]]), codes[found[0]]
+                sample, code = samples[found[1]], codes[found[0]]
                 at_work = named(source, sample)
                 if code != -signal.SIGKILL:
                     return TransformError(

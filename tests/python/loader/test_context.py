@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from loader_ranks import own_job
 
 import nostall
+from nostall.errors import CorruptionError, TransformError
 
 
 def noise(raw: Any, context: nostall.Context) -> Any:
@@ -148,6 +150,41 @@ def test_draws_of_worker_processes_repeat(image_folder: Path) -> None:
     one = drawn(image_folder, threads=1, **options)
     assert drawn(image_folder, threads=2, **options) == one
     assert one[0] != one[1]
+
+
+def damaged_and_fatal(values: Any, context: nostall.Context) -> Any:
+    kind = int(values[0])
+    if kind == DAMAGED:
+        raise CorruptionError("it is damaged")
+    if kind == FATAL:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return np.array([context.sample, os.getpid(), np.random.randint(2**31)])
+
+
+DAMAGED, FATAL = 1, 2
+
+
+@pytest.mark.multi
+def test_what_stands_in_is_made_where_others_are() -> None:
+    def made(kinds: list[int], order: list[int]) -> Any:
+        data = nostall.Arrays({"x": np.array(kinds).reshape(-1, 1)})
+        with nostall.DataLoader(
+            data, 1, steps=1, seed=5, tiers=[], output="numpy", order=order, threads=1,
+            transforms={"x": damaged_and_fatal}, on_error="substitute", workers="processes",
+        ) as loader:  # fmt: skip
+            ((sample, pid, drawn),) = next(iter(loader))["x"].tolist()
+        assert sample != order[0]
+        assert pid != os.getpid()
+        return sample, drawn
+
+    before = np.random.get_state()[1].tolist()  # type: ignore[index, union-attr]
+    sample, drawn = made([DAMAGED, 0, 0], [0, 2])
+    assert made([DAMAGED, 0, 0], [0, 2]) == (sample, drawn)
+    assert np.random.get_state()[1].tolist() == before  # type: ignore[index, union-attr]
+    wanted = nostall.Context(sample, 0, 5)._number() & (2**32 - 1)
+    assert drawn == np.random.RandomState(wanted).randint(2**31)
+    with pytest.raises(TransformError, match=r"\(sample 2\): their process was ended by SIGSEGV"):
+        made([DAMAGED, 0, FATAL], [0, 2])
 
 
 # It is imported by worker processes, which this module would let import torch.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import mmap
 import operator
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import BrokenExecutor, Future
 from pathlib import Path
@@ -84,6 +86,24 @@ def test_slots_are_used_again_when_no_array_is_in_them() -> None:
     again, _ = memory.take(70_000)
     assert again == first
     assert memory.take(200_000)[0].size == 2**18 and len(held) == 2**17
+
+
+def test_slots_that_two_threads_take_lie_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = _processes._Memory()
+    taken = []
+    truncate = os.ftruncate
+    other = threading.Thread(target=lambda: taken.append(memory.take(1)))
+
+    def while_another_takes_one(descriptor: int, size: int) -> None:
+        truncate(descriptor, size)
+        if threading.current_thread() is not other:
+            other.start()
+            other.join(0.2)
+
+    monkeypatch.setattr(os, "ftruncate", while_another_takes_one)
+    taken.append(memory.take(1))
+    other.join()
+    assert len({slot.offset for slot, _ in taken}) == 2
 
 
 def test_tensors_go_as_arrays_do() -> None:
