@@ -51,6 +51,11 @@ LoaderConfig attach(LoaderConfig config, const NodeSpec& node, peer::ExchangeCon
                 "assignment=\"locality\" deals samples to their owners, and with sharing=\"hdmlp\" "
                 "they have none: leave one of them out");
   }
+  if (config.locality && config.job.scheme == plan::Scheme::whole) {
+    throw Error(ErrorKind::usage,
+                "assignment=\"locality\" deals the samples of a batch to ranks, and with "
+                "scheme=\"whole\" each rank takes them all: leave one of them out");
+  }
   if (config.copies == plan::CopyRule::next_use &&
       (config.locality || config.sharing == Sharing::hdmlp)) {
     throw Error(

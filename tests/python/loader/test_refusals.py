@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import prefork
 import pytest
+from loader_ranks import own_job
 from PIL import Image
 
 import nostall
@@ -428,6 +429,14 @@ def test_a_callable_without_a_module_is_taken(image_folder: Path) -> None:
     assert not hasattr(function, "__module__")
     with make(image_folder, transforms=function, collate=list) as loader:
         assert [type(sample) for sample in next(iter(loader))[0]] == [bytes] * 4
+
+
+def test_what_each_rank_takes_whole_is_not_dealt_to_owners(image_folder: Path) -> None:
+    with nostall.DataLoader(
+        nostall.ImageFolder(image_folder), 4, rank=0, world_size=2, tiers=[], output="numpy",
+        scheme="whole", assignment="locality", job=own_job("whole"),
+    ) as loader, pytest.raises(UsageError, match="takes them all: leave one of them out"):  # fmt: skip
+        next(iter(loader))
 
 
 def candidates(seed: int, bad: int, samples: int, **order: Any) -> list[int]:
