@@ -65,6 +65,7 @@ _READS_IN_FLIGHT = 16
 # (source/_flight.py), which never is above all these reads.
 _NETWORK_FETCHERS, _NETWORK_READS = 16, 32
 _SEED_BYTES = 4  # of a drawn seed: short enough to be typed again
+_NO_REST = (-1, 0)  # of no epoch
 _LIGHT_STAGING = 16 << 20  # of what is as quickly unpacked as read: it stays in a cache
 _ENDLESS = 2**31 - 1  # epochs of a plan without an end
 _BOUNDED = 1024  # the lower bound is that of the whole job up to so many epochs
@@ -380,6 +381,7 @@ class DataLoader:
         self._begin = self._position = (0, 0)  # of the placement; of the last batch
         self._samples_taken = 0  # in the last batch handed out
         self._resumed = self._closed = False
+        self._left = _NO_REST  # of the epoch of a loaded state, where it begins
         self._loads = 0  # of states: iterations that began before are over
         self._ended: int | None = None  # the epoch that the loaded state had just ended
         self._loader: _native.Loader | None = None
@@ -612,10 +614,10 @@ class DataLoader:
                 f"this job of {counted(self._last_epoch, 'epoch')} has no epoch {epoch}: {remedy}"
             )
         if self._resumed and epoch == self._ended:
-            self._position = (epoch, self._plan.batches_in(epoch))
+            self._position = self._left = (epoch, self._plan.batches_in(epoch))
         if self._resumed and epoch == self._position[0]:
             return
-        self._resumed = False
+        self._resumed, self._left = False, _NO_REST
         self._position = (epoch, 0)
 
     def _is_inside(self) -> bool:
@@ -636,8 +638,13 @@ class DataLoader:
         return self._iterate(functools.partial(self._begin_of, epoch))
 
     def _begin_of(self, epoch: int) -> tuple[int, int]:
-        goes_on = self._resumed and epoch == self._position[0]
-        return epoch, self._position[1] if goes_on else 0
+        return self._left if epoch == self._left[0] else (epoch, 0)
+
+    def _has_begun(self, epoch: int) -> None:
+        """Batches of an epoch were taken: it does not begin where a loaded state is again."""
+        self._resumed = False
+        if epoch == self._left[0]:
+            self._left = _NO_REST
 
     def _iterate(self, place: Callable[[], tuple[int, int]]) -> Iterator[Any]:
         self._refuse_closed()
@@ -707,7 +714,7 @@ class DataLoader:
             self._recorder.end_epoch(running)
         if self._position == (epoch, batches):
             self._position = self._after(epoch)
-            self._resumed = False
+            self._has_begun(epoch)
 
     def _hand_out(
         self,
@@ -728,7 +735,7 @@ class DataLoader:
         self._recorder.batch(one.batch, began, one.substituted)
         self._position = position
         self._samples_taken = len(one.batch)
-        self._resumed = False
+        self._has_begun(position[0])
         return value
 
     # ------------------------------------------------------------------ resuming
@@ -819,7 +826,7 @@ class DataLoader:
         if batch and batch == self._batches:
             self._ended = epoch
             epoch, batch = epoch + 1, 0
-        self._position = (epoch, batch)
+        self._position = self._left = (epoch, batch)
         self._begin = (epoch, batch) if epoch < self._last_epoch else (self._last_epoch - 1, 0)
         self._resumed = True
 

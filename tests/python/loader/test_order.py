@@ -256,6 +256,27 @@ def test_resume_in_mid_epoch_repeats_images_bit_for_bit(image_folder: Path) -> N
     assert all(torch.equal(a, b) for a, b in zip(rest, images[3:], strict=True))
 
 
+def test_epochs_in_a_list_begin_where_the_loaded_state_is() -> None:
+    data = nostall.Arrays({"x": np.arange(48)})
+    options: dict[str, Any] = {"epochs": 4, "tiers": [], "output": "numpy"}
+    with nostall.DataLoader(data, 8, **options) as loader:
+        state = {**loader.state_dict(), "epoch": 1, "batch": 4}
+        whole = [[batch["x"].tolist() for batch in epoch] for epoch in loader.epochs()]
+    with nostall.DataLoader(data, 8, **options) as loader:
+        loader.load_state_dict(state)
+        second, third, fourth = loader.epochs()
+        iter(second)  # no batch is taken
+        assert [batch["x"].tolist() for batch in second] == whole[1][4:]
+        assert [batch["x"].tolist() for batch in third] == whole[2]
+        assert [batch["x"].tolist() for batch in second] == whole[1]
+        assert len(list(fourth)) == 6
+        loader.load_state_dict(state)
+        second, *_ = loader.epochs()
+        loader.set_epoch(0)
+        loader.set_epoch(1)
+        assert [batch["x"].tolist() for batch in second] == whole[1]
+
+
 def test_a_state_of_another_job_is_refused(image_folder: Path) -> None:
     folder = nostall.ImageFolder(image_folder)
     with nostall.DataLoader(folder, 8, epochs=2, seed=3, tiers=[]) as loader:
