@@ -1109,6 +1109,7 @@ class DataLoader:
             "sharing": self._options.sharing,
             "copies": self._options.copies,
             "assignment": self._options.assignment,
+            "scheme": self._options.scheme,
         }
 
     def _stage(self) -> _native.Loader:

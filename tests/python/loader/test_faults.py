@@ -470,6 +470,22 @@ def test_ranks_that_disagree_are_told_so(
                 next(iter(second))
 
 
+def test_ranks_without_tiers_are_told_that_they_deal_batches_differently(
+    image_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(cluster, "check_alike", lambda *given: told.append(given[2]))
+    folder = nostall.ImageFolder(image_folder)
+    schemes: list[Literal["uniform", "whole"]] = ["uniform", "whole"]
+    for rank, scheme in enumerate(schemes):
+        with nostall.DataLoader(
+            folder, 4, tiers=[], rank=rank, world_size=2, scheme=scheme, job=own_job("deals")
+        ) as loader:
+            next(iter(loader))
+    with pytest.raises(UsageError, match="scheme is 'uniform' on rank 0 and 'whole' on rank 1"):
+        cluster.compare(0, told[0], 1, told[1])
+
+
 def test_python_callables_see_bytes_or_images(image_folder: Path) -> None:
     folder = nostall.ImageFolder(image_folder)
     with nostall.DataLoader(
