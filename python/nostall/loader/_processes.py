@@ -117,7 +117,9 @@ class _Memory:
 
     def __init__(self) -> None:
         self._descriptor = os.memfd_create("nostall-batches", os.MFD_CLOEXEC)
-        self._lock = threading.Lock()  # where slots are taken; a finalizer may give one back any time
+        self._lock = (
+            threading.Lock()
+        )  # where slots are taken; a finalizer may give one back any time
         self._size = 0
         self._free: dict[int, collections.deque[tuple[_Slot, mmap.mmap]]] = {}  # by size
         weakref.finalize(self, os.close, self._descriptor)
@@ -130,6 +132,7 @@ class _Memory:
             if free:
                 slot, mapping = free.popleft()
             else:
+                self._give_back()
                 slot = _Slot(self._size, size)
                 os.ftruncate(self._descriptor, slot.offset + slot.size)
                 self._size += slot.size
@@ -137,6 +140,13 @@ class _Memory:
         memory = np.frombuffer(mapping, np.uint8)
         weakref.finalize(memory, free.append, (slot, mapping))
         return slot, memory
+
+    def _give_back(self) -> None:
+        """The memory of free slots: where batches grow, those of other sizes are not taken again."""
+        for slots in self._free.values():
+            for _, mapping in slots.copy():
+                with contextlib.suppress(OSError):  # a kernel that cannot
+                    mapping.madvise(mmap.MADV_REMOVE)
 
     def __reduce__(self) -> Any:
         return _received, (DupFd(self._descriptor),)  # in a process that is being spawned

@@ -88,6 +88,22 @@ def test_slots_are_used_again_when_no_array_is_in_them() -> None:
     assert memory.take(200_000)[0].size == 2**18 and len(held) == 2**17
 
 
+def test_free_slots_of_other_sizes_hold_no_memory() -> None:
+    memory = _processes._Memory()
+
+    def held() -> int:
+        return os.fstat(memory._descriptor).st_blocks * 512
+
+    sizes = [1 << 20, 1 << 21, 1 << 22]
+    for size in sizes:
+        array = memory.take(size)[1]
+        array[:] = 1
+        assert held() == size
+        del array
+    again, array = memory.take(sizes[0])
+    assert again.offset == 0 and not array.any()
+
+
 def test_slots_that_two_threads_take_lie_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = _processes._Memory()
     taken = []
