@@ -273,16 +273,12 @@ void Exchange::Messenger::on_fetch(const Header& request) {
     answer(request, Status::never, {}, nullptr);
     return;
   }
-  switch (cache_->state(sample)) {
-    case tier::State::failed:
-      answer(request, Status::never, {}, nullptr);
-      return;
-    case tier::State::empty:
-    case tier::State::filling:
-      answer(request, Status::not_yet, {}, nullptr);
-      return;
-    case tier::State::ready:
-      break;
+  const auto lacking = [](tier::State state) {
+    return state == tier::State::failed ? Status::never : Status::not_yet;
+  };
+  if (const tier::State state = cache_->state(sample); state != tier::State::ready) {
+    answer(request, lacking(state), {}, nullptr);
+    return;
   }
   if (cache_->kind(sample) == tier::TierKind::ram) {
     const auto view = tier::shared_view(cache_, sample);
@@ -293,15 +289,16 @@ void Exchange::Messenger::on_fetch(const Header& request) {
     }
     return;
   }
-  submit_file([this, request, sample] {
+  submit_file([this, request, sample, lacking] {
     std::shared_ptr<std::vector<std::byte>> bytes;
     guarded([&] { bytes = std::make_shared<std::vector<std::byte>>(sizes_[sample]); });
     const bool good = bytes && cache_->file_read(sample, *bytes);
-    submit([this, request, bytes, good] {
+    submit([this, request, sample, bytes, good, lacking] {
       if (good) {
         answer(request, Status::here, *bytes, bytes);
       } else {
-        answer(request, Status::never, {}, nullptr);
+        // What an earlier job wrote, or a store dropped, is taken anew.
+        answer(request, bytes ? lacking(cache_->state(sample)) : Status::never, {}, nullptr);
       }
     });
   });

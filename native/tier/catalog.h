@@ -5,8 +5,9 @@
 // has of them. Then for each local rank how often it reads places of copies; places share these words.
 // Then one state per entry (a sample, a place of a half, a place of a copy), then one checksum per sample
 // (base/sums.h). A state has its State in the low two bits; above them, while the sample is filling, the
-// claiming local rank, and one of a sample that failed for want of memory. Stamped with magic, version
-// and layout size, so that builds that do not agree refuse each other.
+// claiming local rank, and one of a sample that failed for want of memory, or that is ready because an
+// earlier job wrote it. Stamped with magic, version and layout size, so that builds that do not agree
+// refuse each other.
 #pragma once
 
 #include <algorithm>
@@ -70,7 +71,7 @@ struct CatalogHeader {
 };
 
 inline constexpr uint64_t kCatalogMagic = 0x315441434c54534e;  // "NSTLCAT1"
-inline constexpr uint32_t kCatalogVersion = 12;
+inline constexpr uint32_t kCatalogVersion = 13;
 
 // Memory is taken from the system in pieces of this size, just before it is first touched: a 64th
 // of the arena, in whole MiB up to 32, so that ranks which look at a limit at the same time pass it

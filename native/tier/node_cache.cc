@@ -111,6 +111,8 @@ uint32_t word_of(State state, uint32_t local_rank = 0) {
 State state_of(uint32_t word) { return static_cast<State>(word & 3u); }
 // A sample that failed because its tier had no memory: try_again() makes it empty.
 constexpr uint32_t kUnfilled = (1u << 2) | static_cast<uint32_t>(State::failed);
+// A sample that is ready because an earlier job wrote it.
+constexpr uint32_t kResident = (1u << 2) | static_cast<uint32_t>(State::ready);
 
 // What the catalogue has room for, without a last line that is cut.
 std::string_view that_fit(std::string_view text) {
@@ -282,7 +284,8 @@ class NodeCacheImpl final : public NodeCache {
 
   bool file_read(uint64_t sample, std::span<std::byte> into) override {
     const Turns::Taken turn = turns_[tier_[sample]].take(1);
-    return accept(sample, read(sample, into));
+    const uint32_t seen = words_[sample].load();
+    return accept(sample, seen, read(sample, into));
   }
 
   void file_read(std::span<TierRead> reads, RecordReader& reader) override {
@@ -293,9 +296,12 @@ class NodeCacheImpl final : public NodeCache {
       return;
     }
     std::vector<RecordRead> records;
+    std::vector<uint32_t> seen;
     records.reserve(reads.size());
+    seen.reserve(reads.size());
     for (const TierRead& r : reads) {
       records.push_back({tier_files_[t].get(), offset_[r.sample], r.sample, r.into});
+      seen.push_back(words_[r.sample].load());
     }
     for (size_t next = 0; next < records.size();) {
       const Turns::Taken turns = turns_[t].take(records.size() - next);
@@ -303,7 +309,7 @@ class NodeCacheImpl final : public NodeCache {
       next += turns.count();
     }
     for (size_t i = 0; i < reads.size(); ++i) {
-      reads[i].good = accept(reads[i].sample, records[i].sum);
+      reads[i].good = accept(reads[i].sample, seen[i], records[i].sum);
     }
   }
 
@@ -415,22 +421,26 @@ class NodeCacheImpl final : public NodeCache {
     return tier_[sample] == plan::kNoTier ||
            (header_->given_up.load(std::memory_order_relaxed) & (1u << tier_[sample])) == 0;
   }
-  // Whether what was read of a ready sample is that sample; else it is not ready any more.
-  bool accept(uint64_t sample, const Result<uint32_t>& result) {
-    const size_t t = tier_[sample];
-    if (result && result.value() == 0) {       // a store may drop what it has
-      uint32_t ready = word_of(State::ready);  // another reader may have found that before
-      if (words_[sample].compare_exchange_strong(ready, word_of(State::empty))) {
-        header_->file_bytes.fetch_sub(sizes_[sample] + kRecordHeader);
-      }
+  // Whether what was read of a sample, whose word was `seen` before, is that sample. Else it is not
+  // ready any more. What a store dropped, or an earlier job wrote, is written again; but what this job
+  // wrote fails for good, or a bad disk would be written to for ever.
+  bool accept(uint64_t sample, uint32_t seen, const Result<uint32_t>& result) {
+    const bool dropped = result && result.value() == 0;
+    if (result && !dropped && sums_.agrees(sample, result.value())) return true;
+    const bool again = dropped || seen == kResident;
+    // Where another reader has found that before, what is there by now is not what was read.
+    if (state_of(seen) != State::ready ||
+        !words_[sample].compare_exchange_strong(seen,
+                                                word_of(again ? State::empty : State::failed))) {
       return false;
     }
-    if (result && sums_.agrees(sample, result.value())) return true;
+    if (again) header_->file_bytes.fetch_sub(sizes_[sample] + kRecordHeader);
+    if (dropped) return false;
+    const size_t t = tier_[sample];
     warn(t, "sample " + std::to_string(sample) + " in the tier " + tier_paths_[t] + ": " +
                 (result ? "a record is of another content than the one that was read first"
                         : result.error().what()) +
-                "; it is read from the source instead");
-    set(sample, State::failed);
+                "; it is read from the source " + (again ? "and written again" : "instead"));
     return false;
   }
   // 0, or -errno with the text.
@@ -476,6 +486,7 @@ class NodeCacheImpl final : public NodeCache {
   void take_tier_files(std::vector<Descriptor>& files);
   void share_listing();
   void give();
+  Manifest kept_in(size_t tier) const;
   void load_residents(size_t tier, std::span<const KeptRecord> records);
   void leave() noexcept;
   void keep_on();
@@ -579,8 +590,7 @@ void NodeCacheImpl::meet(const Placer& place, std::chrono::nanoseconds timeout) 
     if (keeps) {
       for (size_t t = 0; t < kept.size(); ++t) {
         if (!kept_files_[t]) continue;
-        Manifest manifest = kept_records(config_.tiers[t], config_.dataset, sizes_.size());
-        if (config_.judge) config_.judge(config_.tiers[t], manifest);
+        Manifest manifest = kept_in(t);
         for (const KeptRecord& r : manifest.records) kept[t].push_back({r.sample, r.offset});
         records[t] = std::move(manifest.records);
       }
@@ -1005,12 +1015,26 @@ void NodeCacheImpl::take_tier_files(std::vector<Descriptor>& files) {
   }
 }
 
-// Of what kept_records() gives, which names no other samples than the data set's.
+// What the tier's file holds of what its manifest says: another job may have cut the file since, and
+// others remove it.
+Manifest NodeCacheImpl::kept_in(size_t t) const {
+  Manifest manifest = kept_records(config_.tiers[t], config_.dataset, sizes_.size());
+  struct stat status {};
+  const bool known = ::fstat(tier_files_[t].get(), &status) == 0;
+  const uint64_t end = known ? static_cast<uint64_t>(status.st_size) : 0;
+  std::erase_if(manifest.records, [&](const KeptRecord& r) {
+    return r.offset > end || end - r.offset < kRecordHeader + sizes_[r.sample];
+  });
+  if (config_.judge) config_.judge(config_.tiers[t], manifest);
+  return manifest;
+}
+
+// Of what kept_in() gives, which names no other samples than the data set's.
 void NodeCacheImpl::load_residents(size_t t, std::span<const KeptRecord> records) {
   for (const KeptRecord& r : records) {
     if (tier_[r.sample] == t && offset_[r.sample] == r.offset) {
       sums_.agrees(r.sample, r.sum);
-      words_[r.sample].store(word_of(State::ready));
+      words_[r.sample].store(kResident);
       header_->file_bytes.fetch_add(sizes_[r.sample] + kRecordHeader);
     }
   }

@@ -9,7 +9,8 @@
 //                       |------abandon--> empty    (the claimer could not read it)
 //                       `------fail-----> failed   (no room in the tier, or a bad record)
 //
-// A rank that waits for a sample takes back the claim of a rank that died. Liveness is a lock that
+// A record of an earlier job (a kept tier) that turns out damaged goes from ready to empty, and is
+// written again. A rank that waits for a sample takes back the claim of a rank that died. Liveness is a lock that
 // the kernel drops when a process ends, however it ends. Nothing but a kept tier has a name: a rank
 // that attaches gets the files from one that is attached (base/handover.h), and memory and disk are
 // free again when the last process that had them has ended.
@@ -18,8 +19,9 @@
 // others use a reserve, chunks that are not being read or filled are given back, by a thread of one
 // of the ranks; their samples are `failed` until try_again().
 //
-// Failures degrade. If there is no room in /dev/shm or on the disk, or a record has a wrong CRC32C,
-// the sample is `failed` from then on, with one warning per tier, and the caller reads the source.
+// Failures degrade. If there is no room in /dev/shm or on the disk, or a record of this job has a
+// wrong CRC32C, the sample is `failed` from then on, with one warning per tier, and the caller reads the
+// source.
 // A sample that failed for want of memory is empty again after try_again(). A rank that cannot
 // share files with the others has no tiers.
 //
@@ -205,7 +207,7 @@ class NodeCache {
 
   virtual RamView ram_view(uint64_t sample) const noexcept = 0;
   // Reads a ready sample of the file tier and checks its CRC32C, and that against sums(); false
-  // (state failed, one warning) if it cannot be read or is not what was written.
+  // (not ready any more, one warning) if it cannot be read or is not what was written.
   virtual bool file_read(uint64_t sample, std::span<std::byte> into) = 0;
   // The same of several samples of one tier, side by side where its disk makes reads wait. `reader`
   // is the calling thread's.

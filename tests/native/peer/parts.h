@@ -28,7 +28,8 @@ inline std::shared_ptr<tier::NodeCache> cache_below(const std::filesystem::path&
                                                     const std::string& job, tier::TierKind kind,
                                                     const std::vector<uint64_t>& sizes,
                                                     FileSystem* files = nullptr,
-                                                    const std::set<uint64_t>& unplaced = {}) {
+                                                    const std::set<uint64_t>& unplaced = {},
+                                                    bool keep = false) {
   std::filesystem::create_directories(directory / "shm");
   plan::Placement placement;
   placement.fill.resize(1);
@@ -44,7 +45,7 @@ inline std::shared_ptr<tier::NodeCache> cache_below(const std::filesystem::path&
   c.job = job;
   c.dataset = 11;
   c.plan = 22;
-  c.tiers = {{kind, at, (directory / "disk").string(), false}};
+  c.tiers = {{kind, at, (directory / "disk").string(), keep}};
   c.shm_directory = (directory / "shm").string();
   c.files = files;
   return tier::NodeCache::attach(c, sizes, tier::fixed(placement));

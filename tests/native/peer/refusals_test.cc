@@ -1,5 +1,7 @@
 // What is refused, lost or passed over between ranks, beside what hostile peers do: addresses of no use,
 // payloads that do not arrive, samples without a place, ranks that go while something is asked.
+#include <filesystem>
+#include <fstream>
 #include <future>
 
 #include "hostile.h"
@@ -135,6 +137,26 @@ TEST_F(RefusalTest, ASampleBeyondMemoryIsNeverAnswered) {
   sizes_[kMine] = uint64_t{1} << 63;  // refused before sanitizers see it
   EXPECT_EQ(answer_to(session, kMine), Status::never);
   EXPECT_THAT(warnings(), Contains(HasSubstr("failed to send or receive a sample")));
+}
+
+TEST_F(RefusalTest, ADamagedRecordOfAnEarlierJobIsTakenAnew) {
+  const auto kept = [this] {
+    return cache_below(root_ / "kept", "kept", tier::TierKind::file, sizes_, nullptr, {}, true);
+  };
+  put(*kept(), kMine);
+  for (const auto& e : std::filesystem::recursive_directory_iterator(root_ / "kept")) {
+    if (e.path().extension() != ".tier") continue;
+    std::fstream file(e.path());
+    file.seekp(-1, std::ios::end).put('x');
+  }
+  arrange_ = [&](ExchangeConfig&, plan::Ownership&) { cache_ = kept(); };
+  start();
+  ASSERT_EQ(cache_->state(kMine), tier::State::ready);
+  Session session = served();
+  EXPECT_EQ(answer_to(session, kMine), Status::not_yet);
+  say_push(session, kMine);
+  EXPECT_TRUE(eventually([&] { return cache_->state(kMine) == tier::State::ready; }));
+  EXPECT_EQ(answer_to(session, kMine), Status::here);
 }
 
 class TornTest : public RefusalTest, public testing::WithParamInterface<tier::TierKind> {};

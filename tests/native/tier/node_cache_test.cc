@@ -1610,9 +1610,121 @@ TEST_F(NodeCacheTest, ARecordThatWasPlantedIsFound) {
   }
   std::vector<std::byte> into(kSize);
   EXPECT_FALSE(next->file_read(2, into));
-  EXPECT_EQ(next->state(2), State::failed);
+  EXPECT_EQ(next->state(2), State::empty);
   ASSERT_EQ(warnings_.size(), 1u);
   EXPECT_NE(warnings_[0].find("another content"), std::string::npos) << warnings_[0];
+}
+
+// As by a job with less room that was killed before it wrote a manifest, or by a purge.
+TEST_F(NodeCacheTest, WhatIsBeyondTheEndOfAKeptFileIsWrittenAgain) {
+  auto c = config(0, 1, TierKind::file);
+  c.tiers[0].keep = true;
+  const std::string file = kept_file_name(c.tiers[0].path, c.dataset);
+  const uint64_t record = kSize + kRecordHeader;
+  for (const uint64_t left : {3 * record, 3 * record - 1, uint64_t{0}}) {
+    {
+      const auto before = attach(c);
+      for (uint64_t s = 0; s < kSamples; ++s) {
+        if (before->state(s) == State::empty) put(*before, s);
+      }
+    }
+    if (left > 0) {
+      fs::resize_file(file, left);
+    } else {
+      fs::remove(file);
+    }
+    const auto cache = attach(c);
+    for (uint64_t s = 0; s < kSamples; ++s) {
+      EXPECT_EQ(cache->state(s), s < left / record ? State::ready : State::empty) << s;
+    }
+    EXPECT_EQ(cache->file_bytes(), left / record * record);
+    put(*cache, 9);
+    std::vector<std::byte> into(kSize);
+    EXPECT_TRUE(cache->file_read(9, into));
+    EXPECT_EQ(into, bytes_of(9));
+  }
+  EXPECT_TRUE(warnings_.empty());
+}
+
+class DamagedRecords : public NodeCacheTest {
+ protected:
+  // A rank of a job on a kept tier of which an earlier job wrote two records.
+  NodeCacheConfig kept(uint32_t rank) const {
+    auto c = config(rank, 2, TierKind::file);
+    c.tiers[0].keep = true;
+    return c;
+  }
+  void SetUp() override {
+    NodeCacheTest::SetUp();
+    const auto before = attach(kept(0));
+    put(*before, 2);
+    put(*before, 7);
+  }
+  void damage(uint64_t sample) const {
+    const Descriptor file(
+        ::open(kept_file_name(kept(0).tiers[0].path, 11).c_str(), O_RDWR | O_CLOEXEC));
+    const std::byte wrong{99};
+    const uint64_t at = sample * (kSize + kRecordHeader) + kRecordHeader + 5;
+    ASSERT_EQ(FileSystem::real().pwrite(file.get(), {&wrong, 1}, at), 1);
+  }
+  // One by one, and as one of several.
+  static bool read(NodeCache& cache, uint64_t sample, bool several) {
+    std::vector<std::byte> into(kSize);
+    if (!several) return cache.file_read(sample, into);
+    std::atomic<bool> refused{false};
+    RecordReader reader(4, refused);
+    std::vector<TierRead> reads{{sample, into}};
+    cache.file_read(reads, reader);
+    return reads[0].good;
+  }
+};
+
+TEST_F(DamagedRecords, OfAnEarlierJobAreWrittenAgainAndOfThisOneAreNot) {
+  const auto a = attach(kept(0)), b = attach(kept(1));
+  EXPECT_EQ(a->file_bytes(), 2 * (kSize + kRecordHeader));
+  for (const bool several : {false, true}) {
+    const uint64_t sample = several ? 7 : 2;
+    damage(sample);
+    EXPECT_FALSE(read(*a, sample, several));
+    EXPECT_EQ(b->state(sample), State::empty);
+    EXPECT_EQ(b->file_bytes(), kSize + kRecordHeader);
+    put(*b, sample);
+    EXPECT_TRUE(read(*a, sample, several));
+    EXPECT_EQ(b->file_bytes(), 2 * (kSize + kRecordHeader));
+    damage(sample);
+    EXPECT_FALSE(read(*a, sample, several));
+    EXPECT_EQ(b->state(sample), State::failed);
+    EXPECT_FALSE(b->claim(sample));
+  }
+  ASSERT_EQ(warnings_.size(), 1u);
+  EXPECT_NE(warnings_[0].find("it is read from the source and written again"), std::string::npos)
+      << warnings_[0];
+}
+
+// While one rank reads it, another one finds it damaged and writes it again.
+TEST_F(DamagedRecords, AreNotTakenForWhatWasWrittenSince) {
+  class Reading : public FileSystem {
+   public:
+    int64_t pread(int fd, std::span<std::byte> into, uint64_t offset) override {
+      const int64_t n = FileSystem::pread(fd, into, offset);
+      if (into.size() == kSize && then) std::exchange(then, {})();
+      return n;
+    }
+    std::function<void()> then;
+  };
+  Reading files;
+  auto c = kept(0);
+  c.files = &files;
+  const auto a = attach(c), b = attach(kept(1));
+  damage(2);
+  files.then = [&] {
+    EXPECT_FALSE(read(*b, 2, false));
+    put(*b, 2);
+  };
+  EXPECT_FALSE(read(*a, 2, false));
+  EXPECT_EQ(a->state(2), State::ready);
+  EXPECT_TRUE(read(*a, 2, false));
+  EXPECT_EQ(a->file_bytes(), 2 * (kSize + kRecordHeader));
 }
 
 TEST_F(NodeCacheTest, WhatAKeptTierHoldsIsJudgedBeforeItIsUsed) {
