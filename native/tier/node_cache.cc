@@ -133,6 +133,10 @@ std::vector<std::pair<std::string, std::string>> lines_of(std::string_view text)
   return lines;
 }
 
+// What a tier warns of: its directory or file at the start, a refused piece of memory, a failed write, the
+// last one, a record that is read in vain, memory whose bytes changed, a manifest that is not written.
+enum class Told : uint32_t { start, memory, write, full, read, changed, manifest };
+
 // `partial`: refused, and some of its memory is there.
 enum class Chunk : uint32_t { untouched = 0, there = 1, refused = 2, leaving = 3, partial = 4 };
 
@@ -256,11 +260,12 @@ class NodeCacheImpl final : public NodeCache {
     const bool full = error == -ENOSPC || error == -EDQUOT || error == -EROFS;
     if (full || header_->failed_writes[t].fetch_add(1) + 1 >= kMaxFailedWrites) {
       header_->given_up.fetch_or(1u << t, std::memory_order_relaxed);
-      warn(t, told +
-                  "; the tier takes no more samples, those that it lacks are read from the source: "
-                  "free space or give the tier a smaller size");
+      warn(t, Told::full,
+           told +
+               "; the tier takes no more samples, those that it lacks are read from the source: "
+               "free space or give the tier a smaller size");
     } else {
-      warn(t, told + "; the sample is read from the source");
+      warn(t, Told::write, told + "; the sample is read from the source");
     }
     set(sample, State::failed);
   }
@@ -316,7 +321,7 @@ class NodeCacheImpl final : public NodeCache {
   SampleSums& sums() noexcept override { return sums_; }
   void reject(uint64_t sample) noexcept override {
     try {
-      warn(tier_[sample],
+      warn(tier_[sample], Told::changed,
            (sample < sizes_.size() ? "sample " + std::to_string(sample)
                                    : std::string("a sample of sub-batches")) +
                " in the RAM tier has changed since it was read (wrong CRC32C): check this "
@@ -437,18 +442,21 @@ class NodeCacheImpl final : public NodeCache {
     if (again) header_->file_bytes.fetch_sub(sizes_[sample] + kRecordHeader);
     if (dropped) return false;
     const size_t t = tier_[sample];
-    warn(t, "sample " + std::to_string(sample) + " in the tier " + tier_paths_[t] + ": " +
-                (result ? "a record is of another content than the one that was read first"
-                        : result.error().what()) +
-                "; it is read from the source " + (again ? "and written again" : "instead"));
+    warn(t, Told::read,
+         "sample " + std::to_string(sample) + " in the tier " + tier_paths_[t] + ": " +
+             (result ? "a record is of another content than the one that was read first"
+                     : result.error().what()) +
+             "; it is read from the source " + (again ? "and written again" : "instead"));
     return false;
   }
   // 0, or -errno with the text.
   int write(uint64_t sample, uint32_t sum, std::span<const std::byte> bytes, std::string& told);
   // The checksum of what was read; 0 if it is there no more.
   Result<uint32_t> read(uint64_t sample, std::span<std::byte> into);
-  void warn(size_t tier, const std::string& message) {
-    if (!warned_[tier].exchange(true)) log(LogLevel::warning, message);
+  // Once for each tier and kind.
+  void warn(size_t tier, Told kind, const std::string& message) {
+    const uint32_t bit = 1u << static_cast<uint32_t>(kind);
+    if ((warned_[tier].fetch_or(bit) & bit) == 0) log(LogLevel::warning, message);
   }
 
   bool is_used(uint64_t chunk) const noexcept;
@@ -523,9 +531,9 @@ class NodeCacheImpl final : public NodeCache {
   std::vector<Descriptor> kept_directories_;
   std::vector<std::string> tier_paths_;
   std::vector<std::atomic<bool>> disabled_;
-  std::vector<std::atomic<bool>> warned_;
-  std::vector<Turns> turns_;  // of reads of file tiers
-  uint32_t me_;               // this process's number on the node
+  std::vector<std::atomic<uint32_t>> warned_;  // a bit for each Told
+  std::vector<Turns> turns_;                   // of reads of file tiers
+  uint32_t me_;                                // this process's number on the node
   bool joined_ = false;
   const std::chrono::steady_clock::time_point made_ = std::chrono::steady_clock::now();
   const int owner_pid_;
@@ -765,7 +773,8 @@ Descriptor NodeCacheImpl::create_arena() {
     return std::move(file).take();
   }
   for (size_t t = 0; t < config_.tiers.size(); ++t) {
-    if (config_.tiers[t].kind == TierKind::ram) warn(t, why + "; there is no RAM tier");
+    if (config_.tiers[t].kind == TierKind::ram)
+      warn(t, Told::start, why + "; there is no RAM tier");
   }
   return {};
 }
@@ -897,17 +906,19 @@ void NodeCacheImpl::open_tier_files() {
     tier_paths_[t] = spec.path;
     if (const std::string missing = unmounted(spec.path); !missing.empty()) {
       disabled_[t] = true;
-      warn(t, "tier " + spec.path + " is not used, samples are read from the source: " + missing +
-                  " is not there, and would lie on the disk of the system (is a disk not mounted? "
-                  "mount it, or make " +
-                  missing + ")");
+      warn(t, Told::start,
+           "tier " + spec.path + " is not used, samples are read from the source: " + missing +
+               " is not there, and would lie on the disk of the system (is a disk not mounted? "
+               "mount it, or make " +
+               missing + ")");
       continue;
     }
     if (const std::string why = not_made(spec.path); !why.empty()) {
       disabled_[t] = true;
-      warn(t, why +
-                  "; this file tier is not used, samples are read from the source: make the "
-                  "directory, or give the tier another one");
+      warn(t, Told::start,
+           why +
+               "; this file tier is not used, samples are read from the source: make the "
+               "directory, or give the tier another one");
       continue;
     }
     std::string not_kept;
@@ -918,14 +929,16 @@ void NodeCacheImpl::open_tier_files() {
     auto file = unnamed_file(spec.path);
     if (!file) {
       disabled_[t] = true;
-      warn(t, std::string(file.error().what()) +
-                  "; this file tier is not used, samples are read from the source: let this user "
-                  "write there, or give the tier another directory");
+      warn(t, Told::start,
+           std::string(file.error().what()) +
+               "; this file tier is not used, samples are read from the source: let this user "
+               "write there, or give the tier another directory");
       continue;
     }
     tier_files_[t] = std::move(file).take();
     if (!not_kept.empty()) {
-      warn(t, not_kept + "; this tier is not kept: put that right, or give it another directory");
+      warn(t, Told::start,
+           not_kept + "; this tier is not kept: put that right, or give it another directory");
     }
   }
 }
@@ -980,7 +993,7 @@ void NodeCacheImpl::shorten_kept(size_t t) {
   if (::fstat(tier_files_[t].get(), &status) != 0) return;
   if (static_cast<uint64_t>(status.st_size) <= capacity) return;
   if (const int error = files_.truncate(tier_files_[t].get(), capacity); error != 0) {
-    warn(t, io_error("cannot shorten", tier_paths_[t], -error).what());
+    warn(t, Told::start, io_error("cannot shorten", tier_paths_[t], -error).what());
   }
 }
 
@@ -1063,9 +1076,9 @@ bool NodeCacheImpl::have_chunk(uint64_t chunk, size_t tier) {
                 .what();
     }
     if (why) {
-      warn(tier, "the RAM tier takes no more memory: " + *why +
-                     "; the rest is read from the source" +
-                     (error == EINTR ? "" : ": free memory or give the RAM tier a smaller size"));
+      warn(tier, Told::memory,
+           "the RAM tier takes no more memory: " + *why + "; the rest is read from the source" +
+               (error == EINTR ? "" : ": free memory or give the RAM tier a smaller size"));
     }
   }
   return state_of_chunk(chunk) == Chunk::there;
@@ -1373,9 +1386,10 @@ bool NodeCacheImpl::read_copy(const plan::CopyUse& use, uint64_t sample,
     uint32_t ready = word_of(State::ready);
     if (!good && words_[entry].compare_exchange_strong(ready, word_of(State::empty))) {
       header_->ram_bytes.fetch_sub(range.size, std::memory_order_relaxed);
-      warn(tier_[entry], "the copy of sample " + std::to_string(sample) +
-                             " in the RAM tier has changed since it was read (wrong CRC32C): check "
-                             "this machine's memory; it is fetched again");
+      warn(tier_[entry], Told::changed,
+           "the copy of sample " + std::to_string(sample) +
+               " in the RAM tier has changed since it was read (wrong CRC32C): check "
+               "this machine's memory; it is fetched again");
     }
   }
   readers.fetch_sub(1, std::memory_order_release);
@@ -1528,7 +1542,8 @@ void NodeCacheImpl::write_manifest(size_t t, bool last) {
   }
   if (error == 0) error = files_.rename(temporary, path, directory);
   if (error != 0) {
-    warn(t, io_error("cannot keep the file tier: cannot write", path, -error).what());
+    warn(t, Told::manifest,
+         io_error("cannot keep the file tier: cannot write", path, -error).what());
     files_.unlink(temporary, directory);
   }
 }

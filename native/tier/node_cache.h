@@ -20,8 +20,8 @@
 // of the ranks; their samples are `failed` until try_again().
 //
 // Failures degrade. If there is no room in /dev/shm or on the disk, or a record of this job has a
-// wrong CRC32C, the sample is `failed` from then on, with one warning per tier, and the caller reads the
-// source.
+// wrong CRC32C, the sample is `failed` from then on, with one warning per tier and kind, and the caller reads
+// the source.
 // A sample that failed for want of memory is empty again after try_again(). A rank that cannot
 // share files with the others has no tiers.
 //
@@ -217,7 +217,7 @@ class NodeCache {
   // before it publishes; code that takes bytes out of the RAM tier compares them.
   virtual SampleSums& sums() noexcept = 0;
   // The copy of a ready sample does not have the sample's checksum: ready -> failed, one warning
-  // per tier.
+  // per tier of this kind.
   virtual void reject(uint64_t sample) noexcept = 0;
 
   // Waits while the sample is `filling`, until the deadline or a stop; takes back the claim of a

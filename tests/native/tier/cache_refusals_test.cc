@@ -125,6 +125,25 @@ TEST_F(CacheRefusals, AStoreThatForgetsOrFailsCostsItsSamples) {
   b->file_read(std::span<TierRead>(), reader);  // nothing is asked of it
 }
 
+TEST_F(CacheRefusals, AnEarlierWarningSilencesNoneOfAnotherKind) {
+  FailingFiles files;
+  files.errors["allocate"] = ENOMEM;
+  NodeCacheConfig c = config(0, 1);
+  c.files = &files;
+  const auto cache = attach(c);
+  ASSERT_TRUE(cache->claim(0));
+  EXPECT_TRUE(cache->ram_slot(0).empty());
+  ASSERT_TRUE(warned("the RAM tier takes no more memory"));
+  files.errors.clear();
+  cache->try_again();
+  put(*cache, 1);
+  cache->reject(1);
+  EXPECT_TRUE(warned("sample 1 in the RAM tier has changed since it was read (wrong CRC32C)"));
+  put(*cache, 2);
+  cache->reject(2);
+  EXPECT_EQ(warnings_.size(), 2u);
+}
+
 TEST_F(CacheRefusals, AStoreThatCannotKeepSaysWhy) {
   const auto store = std::make_shared<Memory>();
   store->fails = true;
