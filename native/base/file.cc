@@ -3,6 +3,7 @@
 
 #include <fcntl.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -139,11 +140,26 @@ int FileSystem::truncate(int fd, uint64_t size) {
 
 int FileSystem::rename(const std::string& from, const std::string& to, int directory) {
   const char *old = name_in(directory, from), *fresh = name_in(directory, to);
-  return ::renameat(directory, old, directory, fresh) == 0 ? 0 : -errno;
+  struct stat moved {};
+  const bool known = ::fstatat(directory, old, &moved, AT_SYMLINK_NOFOLLOW) == 0;
+  for (bool again = false;; again = true) {
+    if (::renameat(directory, old, directory, fresh) == 0) return 0;
+    if (errno == EINTR) continue;
+    const int error = errno;
+    struct stat there {};
+    const bool done = again && known && error == ENOENT &&
+                      ::fstatat(directory, fresh, &there, AT_SYMLINK_NOFOLLOW) == 0 &&
+                      there.st_dev == moved.st_dev && there.st_ino == moved.st_ino;
+    return done ? 0 : -error;
+  }
 }
 
 int FileSystem::unlink(const std::string& path, int directory) {
-  return ::unlinkat(directory, name_in(directory, path), 0) == 0 ? 0 : -errno;
+  const char* name = name_in(directory, path);
+  for (bool again = false;; again = true) {
+    if (::unlinkat(directory, name, 0) == 0) return 0;
+    if (errno != EINTR) return again && errno == ENOENT ? 0 : -errno;
+  }
 }
 
 int FileSystem::lock(int fd, short type, uint64_t byte) {
@@ -156,7 +172,9 @@ int FileSystem::lock(int fd, short type, uint64_t byte) {
   return error == -EACCES ? -EAGAIN : error;
 }
 
-int FileSystem::fsync(int fd) { return ::fsync(fd) == 0 ? 0 : -errno; }
+int FileSystem::fsync(int fd) {
+  return uninterrupted([&] { return ::fsync(fd); });
+}
 
 int FileSystem::write_back(int fd, uint64_t offset, uint64_t size) {
   constexpr unsigned kAll =

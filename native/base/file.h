@@ -61,7 +61,9 @@ class FileSystem {
   // Writes what the cache has of these bytes to the device; 0, or -errno. They are durable after
   // fsync alone, which does not tell again what failed here.
   virtual int write_back(int fd, uint64_t offset, uint64_t size);
-  // With a `directory`, which is open, paths mean their last component in it.
+  // With a `directory`, which is open, paths mean their last component in it. A try that a signal
+  // interrupted may have been done all the same, on a network's file system: a name that is missing at
+  // the next one is no error if `to` is that file now, or if the name was to be removed.
   virtual int rename(const std::string& from, const std::string& to, int directory = kByPath);
   virtual int unlink(const std::string& path, int directory = kByPath);
   // At once: F_RDLCK, F_WRLCK or F_UNLCK of one byte for the open file; 0, or -errno (-EAGAIN where

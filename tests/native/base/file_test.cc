@@ -1,4 +1,4 @@
-// Room for files where signals come at short intervals.
+// Calls on files where signals come at short intervals.
 #include "base/file.h"
 
 #include <fcntl.h>
@@ -10,7 +10,9 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <fstream>
 #include <functional>
+#include <string>
 #include <thread>
 
 #include "../temporary.h"
@@ -20,12 +22,34 @@
 namespace {
 // What posix_fallocate gives for so many bytes; none: the system's answer.
 std::function<int(off_t size)> answer;
+// How many calls of the next ones a signal interrupts, and whether those are done all the same.
+int interrupted = 0;
+bool done = false;
+
+template <typename Call>
+int amid_signals(Call call) {
+  if (interrupted == 0) return static_cast<int>(call());
+  --interrupted;
+  if (done) call();
+  errno = EINTR;
+  return -1;
+}
 }  // namespace
 
 // In place of the C library's.
 extern "C" int posix_fallocate(int fd, off_t offset, off_t size) {
   if (const int error = answer ? answer(size) : 0) return error;
   return ::syscall(SYS_fallocate, fd, 0, offset, size) == 0 ? 0 : errno;
+}
+
+extern "C" int fsync(int fd) {
+  return amid_signals([&] { return ::syscall(SYS_fsync, fd); });
+}
+extern "C" int renameat(int from, const char* old, int to, const char* fresh) noexcept {
+  return amid_signals([&] { return ::syscall(SYS_renameat2, from, old, to, fresh, 0); });
+}
+extern "C" int unlinkat(int directory, const char* name, int flags) noexcept {
+  return amid_signals([&] { return ::syscall(SYS_unlinkat, directory, name, flags); });
 }
 
 namespace nostall {
@@ -98,6 +122,49 @@ TEST_F(Allocate, ACallThatFailsTakesNothingFromOthers) {
   }).join();
   if (!mounted) GTEST_SKIP() << "this user cannot mount a file system";
 }
+
+class AmidSignals : public testing::TestWithParam<bool> {
+ protected:
+  void SetUp() override { done = GetParam(); }
+  void TearDown() override { interrupted = 0; }
+  std::string make(const std::string& name) const {
+    std::ofstream(folder_.path(name)) << name;
+    return folder_.path(name);
+  }
+  static std::string content(const std::string& path) {
+    std::string text;
+    std::ifstream(path) >> text;
+    return text;
+  }
+
+  const TemporaryFolder folder_;
+  FileSystem& files_ = FileSystem::real();
+};
+
+TEST_P(AmidSignals, CallsAreRepeated) {
+  const std::string a = make("a"), b = make("b");
+  const Descriptor file(::open(a.c_str(), O_RDWR | O_CLOEXEC));
+  interrupted = 3;
+  EXPECT_EQ(files_.fsync(file.get()), 0);
+  EXPECT_EQ(interrupted, 0);
+  interrupted = 3;
+  EXPECT_EQ(files_.rename(a, b), 0);
+  EXPECT_EQ(content(b), "a");
+  EXPECT_NE(::access(a.c_str(), F_OK), 0);
+  interrupted = 3;
+  EXPECT_EQ(files_.unlink(b), 0);
+  EXPECT_NE(::access(b.c_str(), F_OK), 0);
+}
+
+TEST_P(AmidSignals, WhatWasNeverThereIsMissed) {
+  const std::string a = folder_.path("a"), b = make("b");
+  interrupted = 1;
+  EXPECT_EQ(files_.rename(a, b), -ENOENT);
+  EXPECT_EQ(content(b), "b");
+  EXPECT_EQ(files_.unlink(a), -ENOENT);
+}
+
+INSTANTIATE_TEST_SUITE_P(TriesThatAreDone, AmidSignals, testing::Bool());
 
 TEST_F(Allocate, WhatIsGivenBackIsZeros) {
   ASSERT_EQ(FileSystem::real().allocate(file_.get(), 0, kMiB), 0);
