@@ -390,7 +390,8 @@ uint64_t Exchange::Messenger::own_progress() {
   const Clock::time_point now = time();
   const auto settled = [&](plan::SampleId s) {
     const tier::State state = cache_->state(s);
-    return state == tier::State::ready || state == tier::State::failed || !cache_->placed(s);
+    return state == tier::State::ready || state == tier::State::failed || !cache_->placed(s) ||
+           !travels(s);
   };
   const size_t before = reached_;
   while (reached_ < owned_.size() && settled(owned_[reached_])) ++reached_;

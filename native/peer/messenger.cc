@@ -112,7 +112,7 @@ Exchange::Messenger::~Messenger() {
 
 bool Exchange::Messenger::reachable(uint64_t sample) const noexcept {
   const uint32_t owner = ownership_.owner[sample];
-  if (owner == plan::kNoOwner || owner == node_) return false;
+  if (owner == plan::kNoOwner || owner == node_ || !travels(sample)) return false;
   if (!nodes_[owner]->alive.load(std::memory_order_acquire)) return false;
   if (!any_absent_.load(std::memory_order_acquire)) return true;
   const MutexLock lock(absent_mutex_);
@@ -122,6 +122,7 @@ bool Exchange::Messenger::reachable(uint64_t sample) const noexcept {
 Where Exchange::Messenger::where(uint64_t sample, uint32_t epoch) const noexcept {
   const uint32_t owner = ownership_.owner[sample], reader = ownership_.first_reader[sample];
   const uint64_t first = ownership_.first_access[sample];
+  if (!travels(sample)) return Where::source;
   if (owner != node_) {
     if (!reachable(sample)) return Where::source;
     const Node& node = *nodes_[owner];
@@ -198,7 +199,9 @@ void Exchange::Messenger::finish(FetchGroup& group, std::stop_token stop) {
 bool Exchange::Messenger::push(uint64_t sample, std::span<const std::byte> bytes,
                                std::shared_ptr<void> keep, std::stop_token stop) {
   const uint32_t owner = ownership_.owner[sample];
-  if (owner == plan::kNoOwner || owner == node_ || !nodes_[owner]->alive) return false;
+  if (owner == plan::kNoOwner || owner == node_ || !travels(sample) || !nodes_[owner]->alive) {
+    return false;
+  }
   {
     MutexLock lock(push_mutex_);
     const auto room = [&]() NOSTALL_REQUIRES(push_mutex_) {
@@ -627,7 +630,7 @@ void Exchange::Messenger::lose(uint32_t rank, const std::string& why, bool warn,
 void Exchange::Messenger::ask(const std::shared_ptr<FetchGroup>& group, size_t index) {
   const uint64_t sample = group->requests[index].sample;
   const uint32_t owner = ownership_.owner[sample];
-  if (owner == plan::kNoOwner || owner == node_ ||
+  if (owner == plan::kNoOwner || owner == node_ || !travels(sample) ||
       group->requests[index].into.size() != sizes_[sample]) {
     conclude(*group, index, Outcome::failed);
     return;

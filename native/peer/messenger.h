@@ -153,6 +153,8 @@ class Exchange::Messenger final : public Receiver {
   void run_files(std::stop_token stop);
   void submit_file(std::function<void()> work);
   void notify_progress();
+  // No message carries what is larger: every node reads it from the source.
+  bool travels(uint64_t sample) const noexcept { return sizes_[sample] <= kMaxPayload; }
   // The owner is another node that can be reached and has not answered `never`.
   bool reachable(uint64_t sample) const noexcept;
 

@@ -18,7 +18,7 @@ inline constexpr uint16_t kWireVersion = 2;
 inline constexpr size_t kHeaderBytes = 96;
 inline constexpr size_t kTagBytes = 16;
 inline constexpr size_t kNonceBytes = 16;
-// No sample is larger; a length above it is refused before anything is allocated.
+// Larger samples do not travel; a length above it is refused before anything is allocated.
 inline constexpr uint64_t kMaxPayload = uint64_t{1} << 32;
 
 enum class Kind : uint8_t {

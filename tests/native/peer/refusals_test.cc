@@ -238,6 +238,26 @@ TEST_F(RefusalTest, WhatIsNobodysOrThisNodesIsNotAskedForNorPushed) {
   EXPECT_FALSE(exchange_->push_wanted(0)) << "its owner has all that it owns";
 }
 
+TEST_F(RefusalTest, WhatNoMessageCarriesComesFromTheSource) {
+  sizes_[0] = sizes_[kMine] = kMaxPayload + 1;
+  sizes_[2] = kMaxPayload;
+  unplaced_ = {0, 2};
+  start();
+  // Neither until its owner is heard, nor until another node has read it first, ...
+  EXPECT_EQ(exchange_->where(0, 0), Where::source);
+  EXPECT_EQ(exchange_->where(kMine, 0), Where::source);
+  for (const uint64_t sample : {2, 3}) EXPECT_EQ(exchange_->where(sample, 0), Where::awaited);
+  // ... nor once its owner can be asked.
+  answering(0);
+  EXPECT_TRUE(eventually([&] { return exchange_->push_wanted(2); }));
+  EXPECT_EQ(exchange_->where(0, 1), Where::source);
+  EXPECT_FALSE(exchange_->push_wanted(0));
+  EXPECT_FALSE(exchange_->push(0, {}, nullptr, {}));
+  // Nobody waits for it before what comes later.
+  asking();
+  EXPECT_EQ(wire_->hear(Kind::welcome).progress, 3u);
+}
+
 TEST_F(RefusalTest, ANodeWithoutRanksIsNotAlive) {
   arrange_ = [](ExchangeConfig& config, plan::Ownership& o) {
     config.node_of_rank = {0, 2, 2};
