@@ -90,17 +90,19 @@ void Loader::Run::own_loop(std::span<const plan::SampleId> samples, std::stop_to
 
 void Loader::Run::claim_ahead(plan::SampleId sample, uint64_t entry, Filling& filling) {
   tier::NodeCache& cache = *config_.cache;
-  if (cache.state(entry) != tier::State::empty || !cache.claim(entry)) return;
+  if (cache.state(entry) != tier::State::empty) return;
+  tier::Claim claim(cache, entry);
+  if (!claim) return;
   std::span<std::byte> into;
   if (cache.kind(entry) == tier::TierKind::ram) {
     into = cache.ram_slot(entry);
-    if (into.size() != sizes_[sample]) return;  // no memory: the cache has said so
+    if (into.size() != sizes_[sample]) return claim.let_go();  // no memory: the cache has said so
   } else {
     filling.buffers.push_back(raw_pool_->take(sizes_[sample]));
     into = {filling.buffers.back()->data(), sizes_[sample]};
   }
+  filling.claims.push_back(std::move(claim));
   filling.requests.push_back({sample, into, 0});
-  filling.entries.push_back(entry);
   if (filling.requests.size() == config_.depth) read_ahead(filling);
 }
 
@@ -117,24 +119,23 @@ void Loader::Run::read_ahead(Filling& filling) {
   uint64_t bytes = 0;
   for (size_t i = 0; i < filling.requests.size(); ++i) {
     const source::ReadRequest& r = filling.requests[i];
-    const uint64_t entry = filling.entries[i];
-    if (r.error != 0) {
-      cache.abandon(entry);
-      continue;
-    }
+    tier::Claim& claim = filling.claims[i];
+    if (r.error != 0) continue;
+    const uint64_t entry = claim.sample();
     bytes += r.into.size();
     if (cache.kind(entry) == tier::TierKind::ram) {
       cache.publish(entry);
     } else {
       cache.file_write(entry, r.into);
     }
+    claim.let_go();
   }
   trace::record(kReadOwned, begin, now_ns(),
                 {static_cast<int64_t>(filling.requests.size()), static_cast<int64_t>(bytes)});
   speeds_.source.record(bytes, took);
   own_bytes_ += bytes;
   filling.requests.clear();
-  filling.entries.clear();
+  filling.claims.clear();
   filling.buffers.clear();
 }
 
@@ -166,8 +167,12 @@ void Loader::Run::fill_chunk(uint64_t chunk, const plan::KeptChunk& kept, Fillin
   };
   struct Reading {
     tier::NodeCache& cache;
-    ~Reading() { cache.read_for_chunk(std::nullopt); }
-  } const reading{cache};
+    Filling& filling;
+    ~Reading() {
+      filling.claims.clear();  // after an exception: of places that are another chunk's afterwards
+      cache.read_for_chunk(std::nullopt);
+    }
+  } const reading{cache, filling};
   // The half stays the chunk's while this thread may write to it, whatever the consumer does.
   cache.read_for_chunk(chunk);
   tier::Half half = tier::Half::awaited;
@@ -665,16 +670,18 @@ std::vector<Loader::Run::Beside> Loader::Run::claim_beside(std::span<Fetch* cons
           config_.peers->where(sample, task.batch->position.epoch) != peer::Where::source) {
         continue;
       }
-      if (!cache->claim(sample)) continue;
-      Beside b{sample, {}, {}};
+      Beside b{tier::Claim(*cache, sample), {}, {}};
+      if (!b.claim) continue;
       if (cache->kind(sample) == tier::TierKind::ram) {
         b.into = cache->ram_slot(sample);
-        if (b.into.size() != size) continue;  // no memory: the cache has said so
+        if (b.into.size() != size) {  // no memory: the cache has said so
+          b.claim.let_go();
+          continue;
+        }
       } else {
         try {
           b.buffer = raw_pool_->take(size);
         } catch (const std::bad_alloc&) {
-          cache->abandon(sample);
           return beside;
         }
         b.into = {b.buffer->data(), size};
@@ -686,19 +693,18 @@ std::vector<Loader::Run::Beside> Loader::Run::claim_beside(std::span<Fetch* cons
   return beside;
 }
 
-void Loader::Run::keep_beside(std::span<const Beside> beside,
+void Loader::Run::keep_beside(std::vector<Beside> beside,
                               std::span<const source::ReadRequest> requests) {
   for (size_t i = 0; i < beside.size(); ++i) {
-    if (requests[i].error != 0) {
-      config_.cache->abandon(beside[i].sample);  // reported when a batch needs it
-      continue;
-    }
-    own_bytes_ += beside[i].into.size();
-    if (beside[i].buffer) {
-      config_.cache->file_write(beside[i].sample, beside[i].into);
+    if (requests[i].error != 0) continue;  // reported when a batch needs it
+    Beside& b = beside[i];
+    own_bytes_ += b.into.size();
+    if (b.buffer) {
+      config_.cache->file_write(b.claim.sample(), b.into);
     } else {
-      config_.cache->publish(beside[i].sample);
+      config_.cache->publish(b.claim.sample());
     }
+    b.claim.let_go();
   }
 }
 
@@ -747,7 +753,7 @@ void Loader::Run::read_in_parts(std::span<Fetch* const> fetches, Fetcher& fetche
 void Loader::Run::read_source(std::span<Fetch* const> fetches, Fetcher& fetcher,
                               std::stop_token stop) {
   source::Reader& reader = fetcher.reader;
-  const std::vector<Beside> beside = claim_beside(fetches);
+  std::vector<Beside> beside = claim_beside(fetches);
   std::vector<source::ReadRequest> requests;
   requests.reserve(fetches.size() + beside.size());
   uint64_t bytes = 0;
@@ -760,7 +766,7 @@ void Loader::Run::read_source(std::span<Fetch* const> fetches, Fetcher& fetcher,
   for (const Fetch* f : fetches) {
     ask(f->work.task->items[f->work.index].sample, f->into, f->claimed);
   }
-  for (const Beside& b : beside) ask(b.sample, b.into, true);
+  for (const Beside& b : beside) ask(b.claim.sample(), b.into, true);
   const int64_t took = ask_source(requests, bytes, reader);
   std::vector<Work> finished;
   std::vector<Kept> kept;
@@ -780,7 +786,7 @@ void Loader::Run::read_source(std::span<Fetch* const> fetches, Fetcher& fetcher,
     finished.push_back(f.work);
   }
   finish(finished, &fetcher);
-  keep_beside(beside, std::span(requests).subspan(fetches.size()));
+  keep_beside(std::move(beside), std::span(requests).subspan(fetches.size()));
   for (const Kept& k : kept) pass_on(k, stop);
 }
 

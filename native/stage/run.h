@@ -131,7 +131,7 @@ class Loader::Run {
 
   // A sample that is read for a tier alone.
   struct Beside {
-    plan::SampleId sample = 0;
+    tier::Claim claim;
     std::shared_ptr<Buffer> buffer;  // of a file tier's; null: its slot of the RAM tier
     std::span<std::byte> into;
   };
@@ -151,7 +151,7 @@ class Loader::Run {
   struct Filling {
     std::unique_ptr<source::Reader> reader;
     std::vector<source::ReadRequest> requests{};
-    std::vector<uint64_t> entries{};
+    std::vector<tier::Claim> claims{};               // one for each request
     std::vector<std::shared_ptr<Buffer>> buffers{};  // of samples of file tiers
   };
   // Claims an entry for its sample if it is empty; reads when enough are claimed.
@@ -240,7 +240,7 @@ class Loader::Run {
   // Claims samples next to those to read that the tiers have room for: reading on is cheaper than
   // reading them later (Source::around).
   std::vector<Beside> claim_beside(std::span<Fetch* const> fetches);
-  void keep_beside(std::span<const Beside> beside, std::span<const source::ReadRequest> requests);
+  void keep_beside(std::vector<Beside> beside, std::span<const source::ReadRequest> requests);
   std::shared_ptr<peer::FetchGroup> ask_peers(std::span<Fetch* const> fetches);
   std::vector<Fetch*> take_from_peers(std::span<Fetch* const> fetches,
                                       const peer::FetchGroup& group, Fetcher& fetcher);

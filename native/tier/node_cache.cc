@@ -1055,7 +1055,7 @@ void NodeCacheImpl::load_residents(size_t t, std::span<const KeptRecord> records
 
 // ----------------------------------------------------------------------------- memory and waiting
 
-bool NodeCacheImpl::have_chunk(uint64_t chunk, size_t tier) {
+bool NodeCacheImpl::have_chunk(uint64_t chunk, size_t tier) try {
   if (state_of_chunk(chunk) == Chunk::untouched) {
     const auto [begin, size] = range_of_chunk(chunk);
     auto why = refusal(size, config_.tiers[tier].modest);
@@ -1082,6 +1082,8 @@ bool NodeCacheImpl::have_chunk(uint64_t chunk, size_t tier) {
     }
   }
   return state_of_chunk(chunk) == Chunk::there;
+} catch (const std::bad_alloc&) {
+  return false;
 }
 
 // Which limit forbids so many bytes more. What its reserve holds is left to others: beyond it they,

@@ -252,6 +252,28 @@ class NodeCache {
   virtual uint64_t file_bytes() const noexcept = 0;
 };
 
+// A claim of this rank, if there is one, that is abandoned with this object unless it is let go: it is
+// published or written then, or has failed. Ends before the cache.
+class Claim {
+ public:
+  Claim(NodeCache& cache, uint64_t sample) noexcept
+      : cache_(cache.claim(sample) ? &cache : nullptr), sample_(sample) {}
+  ~Claim() {
+    if (cache_ != nullptr) cache_->abandon(sample_);
+  }
+  Claim(Claim&& other) noexcept
+      : cache_(std::exchange(other.cache_, nullptr)), sample_(other.sample_) {}
+  Claim& operator=(Claim&&) = delete;
+
+  explicit operator bool() const noexcept { return cache_ != nullptr; }
+  uint64_t sample() const noexcept { return sample_; }
+  void let_go() noexcept { cache_ = nullptr; }
+
+ private:
+  NodeCache* cache_;
+  uint64_t sample_;
+};
+
 // A view that keeps its cache, for a reader that may outlive other holders of the cache; null if the
 // sample is not ready.
 std::shared_ptr<RamView> shared_view(std::shared_ptr<NodeCache> cache, uint64_t sample);

@@ -930,6 +930,35 @@ TEST(Loader, TheBatchThatIsWaitedForStaysWithinTheReadBuffersToo) {
   }
 }
 
+// Where there is no memory for what is read ahead, the run ends, and others may claim the sample.
+TEST(Loader, AClaimEndsWithTheRun) {
+  const TemporaryFolder folder;
+  const auto source = std::make_shared<MemorySource>(2);
+  source->pretend(0, uint64_t{1} << 62);
+  std::promise<void> failed;
+  source->before_read = [reading = failed.get_future().share()] { reading.wait(); };
+  tier::NodeCacheConfig node;
+  node.job = "ahead";
+  node.dataset = source->fingerprint();
+  node.tiers = {{tier::TierKind::file, uint64_t{1} << 63, folder.path(), false}};
+  plan::Placement placement;
+  placement.tier = {0, plan::kNoTier};
+  placement.offset = {0, 0};
+  placement.used = {1000};
+  placement.fill.resize(1);
+  LoaderConfig config = config_for(source, 1, 1);
+  config.job.order = plan::OrderKind::user;
+  config.job.user_order = {1};
+  config.cache = tier::NodeCache::attach(node, source->sizes(), tier::fixed(placement));
+  config.ahead = {{0}};
+  {
+    Loader loader(config);
+    EXPECT_THROW(loader.next(60s), Error);
+    failed.set_value();
+  }
+  EXPECT_EQ(config.cache->state(0), tier::State::empty);
+}
+
 // The first piece of memory is refused, and none after it.
 class NoMemoryAtFirst final : public FileSystem {
  public:

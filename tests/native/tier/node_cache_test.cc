@@ -276,6 +276,30 @@ TEST_F(CopiesTest, WrongBytesAreNeverGiven) {
   EXPECT_TRUE(has(*cache, last_place(), 29));
 }
 
+// The system refuses this process memory for what it notes, while it takes memory for a place.
+TEST_F(CopiesTest, AClaimEndsWhereThereIsNoMemory) {
+  class Exhausted : public FileSystem {
+   public:
+    int allocate(int fd, uint64_t offset, uint64_t size) override {
+      if (exhausted) throw std::bad_alloc();
+      return FileSystem::allocate(fd, offset, size);
+    }
+    bool exhausted = true;
+  };
+  Exhausted files;
+  NodeCacheConfig c = config(0, 1);
+  c.files = &files;
+  const auto cache = NodeCache::attach(c, sizes_, fixed(placement(600)));
+  EXPECT_FALSE(keep(*cache, last_place(), 29));
+  ASSERT_TRUE(cache->claim(0));
+  EXPECT_TRUE(cache->ram_slot(0).empty());
+  EXPECT_EQ(cache->state(0), State::failed);
+  files.exhausted = false;
+  cache->try_again();
+  EXPECT_TRUE(keep(*cache, last_place(), 29));
+  put(*cache, 0);
+}
+
 TEST_F(CopiesTest, PlacesBeyondTheTierAreRefused) {
   NodeCacheConfig c = config(0, 1);
   c.tiers[0].capacity = 1500;
