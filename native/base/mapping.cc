@@ -1,4 +1,4 @@
-// Shared mappings of open files (mmap).
+// Shared mappings of open files, and private ones of none (mmap).
 #include "base/mapping.h"
 
 #include <sys/mman.h>
@@ -9,8 +9,17 @@
 namespace nostall {
 
 Result<Mapping> Mapping::map(Descriptor file, const std::string& name, uint64_t size) {
+  return with_flags(MAP_SHARED, std::move(file), name, size);
+}
+
+Result<Mapping> Mapping::alone(const std::string& name, uint64_t size) {
+  return with_flags(MAP_PRIVATE | MAP_ANONYMOUS, Descriptor(), name, size);
+}
+
+Result<Mapping> Mapping::with_flags(int flags, Descriptor file, const std::string& name,
+                                    uint64_t size) {
   Mapping result;
-  void* memory = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, file.get(), 0);
+  void* memory = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, flags, file.get(), 0);
   if (memory == MAP_FAILED) return io_error("cannot map", name, errno);
   result.file_ = std::move(file);
   result.data_ = static_cast<std::byte*>(memory);

@@ -485,6 +485,8 @@ class NodeCacheImpl final : public NodeCache {
   Descriptor create_catalog();
   Descriptor create_arena();
   void map_shared();
+  void find_words();
+  void map_arena();
   [[noreturn]] void differ(const std::string& what) const;
   void check(const CatalogHeader& h) const;
   void enter_member();
@@ -666,9 +668,12 @@ void NodeCacheImpl::go_without(const std::string& why, const Placer& place) {
     kept_files_[t] = LockFile();
     disabled_[t] = true;
   }
-  catalog_file_ = create_catalog();
+  catalog_file_.reset();
   arena_file_.reset();
-  map_shared();
+  // What failed may be the files that ranks share.
+  catalog_ = Mapping::alone("the catalogue", catalog_bytes()).take();
+  new (catalog_.data()) CatalogHeader{};
+  find_words();
   log(LogLevel::warning, why + "; local rank " + std::to_string(config_.local_rank) +
                              " has no tiers, samples are read from the source");
 }
@@ -802,6 +807,11 @@ void NodeCacheImpl::map_shared() {
   lock_ = LockFile(reopen(catalog_file_.get()).take(), files_);
   catalog_ =
       Mapping::map(reopen(catalog_file_.get()).take(), "the catalogue", catalog_bytes()).take();
+  find_words();
+  map_arena();
+}
+
+void NodeCacheImpl::find_words() {
   header_ = reinterpret_cast<CatalogHeader*>(catalog_.data());
   ranges_ = reinterpret_cast<PlaceRange*>(catalog_.data() + sizeof(CatalogHeader));
   held_ = reinterpret_cast<std::atomic<uint64_t>*>(ranges_ + places());
@@ -809,7 +819,11 @@ void NodeCacheImpl::map_shared() {
   // Behind those of all ranks.
   words_ = readers_of(config_.local_world) + config_.local_world * pin_words(copies_.count());
   sums_ = SampleSums(words_ + entries(), sizes_.size());
+}
+
+void NodeCacheImpl::map_arena() {
   if (arena_file_) {
+    struct stat status {};
     if (::fstat(arena_file_.get(), &status) != 0 ||
         static_cast<uint64_t>(status.st_size) < arena_bytes_) {
       differ("size of the RAM tier");

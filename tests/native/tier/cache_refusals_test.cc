@@ -376,13 +376,29 @@ TEST_F(CacheRefusals, ARankThatCannotSayThatItLeavesWritesNoManifest) {
   EXPECT_FALSE(fs::exists(manifest()));
 }
 
-TEST_F(CacheRefusals, WithoutMemoryForTheCatalogueNothingBegins) {
-  for (const int call : {SYS_ftruncate, SYS_fallocate}) {
-    with_refused({call}, ENOSPC, [&] {
-      EXPECT_NE(told([&] { attach(config(0, 1)); }, ErrorKind::io)
-                    .find("no memory for the catalogue of the node's cache"),
-                std::string::npos);
+TEST_F(CacheRefusals, WithoutACatalogueThatRanksShareThereAreNoTiers) {
+  struct Case {
+    std::vector<int> calls;
+    int error;
+    const char* told;
+  };
+  for (const Case& c : {Case{{SYS_ftruncate}, ENOSPC, "no memory for the catalogue"},
+                        Case{{SYS_fallocate}, ENOSPC, "no memory for the catalogue"},
+                        Case{{SYS_memfd_create}, ENOSYS, "cannot make a file in memory"},
+                        Case{{SYS_openat}, ENOENT, "cannot open once more"}}) {
+    warnings_.clear();
+    with_refused(c.calls, c.error, [&] {
+      const auto cache = attach(config(0, 1));
+      for (uint64_t s = 0; s < kSamples; ++s) {
+        EXPECT_FALSE(cache->claim(s));
+        EXPECT_EQ(cache->state(s), State::empty);
+      }
+      EXPECT_FALSE(cache->dead_peer());
+      EXPECT_TRUE(cache->sums().agrees(3, 77));
+      EXPECT_FALSE(cache->sums().agrees(3, 78));
     });
+    EXPECT_TRUE(warned(c.told));
+    EXPECT_TRUE(warned("local rank 0 has no tiers"));
   }
 }
 
