@@ -133,7 +133,7 @@ MemoryLimits::MemoryLimits(std::string shm_directory, std::string proc)
     std::string group = group_of(proc_, mount.unified);
     // In a container the mount may show a part of the hierarchy only.
     if (mount.root != "/") {
-      group = group.starts_with(mount.root) ? group.substr(mount.root.size()) : "/";
+      group = (group + "/").starts_with(mount.root + "/") ? group.substr(mount.root.size()) : "/";
     }
     if (group.starts_with("/..")) group = "/";
     const fs::path top(mount.point);

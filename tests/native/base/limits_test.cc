@@ -119,6 +119,7 @@ TEST_F(Limits, AContainersMountShowsAPartOfTheHierarchy) {
   for (const auto& [group, limits] : {std::pair{"/docker/abc", 1u},
                                       {"/docker/abc/inner", 2u},
                                       {"/docker/other", 1u},
+                                      {"/docker/abcinner", 1u},
                                       {"/../..", 1u}}) {
     write("proc/self/cgroup", std::string("4:memory:") + group + "\n");
     EXPECT_EQ(read(LimitKind::cgroup).size(), limits) << group;
