@@ -142,12 +142,16 @@ class UcxTransport final : public Transport {
     receiver_ = &receiver;
     bool any = false;
     // Where messages come faster than they are handled, the rest of the thread's work has its turn too.
-    for (int i = 0; i < kProgressAtOnce && ucp_worker_progress(worker_) != 0; ++i) any = true;
-    while (!offered_.empty()) {
-      any = true;
-      const Offer offer = offered_.front();
-      offered_.pop_front();
-      take(offer);
+    bool moved = true;
+    for (int i = 0; moved && i < kProgressAtOnce; ++i) {
+      moved = ucp_worker_progress(worker_) != 0;
+      // Before more arrives: a session refuses what thousands of messages have overtaken.
+      for (; !offered_.empty(); moved = true) {
+        const Offer offer = offered_.front();
+        offered_.pop_front();
+        take(offer);
+      }
+      any = any || moved;
     }
     while (!gone_.empty()) {
       any = true;

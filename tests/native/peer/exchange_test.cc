@@ -119,6 +119,41 @@ TEST_F(ExchangeTest, WhatChangedSinceItWasReadIsNotPushed) {
   EXPECT_EQ(members[0].exchange->stats().dropped_ranks, 0u);
 }
 
+// A session refuses what more than 4,096 later messages have overtaken.
+TEST_F(ExchangeTest, ALargePayloadIsTakenBeforeWhatComesLongAfterIt) {
+  constexpr int kMany = 6000;
+  struct Counting : Receiver {
+    Delivery on_message(std::span<const std::byte>, uint64_t payload) override {
+      if (payload > 0) before = messages;
+      ++messages;
+      return {};
+    }
+    void on_gone(uint32_t, const std::string& why) override { ADD_FAILURE() << why; }
+    int messages = 0, before = -1;
+  } received, none;
+  const std::vector<std::byte> large(1 << 20);
+  const auto to = load_ucx(NOSTALL_UCX_LIBRARY, {"tcp", ""});
+  const auto from = load_ucx(NOSTALL_UCX_LIBRARY, {"tcp", ""});
+  from->connect(1, to->address());
+  from->send(1, {}, {}, nullptr);
+  ASSERT_TRUE(eventually([&] {
+    from->progress(none);
+    to->progress(received);
+    return received.messages == 1;
+  }));
+  from->send(1, {}, large, nullptr);
+  for (int i = 0; i < kMany; ++i) from->send(1, {}, {}, nullptr);
+  while (from->progress(none)) {
+  }
+  EXPECT_TRUE(eventually([&] {
+    from->progress(none);
+    to->progress(received);
+    return received.messages == kMany + 2;
+  }));
+  EXPECT_GT(received.before, 0);
+  EXPECT_LT(received.before, 4096);
+}
+
 TEST_F(ExchangeTest, ARankOnANodeThatTheJobDoesNotHaveIsRefused) {
   ExchangeConfig config;
   config.addresses = {"", ""};
