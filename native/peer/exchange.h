@@ -155,7 +155,7 @@ class Exchange {
   void finish(FetchGroup& group, std::stop_token stop);
 
   // Sends the sample to its owner. `keep` keeps `bytes` alive. Waits while too much is under way;
-  // false after a second, or if the owner cannot be reached.
+  // false after a second, if the owner cannot be reached, or without memory.
   bool push(uint64_t sample, std::span<const std::byte> bytes, std::shared_ptr<void> keep,
             std::stop_token stop);
 

@@ -106,6 +106,7 @@ Exchange::Messenger::~Messenger() {
   files_thread_.join();
   // Transfers under way end here, while the members that their callbacks use still exist.
   transport_.reset();
+  run_files(files_thread_.get_stop_token());  // what has arrived at the very end
 }
 
 // ------------------------------------------------------------------------- what other threads call
@@ -178,20 +179,20 @@ void Exchange::Messenger::begin(const std::shared_ptr<FetchGroup>& group) {
 }
 
 void Exchange::Messenger::finish(FetchGroup& group, std::stop_token stop) {
-  const std::stop_callback on_stop(stop, [&] {
-    submit([this, &group] {
-      end_waiting([&](const Waiting& w) { return w.group == &group; });
-      std::vector<std::pair<uint64_t, size_t>> open;
-      for (const auto& [id, p] : pending_) {
-        if (p.group.get() == &group && !p.receiving) open.emplace_back(id, p.index);
-      }
-      for (const auto& [id, index] : open) {
-        const std::shared_ptr<FetchGroup> held = pending_.at(id).group;
-        pending_.erase(id);
-        conclude(*held, index, Outcome::failed);
-      }
-    });
-  });
+  const auto end_open = [this, &group] {
+    end_waiting([&](const Waiting& w) { return w.group == &group; });
+    std::vector<std::pair<uint64_t, size_t>> open;
+    for (const auto& [id, p] : pending_) {
+      if (p.group.get() == &group && !p.receiving) open.emplace_back(id, p.index);
+    }
+    for (const auto& [id, index] : open) {
+      const std::shared_ptr<FetchGroup> held = pending_.at(id).group;
+      pending_.erase(id);
+      conclude(*held, index, Outcome::failed);
+    }
+  };
+  // Without memory for that, they end with their answers or their deadline.
+  const std::stop_callback on_stop(stop, [&] { guarded([&] { submit(end_open); }); });
   MutexLock lock(group.mutex_);
   while (group.left_ > 0) group.done_.wait(lock);
 }
@@ -219,20 +220,21 @@ bool Exchange::Messenger::push(uint64_t sample, std::span<const std::byte> bytes
     const MutexLock lock(absent_mutex_);
     lacking_.erase(sample);
   }
-  submit([this, sample, bytes, owner, keep = std::move(keep)]() mutable {
-    auto done = [this, size = bytes.size(), keep = std::move(keep)](bool sent) {
-      if (sent) {
-        ++count_.pushed;
-        count_.pushed_bytes += size;
-      } else {
-        ++count_.pushes_given_up;
-      }
-      {
-        const MutexLock lock(push_mutex_);
-        pushing_ -= size;
-      }
-      push_room_.notify_all();
-    };
+  const auto ended = [this, size = bytes.size()](bool sent) {
+    if (sent) {
+      ++count_.pushed;
+      count_.pushed_bytes += size;
+    } else {
+      ++count_.pushes_given_up;
+    }
+    {
+      const MutexLock lock(push_mutex_);
+      pushing_ -= size;
+    }
+    push_room_.notify_all();
+  };
+  auto command = [this, sample, bytes, owner, ended, keep = std::move(keep)]() mutable {
+    auto done = [ended, keep = std::move(keep)](bool sent) { ended(sent); };
     const auto send_it = [this, sample, bytes, done = std::move(done)](uint32_t rank, bool ready) {
       if (!ready) {
         done(false);
@@ -259,7 +261,13 @@ bool Exchange::Messenger::push(uint64_t sample, std::span<const std::byte> bytes
     } catch (const std::exception&) {
       send_it(0, false);
     }
-  });
+  };
+  try {
+    submit(std::move(command));
+  } catch (const std::bad_alloc&) {
+    ended(false);
+    return false;
+  }
   return true;
 }
 
@@ -583,7 +591,7 @@ void Exchange::Messenger::when_ready(uint32_t node, const FetchGroup* group,
 void Exchange::Messenger::lose(uint32_t rank, const std::string& why, bool warn, bool for_good) {
   Peer& peer = peers_.at(rank);
   peer.for_good = peer.for_good || for_good || peer.done;
-  transport_->drop(rank);
+  if (transport_) transport_->drop(rank);  // else it is ending, and so are all connections
   peer.out.reset();
   // The rank may not know that it was dropped, so its requests are still answered. If its session
   // ended here, it would drop this rank in turn, and with it the session that this rank begins

@@ -36,7 +36,7 @@ class Wire final : public Transport {
 
   // As the contract says, what is under way ends before the transport does.
   ~Wire() override {
-    for (const auto& done : held_) done(false);
+    for (const auto& done : held_) done(lands);
   }
 
   std::string address() override { return "wire"; }
@@ -76,11 +76,11 @@ class Wire final : public Transport {
     }
     const Delivery delivery = receiver.on_message(message.header, message.payload.size());
     const bool wanted = delivery.into.size() == message.payload.size() && !torn;
+    if (wanted) std::copy(message.payload.begin(), message.payload.end(), delivery.into.begin());
     if (stalled && wanted && delivery.done) {
       hold(delivery.done);
       return true;
     }
-    if (wanted) std::copy(message.payload.begin(), message.payload.end(), delivery.into.begin());
     if (delivery.done) delivery.done(wanted);
     return true;
   }
@@ -174,6 +174,7 @@ class Wire final : public Transport {
 
   std::atomic<bool> out_of_memory{false};
   std::atomic<bool> stalled{false};  // payloads are on their way for ever, in both directions
+  std::atomic<bool> lands{false};    // what is under way has arrived when the transport ends
   std::atomic<bool> torn{false};     // payloads that it is sent do not arrive
   std::atomic<bool> unreachable{false};
   std::atomic<bool> ending{false};  // time passes whenever it is looked at

@@ -371,6 +371,28 @@ TEST_F(StallTest, TransfersUnderWayEndBeforeWhatTheyTouch) {
   exchange_.reset();
 }
 
+class LandingTest : public StallTest,
+                    public testing::WithParamInterface<std::tuple<tier::TierKind, bool>> {};
+
+TEST_P(LandingTest, WhatArrivesWhileTheTransportEndsIsTakenIfItIsGood) {
+  const auto [kind, good] = GetParam();
+  start(kind);
+  Session session = served();
+  wire_->stalled = wire_->lands = true;
+  Header push = push_of(1);
+  push.crc ^= good ? 0 : 1;
+  wire_->say(session.seal(push), bytes_of(1));
+  wire_->wait_for_held(1);
+  wire_->ending = true;
+  wire_ = nullptr;
+  exchange_.reset();
+  EXPECT_EQ(cache_->state(1), good ? tier::State::ready : tier::State::empty);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    KindsAndBytes, LandingTest,
+    testing::Combine(testing::Values(tier::TierKind::ram, tier::TierKind::file), testing::Bool()));
+
 // All ranks of a node hang: a thread that needs a sample does not wait for each of them in turn, but
 // ends while the second one has still time to be heard.
 TEST_F(StallTest, ANodeThatHangsCostsOneTimeout) {

@@ -1,10 +1,28 @@
 // What is refused, lost or passed over between ranks, beside what hostile peers do: addresses of no use,
 // payloads that do not arrive, samples without a place, ranks that go while something is asked.
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <future>
+#include <new>
 
 #include "hostile.h"
+
+namespace {
+thread_local bool exhausted = false;  // this thread gets no memory
+}  // namespace
+
+// In place of the library's, but not of ThreadSanitizer's own.
+[[gnu::weak]] void* operator new(size_t size) {
+  void* const memory = exhausted ? nullptr : std::malloc(size);
+  if (memory == nullptr) throw std::bad_alloc();
+  return memory;
+}
+[[gnu::weak]] void* operator new(size_t size, const std::nothrow_t&) noexcept {
+  return exhausted ? nullptr : std::malloc(size);
+}
+[[gnu::weak]] void operator delete(void* memory) noexcept { std::free(memory); }
+[[gnu::weak]] void operator delete(void* memory, size_t) noexcept { std::free(memory); }
 
 namespace nostall::peer {
 namespace {
@@ -157,6 +175,47 @@ TEST_F(RefusalTest, ADamagedRecordOfAnEarlierJobIsTakenAnew) {
   say_push(session, kMine);
   EXPECT_TRUE(eventually([&] { return cache_->state(kMine) == tier::State::ready; }));
   EXPECT_EQ(answer_to(session, kMine), Status::here);
+}
+
+class WithoutMemory : public RefusalTest {
+ protected:
+  void SetUp() override {
+    RefusalTest::SetUp();
+    bool refused = false;
+    exhausted = true;
+    try {
+      ::operator delete(::operator new(1));
+    } catch (const std::bad_alloc&) {
+      refused = true;
+    }
+    exhausted = false;
+    if (!refused) GTEST_SKIP() << "the sanitizer gives memory to all";
+  }
+};
+
+TEST_F(WithoutMemory, APushTakesNoRoom) {
+  arrange_ = [](ExchangeConfig& config, plan::Ownership&) { config.push_bytes = 1; };
+  start();
+  answering(0);
+  ASSERT_TRUE(pushes_wanted());
+  const auto bytes = std::make_shared<std::vector<std::byte>>(bytes_of(0));
+  exhausted = true;
+  const bool pushed = exchange_->push(0, *bytes, bytes, {});
+  exhausted = false;
+  EXPECT_FALSE(pushed);
+  EXPECT_EQ(exchange_->stats().pushes_given_up, 1u);
+  EXPECT_TRUE(push(0));
+}
+
+TEST_F(WithoutMemory, AStopIsNoEnd) {
+  auto [session, into, group, asked] = asked_session();
+  std::stop_source stop;
+  stop.request_stop();
+  answer(session, asked);
+  exhausted = true;
+  exchange_->finish(*group, stop.get_token());
+  exhausted = false;
+  EXPECT_EQ(group->requests[0].outcome, Outcome::here);
 }
 
 class TornTest : public RefusalTest, public testing::WithParamInterface<tier::TierKind> {};
