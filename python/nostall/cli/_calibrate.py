@@ -224,39 +224,43 @@ class _Source:
     def __init__(self, files: Sequence[str]) -> None:
         self._files = files
         self.place = 0
+        self._node, self._nodes = 0, 1
 
     def spread(self, place: int, node: int, nodes: int) -> None:
-        """Goes to this node's part of the files from `place` on, where all nodes have one order.
+        """From `place` on, reads what falls to this node, where all nodes have one order and one
+        number of threads.
 
         What another node has read may come from the memory of the storage's servers.
         """
-        self.place = place + node * (len(self._files) - place) // nodes
+        self.place, self._node, self._nodes = place, node, nodes
 
     def read(self, threads: int, seconds: float) -> float:
         """t: bytes/s, from the file on at which the last measurement ended.
 
-        Where there are fewer files than threads, those of one file read different pieces of it.
+        Where there are fewer files than threads of all nodes, those of one file read different pieces
+        of it.
         """
-        files, first = self._files, self.place
-        step = min(threads, len(files))
-        ends = [first] * threads
+        files, first, readers = self._files, self.place, threads * self._nodes
+        step = min(readers, len(files))
+        read = [0] * threads
 
         def work(thread: int, stop: threading.Event) -> int:
-            moved, at = 0, first + thread % step
-            share, shares = thread // step, len(range(thread % step, threads, step))
+            reader = self._node * threads + thread
+            moved, at = 0, first + reader % step
+            share, shares = reader // step, len(range(reader % step, readers, step))
             while True:
                 path = files[at % len(files)]
                 try:
                     moved += _read_share(path, share, shares, stop)
                 except OSError as error:
                     raise IoError(f"cannot read {path}: {error.strerror}") from error
-                ends[thread] = at + 1
+                read[thread] += 1
                 if stop.is_set():
                     return moved
                 at += step
 
         rate = _timed(work, threads, seconds)
-        self.place = max(ends) % len(files)
+        self.place = (first + max(read) * step) % len(files)
         return rate
 
 

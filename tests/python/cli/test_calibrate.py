@@ -286,6 +286,40 @@ def test_nodes_read_different_files(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(set(every)) == len(every)
 
 
+@pytest.mark.parametrize("place", [0, 36])
+def test_nodes_share_files_out_wherever_they_begin(
+    place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[tuple[str, int, int]] = []
+
+    def read_share(path: str, share: int, shares: int, _: threading.Event) -> int:
+        read.append((path, share, shares))
+        return 10
+
+    monkeypatch.setattr(_calibrate, "_read_share", read_share)
+    monkeypatch.setattr(_calibrate, "_timed", in_turn)
+
+    def spread(files: int) -> list[_calibrate._Source]:
+        read.clear()
+        sources = [_calibrate._Source([*map(str, range(files))]) for _ in range(8)]
+        for node, source in enumerate(sources):
+            source.spread(place % files, node, 8)
+        return sources
+
+    for node, source in enumerate(spread(48)):
+        for _ in range(3 if node == 0 else 1):  # as with 1, 2, ... nodes
+            source.read(2, 0.0)
+    assert len(read) == 20 and len({path for path, *_ in read}) == 20
+    assert {shares for *_, shares in read} == {1}
+    for source in spread(3):
+        source.read(2, 0.0)
+    assert {*read} == {
+        (str(file), share, shares)
+        for file, shares in zip(range(3), (6, 5, 5), strict=True)
+        for share in range(shares)
+    }
+
+
 def test_what_is_no_file_is_not_read_and_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "folder").mkdir()
