@@ -30,7 +30,8 @@ class Cluster:
 
     `node_of_rank` and `addresses` have one entry per rank, `tiers` one per node: kind and capacity in
     bytes of each of its tiers.
-    `transport` is None if samples do not travel; `problem` says why, unless the user asked for it.
+    `exchanges` says whether samples could travel, also where no node has tiers for them.
+    `transport` is None if they do not; `problem` says why, unless the user asked for it.
     """
 
     node: int
@@ -38,6 +39,7 @@ class Cluster:
     tiers: list[list[tuple[str, int]]]
     addresses: list[bytes]
     secret: bytes
+    exchanges: bool
     transport: _native.PeerTransport | None
     problem: str = ""
 
@@ -246,6 +248,7 @@ def join(
         tiers=kept,
         addresses=[base64.b64decode(p["address"]) for p in parts],
         secret=secret.settle(world.rank, [p["secret"] for p in parts], readers),
+        exchanges=not problems,
         transport=way if many and not problems else None,
         problem=reason,
     )

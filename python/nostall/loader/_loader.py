@@ -914,8 +914,8 @@ class DataLoader:
             **self._recipe.settings(),
             "staging_bytes": self._staging,
             "tiers": [[t.sort, t.capacity, t.path] for t in self._tiers],
-            # Whether samples travel between nodes; not before the first batch is asked for.
-            "exchange": self._cluster is not None and self._cluster.transport is not None,
+            # Whether samples can travel between nodes; not before the first batch is asked for.
+            "exchange": self._cluster is not None and self._cluster.exchanges,
         }
 
     def close(self) -> None:

@@ -155,6 +155,13 @@ def test_a_node_without_tiers_asks_those_that_have_some(data: Path) -> None:
 
 
 @pytest.mark.multi
+def test_nodes_without_tiers_could_exchange(data: Path) -> None:
+    for peers, could in (("auto", True), ("off", False)):
+        results = Job(data, 2, tiers=[], epochs=1, extra={"peers": peers}).run()
+        assert all(r["peers"] == {} and r["exchange"] is could for r in results)
+
+
+@pytest.mark.multi
 def test_a_killed_node_leaves_the_others_with_the_right_bytes(data: Path) -> None:
     """At 8 random points of the job; rank.py compares every sample with its file as well."""
     random = np.random.default_rng(8)
