@@ -50,6 +50,7 @@ class Training:
         Raises:
             UsageError: it cannot be planned.
         """
+        # Published batches need not be a multiple of the nodes.
         plan = Plan(
             samples=samples,
             world_size=nodes,
@@ -58,9 +59,8 @@ class Training:
             drop_last=self.drop_last,
             order=self.order,
             scheme=self.scheme,
+            global_batch_size=self.B,
         )
-        # Published batches need not be a multiple of the nodes.
-        plan.native.global_batch = self.B
         if len(plan) == 0:
             raise UsageError(
                 f"B = {self.B} leaves no batch of {samples} samples on {nodes} nodes: use a smaller "

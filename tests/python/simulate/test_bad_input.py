@@ -11,7 +11,7 @@ from helpers import scenario, tables
 
 from nostall.errors import IoError, UsageError
 from nostall.simulate import Policy, load_scenario, make_policy, simulate
-from nostall.simulate._scenario import Scenario, read_scenario
+from nostall.simulate._scenario import Scenario, Training, read_scenario
 from nostall.simulate._sweep import with_values
 from nostall.simulate._tables import Place
 
@@ -200,6 +200,12 @@ def test_unknown_variables_and_modes() -> None:
             with_values(one, values)
     with pytest.raises(UsageError, match="mode must be one of"):
         simulate(one, ["published"])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("B", [0, -3, 2.5, 10**30])
+def test_a_training_without_a_batch_cannot_be_planned(B: Any) -> None:
+    with pytest.raises(UsageError, match="global_batch_size must be an integer from 1 to"):
+        Training(E=1, B=B).plan(100, 2)
 
 
 def test_a_policy_that_keeps_too_much_is_named() -> None:
