@@ -48,9 +48,7 @@ def read_dataset(value: Any, place: Place, seed: int) -> Dataset:
         return from_path(Path(place.file).parent / str(table["path"]), place / "path")
     if "samples" not in table:
         raise place.error("is missing samples")
-    samples = (place / "samples").integer(table["samples"], least=1)
-    if samples >= 2**32 - 1:
-        raise (place / "samples").error("must be below 2**32 - 1")
+    samples = (place / "samples").integer(table["samples"], least=1, most=2**32 - 2)
     low = (place / "min").number(table.get("min", 0.0), least=0)
     high = (place / "max").number(table["max"], least=low) if "max" in table else np.inf
     drawn = _draw(table, place, samples, seed)

@@ -199,7 +199,7 @@ def read_training(value: Any, place: Place) -> Training:
         drop_last=table.get("drop_last", True),
         scheme=table.get("scheme", "uniform"),
         order=table.get("order", "torch"),
-        seed=(place / "seed").integer(table.get("seed", 0), least=0),
+        seed=(place / "seed").integer(table.get("seed", 0), least=0, most=2**64 - 1),
     )
 
 

@@ -23,6 +23,7 @@ from nostall.simulate._environment import replace_value
 from nostall.simulate._policies import code_of
 from nostall.simulate._run import Mode, Outcome, read_once_bound, simulate
 from nostall.simulate._scenario import Scenario
+from nostall.simulate._tables import Place
 
 Grid = Mapping[str, Sequence[Any]]
 
@@ -64,9 +65,8 @@ def with_values(scenario: Scenario, values: Mapping[str, Any]) -> Scenario:
     environment, training = scenario.environment, scenario.training
     for key, value in values.items():
         if key in ("E", "B"):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UsageError(f"{key} must be a whole number from 1 on, not {value!r}")
-            training = replace(training, E=value) if key == "E" else replace(training, B=value)
+            number = Place("sweep", key).integer(value, least=1)
+            training = replace(training, E=number) if key == "E" else replace(training, B=number)
         else:
             environment = replace_value(environment, key, value)
     environment.native()  # which names what does not go together

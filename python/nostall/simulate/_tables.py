@@ -52,14 +52,14 @@ class Place:
             raise self.error(f"must be at least {least:g}, not {value!r}")
         return number
 
-    def integer(self, value: Any, *, least: int) -> int:
-        """A whole number from `least` on.
+    def integer(self, value: Any, *, least: int, most: int = 2**31 - 1) -> int:
+        """A whole number in the range.
 
         Raises:
             UsageError: it is none.
         """
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise self.error(f"must be a whole number from {least} on, not {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise self.error(f"must be a whole number from {least} to {most}, not {value!r:.60}")
         return value
 
     def table(self, value: Any, known: Iterable[str]) -> dict[str, Any]:

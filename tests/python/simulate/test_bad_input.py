@@ -28,6 +28,8 @@ _ONE_POINT = {"1": 66}
         ({"environment": {"b_fs": "fast"}}, "environment.b_fs: must be a number, not 'fast'"),
         ({"environment": {"N": 0}}, "environment.N: must be a whole number from 1"),
         ({"environment": {"N": 2.5}}, "environment.N: must be a whole number"),
+        ({"environment": {"N": 2**31}}, "environment.N: must be a whole number from 1 to 2147483647"),
+        ({"environment": {"p": [2, 10**30, 2]}}, "environment.p.1: must be a whole number from 1 to"),
         ({"environment": {"t": {}}}, "environment.t: must be throughputs"),
         ({"environment": {"t": {"1": 0}}}, "environment.t.1: must be above 0"),
         ({"environment": {"t": {"one": 5}}}, "'one' is not a number of threads"),
@@ -46,6 +48,7 @@ _ONE_POINT = {"1": 66}
         ({"environment": {"machine": "a", "calibration": "b"}}, "both a machine and a calibration"),
         ({"dataset": {"distribution": "nrom"}}, "has no distribution 'nrom'"),
         ({"dataset": {"samples": 0}}, "dataset.samples: must be a whole number"),
+        ({"dataset": {"samples": 2**32 - 1}}, "samples: must be a whole number from 1 to 4294967294"),
         ({"dataset": {"scale": -1}}, "dataset.scale: must be at least 0"),
         ({"dataset": {"min": -1}}, "dataset.min: must be at least 0"),
         ({"dataset": {"min": 2, "max": 1}}, "dataset.max: must be at least 2"),
@@ -53,6 +56,8 @@ _ONE_POINT = {"1": 66}
         ({"dataset": {"loc": -9.0}}, "gives samples of size 0 only"),
         ({"dataset": {"distribution": "gamma"}}, "dataset.parameters: gamma cannot be drawn"),
         ({"training": {"E": 0}}, "training.E: must be a whole number"),
+        ({"training": {"B": 10**30}}, "training.B: must be a whole number from 1 to 2147483647"),
+        ({"training": {"seed": 2**64}}, "training.seed: must be a whole number from 0 to"),
         ({"training": {"B": 5000}}, "training: B = 5000 leaves no batch"),
         ({"training": {"scheme": "fair"}}, "training.scheme: must be one of uniform"),
         ({"training": {"drop_last": 1}}, "training.drop_last: must be true or false"),
@@ -194,7 +199,9 @@ def test_unknown_variables_and_modes() -> None:
         ({"d.9": 5}, "only 3 storage classes"),
         ({"x": 5}, "x is not a variable"),
         ({"N": 0}, "N: must be a whole number"),
-        ({"E": 1.5}, "E must be a whole number"),
+        ({"E": 1.5}, "E: must be a whole number"),
+        ({"B": 10**30}, "B: must be a whole number from 1 to 2147483647"),
+        ({"p.1": 10**30}, "p.1: must be a whole number from 1 to"),
     ):
         with pytest.raises(UsageError, match=names):
             with_values(one, values)
