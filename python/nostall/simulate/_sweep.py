@@ -59,6 +59,8 @@ def points_of(grids: Iterable[Grid]) -> list[dict[str, Any]]:
 def with_values(scenario: Scenario, values: Mapping[str, Any]) -> Scenario:
     """The scenario with variables of its environment (d.1, c, N, ...), or E and B, set.
 
+    What does not go together is named when it is run: a sweep may yet set what lacks.
+
     Raises:
         UsageError: an unknown variable, or an impossible value.
     """
@@ -69,7 +71,6 @@ def with_values(scenario: Scenario, values: Mapping[str, Any]) -> Scenario:
             training = replace(training, E=number) if key == "E" else replace(training, B=number)
         else:
             environment = replace_value(environment, key, value)
-    environment.native()  # which names what does not go together
     return replace(scenario, environment=environment, training=training)
 
 
@@ -98,6 +99,8 @@ def sweep(
     """
     wanted = points_of(grids)
     machines = [with_values(scenario, values) for values in wanted]
+    for one in machines:
+        one.environment.native()  # which names what does not go together
     stamp = _stamp(scenario, modes)
     done = _load(state, stamp) if state else {}
     order = [json.dumps(v, sort_keys=True) for v in wanted]

@@ -12,7 +12,7 @@ from helpers import scenario, tables
 from nostall.errors import IoError, UsageError
 from nostall.simulate import Policy, load_scenario, make_policy, simulate
 from nostall.simulate._scenario import Scenario, Training, read_scenario
-from nostall.simulate._sweep import with_values
+from nostall.simulate._sweep import scaling, sweep, with_values
 from nostall.simulate._tables import Place
 
 _ONE_POINT = {"1": 66}
@@ -302,6 +302,22 @@ def test_a_network_that_was_not_measured_is_not_made_up(tmp_path: Path) -> None:
     assert calibrated(tmp_path, alone, d=d, N=8, b_c=50).environment.b_c == 50
     one = calibrated(tmp_path, alone, d=d)
     assert simulate(one, ["consistent"])[0].seconds > 0
-    with pytest.raises(UsageError, match="N = 4 is missing b_c"):
-        with_values(one, {"N": 4})
+    for run in (
+        lambda: simulate(with_values(one, {"N": 4})),
+        lambda: scaling(one, [4], ["consistent"]),
+    ):
+        with pytest.raises(UsageError, match="N = 4 is missing b_c"):
+            run()
     assert with_values(one, {"N": 4, "b_c": 50}).environment.b_c == 50
+
+
+def test_what_a_sweep_sets_is_not_missed_before_it(tmp_path: Path) -> None:
+    alone = {"nodes": 1, "network": {}, "source": {"threads": 1, "one_node": {}, "nodes": [6e7]}}
+    eight = with_values(calibrated(tmp_path, alone, d=[200, 100, 500]), {"N": 8})
+    points = sweep(eight, [{"b_c": [1000, 10000]}], ["consistent"])
+    assert all(seconds > 0 for point in points for seconds in point.seconds.values())
+    assert scaling(eight, [1], ["consistent"])[1][0].seconds > 0
+    state = tmp_path / "state"
+    with pytest.raises(UsageError, match="N = 8 is missing b_c"):
+        sweep(eight, [{"N": [1, 8]}], ["consistent"], state=state)
+    assert not state.exists()
