@@ -104,7 +104,8 @@ def run(arguments: argparse.Namespace) -> int:
     modes: Sequence[Mode] = MODES if arguments.mode in (None, "both") else (arguments.mode,)
     if way == "nodes":
         print(results.scaling_text(scaling(scenario, arguments.nodes, modes, weak=arguments.weak)))
-        _print_assumed(scenario, [{"N": arguments.nodes}])
+        for line in results.assumed(scenario, [{"N": n} for n in arguments.nodes]):
+            print(line)
         return 0
     points: list[Point] = []
     outcomes, bound, prices = [], None, {}
@@ -119,7 +120,8 @@ def run(arguments: argparse.Namespace) -> int:
             progress=_progress,
         )
         print(results.points_text(points))
-        _print_assumed(scenario, grids)
+        for line in results.assumed(scenario, [p.values for p in points]):
+            print(line)
     else:
         outcomes, bound = simulate(scenario, modes), read_once_bound(scenario)
         print(results.text(scenario, outcomes, bound))
@@ -199,15 +201,6 @@ def _value(text: str) -> Any:
         except ValueError:
             continue
     return text
-
-
-def _print_assumed(scenario: Scenario, grids: Sequence[Grid]) -> None:
-    from nostall.simulate._results import assumed
-    from nostall.simulate._sweep import points_of, with_values
-
-    machines = (with_values(scenario, values).environment for values in points_of(grids))
-    for line in assumed(machines):
-        print(line)
 
 
 def _prices(scenario: Scenario, grids: Sequence[Grid], words: Sequence[str]) -> dict[str, float]:

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from nostall.errors import IoError
-from nostall.simulate._environment import Environment
 from nostall.simulate._plots import drawings
 from nostall.simulate._run import Outcome
 from nostall.simulate._scenario import Scenario
-from nostall.simulate._sweep import Point
+from nostall.simulate._sweep import Point, with_values
 from nostall.simulate._tables import Curve
 
 _STYLE = """
@@ -87,7 +86,7 @@ def text(scenario: Scenario, outcomes: Sequence[Outcome], bound: float | None = 
     if scenario.dataset.clipped:
         lines.append(f"{scenario.dataset.clipped} sizes were outside their bounds and were clipped")
     lines += ["", *_aligned([_HEADINGS, *rows(outcomes)], left=2)]
-    lines += assumed([e])
+    lines += assumed(scenario, [{}])
     if bound is not None:
         lines.append(f"bound of policies that conserve bandwidth and keep the order: {bound:.2f} s")
     lines += _ranking(outcomes)
@@ -103,14 +102,18 @@ def text(scenario: Scenario, outcomes: Sequence[Outcome], bound: float | None = 
     return "\n".join(lines)
 
 
-def assumed(environments: Iterable[Environment]) -> list[str]:
-    """What the results take for granted of file systems that were measured with fewer nodes."""
+def assumed(scenario: Scenario, machines: Iterable[Mapping[str, Any]]) -> list[str]:
+    """What the results take for granted of file systems that were measured with fewer nodes.
+
+    `machines` has what is set for each, as `with_values` takes it.
+    """
     most: dict[Curve, int] = {}
-    for e in environments:
+    for values in machines:
+        e = with_values(scenario, values).environment
         most[e.t] = max(most.get(e.t, 0), e.N)
     return [
-        f"t is known for up to {known:g} nodes: {nodes} are taken to get no more from the file system "
-        f"than those, {speed:g} MB/s together"
+        f"t is known up to N = {known:g}: {nodes} nodes are taken to get no more from the file system, "
+        f"{speed:g} MB/s together"
         for t, nodes in most.items()
         for known, speed in t[-1:]
         if known < nodes
@@ -145,6 +148,7 @@ def to_json(scenario: Scenario, outcomes: Sequence[Outcome], points: Sequence[Po
         "training": asdict(scenario.training),
         "outcomes": [o.to_dict(batches=True) for o in outcomes],
         "points": [asdict(p) for p in points],
+        "assumed": assumed(scenario, [p.values for p in points] or [{}]),
     }
     return json.dumps(_without_nan(data), indent=1)
 
@@ -233,7 +237,8 @@ def page(
         body.append(_html_table([_HEADINGS, *rows(outcomes)]))
         body.append(f"<pre>{html.escape(text(scenario, outcomes, bound))}</pre>")
     if points:
-        body.append(f"<pre>{html.escape(points_text(points))}</pre>")
+        lines = [points_text(points), *assumed(scenario, [p.values for p in points])]
+        body.append(f"<pre>{html.escape(chr(10).join(lines))}</pre>")
     body += [f"<p>{drawing}</p>" for drawing in drawings(outcomes, points)]
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'

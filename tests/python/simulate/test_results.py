@@ -127,13 +127,20 @@ def test_a_file_system_measured_with_fewer_nodes_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_scenario(tmp_path / "mine.toml")
-    said = "t is known for up to 4 nodes: 8 are taken to get no more from the file system"
+    said = "t is known up to N = 4: 8 nodes are taken to get no more from the file system"
+    page, data = tmp_path / "page.html", tmp_path / "data.json"
     one = ["simulate", str(path), "--policy", "lower-bound"]
     for words in (["--set", "N=8"], ["--nodes", "8", "4", "5"], ["--sweep", "N=4,8,5"]):
         assert main([*one, *words]) == 0
         shown = capsys.readouterr().out
         assert shown.count("t is known") == 1
-        assert f"{said} than those, 146 MB/s together" in shown
+        assert f"{said}, 146 MB/s together" in shown
+        if "--nodes" not in words:
+            assert main([*one, *words, f"--html={page}", f"--json={data}"]) == 0
+            assert page.read_text().count(said) == 1
+            (line,) = json.loads(data.read_text())["assumed"]
+            assert line.startswith(said)
+            capsys.readouterr()
     for words in ([], ["--nodes", "2", "4"], ["--sweep", "N=2,4"]):
         assert main([*one, *words]) == 0
         assert "t is known" not in capsys.readouterr().out
