@@ -1123,6 +1123,11 @@ _WAIT = '"ph": "X", "cat": "data", "name": "get batch"'
     "event",
     [
         f'{_WAIT}, "ts": 1{"0" * 400}, "dur": 5',
+        f'{_WAIT}, "ts": 1{"0" * 5000}, "dur": 5',
+        f'{_WAIT}, "ts": "5", "dur": 5',
+        f'{_WAIT}, "ts": 5, "dur": "5"',
+        f'{_WAIT}, "ts": 5, "dur": 5, "args": {{"bytes": "5"}}',
+        f'{_WAIT}, "ts": 5, "dur": 5, "args": 5',
         f'{_WAIT}, "ts": 1e300, "dur": 5',
         f'{_WAIT}, "ts": NaN, "dur": 5',
         f'{_WAIT}, "ts": Infinity, "dur": 5',
@@ -1134,6 +1139,7 @@ _WAIT = '"ph": "X", "cat": "data", "name": "get batch"'
         '"ph": "M", "name": "recorded", "args": {"dropped": Infinity}',
         f'"ph": "M", "name": "clock_offset", "args": {{"to_rank_0_ns": 1{"0" * 400}}}',
     ],
+    ids=lambda event: event[:60],
 )
 def test_numbers_beyond_bounds_cost_the_event_that_has_them(event: str, tmp_path: Path) -> None:
     own_trace(tmp_path / "rank0.trace.json", 0, f"{{{event}}}", base="1" + "0" * 400)

@@ -28,8 +28,14 @@ _ONE_POINT = {"1": 66}
         ({"environment": {"b_fs": "fast"}}, "environment.b_fs: must be a number, not 'fast'"),
         ({"environment": {"N": 0}}, "environment.N: must be a whole number from 1"),
         ({"environment": {"N": 2.5}}, "environment.N: must be a whole number"),
-        ({"environment": {"N": 2**31}}, "environment.N: must be a whole number from 1 to 2147483647"),
-        ({"environment": {"p": [2, 10**30, 2]}}, "environment.p.1: must be a whole number from 1 to"),
+        (
+            {"environment": {"N": 2**31}},
+            "environment.N: must be a whole number from 1 to 2147483647",
+        ),
+        (
+            {"environment": {"p": [2, 10**30, 2]}},
+            "environment.p.1: must be a whole number from 1 to",
+        ),
         ({"environment": {"t": {}}}, "environment.t: must be throughputs"),
         ({"environment": {"t": {"1": 0}}}, "environment.t.1: must be above 0"),
         ({"environment": {"t": {"one": 5}}}, "'one' is not a number of threads"),
@@ -48,7 +54,10 @@ _ONE_POINT = {"1": 66}
         ({"environment": {"machine": "a", "calibration": "b"}}, "both a machine and a calibration"),
         ({"dataset": {"distribution": "nrom"}}, "has no distribution 'nrom'"),
         ({"dataset": {"samples": 0}}, "dataset.samples: must be a whole number"),
-        ({"dataset": {"samples": 2**32 - 1}}, "samples: must be a whole number from 1 to 4294967294"),
+        (
+            {"dataset": {"samples": 2**32 - 1}},
+            "samples: must be a whole number from 1 to 4294967294",
+        ),
         ({"dataset": {"scale": -1}}, "dataset.scale: must be at least 0"),
         ({"dataset": {"min": -1}}, "dataset.min: must be at least 0"),
         ({"dataset": {"min": 2, "max": 1}}, "dataset.max: must be at least 2"),

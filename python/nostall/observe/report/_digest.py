@@ -215,22 +215,21 @@ def read(source: Source) -> Digest:
         for offset, raw in scanner.take():
             try:
                 event = json.loads(raw)
-                args = event.get("args") or {}
-                if event["ph"] == "M":
+                phase, args = event.get("ph"), event.get("args") or {}
+                if phase == "M":
                     if event["name"] == "recorded":
                         dropped = int(bounded(args["dropped"], _MOST))
                     elif event["name"] == "clock_offset":
                         to_rank_0 = bounded(args.get("to_rank_0_ns", 0), LATEST * 1e3) / 1e9
+                if phase != "X":
                     continue
                 begin, end = lasts(event["ts"], event["dur"])
                 values = [bounded(args.get(v, 0), _MOST) for v in _VALUES]
                 key = (str(event["cat"]), str(event["name"]))
-            except OverflowError:
+            except UNREADABLE:
                 odd += 1
                 first_odd = offset if first_odd < 0 else first_odd
                 continue
-            except UNREADABLE:
-                continue  # not an event of nostall
             row = [begin * 1e-6, end * 1e-6, *values]
             if key not in columns:
                 columns[key] = [array("d") for _ in row]
