@@ -163,7 +163,10 @@ class DcpAsync(Dcp):
 
 
 class DcpBurst(DcpAsync):
-    """async_save to fast storage; `cp` copies to the slow one behind, once all is written."""
+    """async_save to fast storage; `cp` copies to the slow one behind, once all is written.
+
+    Two checkpoints stay on each, as with the others.
+    """
 
     def __init__(self, fast: Path, slow: Path, target: str) -> None:
         super().__init__(fast, slow, target)
@@ -172,17 +175,19 @@ class DcpBurst(DcpAsync):
 
     def _start(self, state: dict[str, Any], path: Path) -> Any:
         running = super()._start(state, path)
-        self._copies[path] = self._pool.submit(self._copy, running, path)
+        self._copies[path] = self._pool.submit(self._copy, running, path, self._old)
         return running
 
-    def _copy(self, running: Any, path: Path) -> None:
+    def _copy(self, running: Any, path: Path, old: str) -> None:
         _complete(running)
         subprocess.run(["cp", "-r", path, self.slow], check=True)
+        shutil.rmtree(self.slow / old, ignore_errors=True)  # the first two replace none
 
     def path(self, number: int) -> Path:
-        old = self._copies.pop(self.directory / f"checkpoint-{number - 2}", None)
-        if old is not None:
-            old.result()  # it is removed now
+        self._old = f"checkpoint-{number - 2}"
+        copy = self._copies.pop(self.directory / self._old, None)
+        if copy is not None:
+            copy.result()  # what it reads is removed now, and what it wrote after the next copy
         return super().path(number)
 
     def finish(self) -> None:

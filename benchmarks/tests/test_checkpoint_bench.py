@@ -72,7 +72,7 @@ def test_a_first_save_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.multi
 @pytest.mark.usefixtures("forked")
-def test_dcps_burst_buffer_holds_every_save_on_slow_storage(tmp_path: Path) -> None:
+def test_dcps_burst_buffer_keeps_two_saves_on_slow_storage_too(tmp_path: Path) -> None:
     fast, slow = tmp_path / "fast", tmp_path / "slow"
     for directory in (fast, slow):
         directory.mkdir()
@@ -86,9 +86,9 @@ def test_dcps_burst_buffer_holds_every_save_on_slow_storage(tmp_path: Path) -> N
         return {str(p.relative_to(home)): p.read_bytes() for p in home.rglob("*") if p.is_file()}
 
     copied, kept = files(slow), files(fast)
-    saved = [f"checkpoint-{n}" for n in range(4)]
+    saved = [f"checkpoint-{n}" for n in (2, 3)]
     assert [p.name for p in sorted(slow.glob("checkpoint-*"))] == saved
-    assert {name.partition("/")[0] for name in kept} == set(saved[2:])
+    assert {name.partition("/")[0] for name in kept} == set(saved)
     assert kept.items() <= copied.items()
     sizes = {sum(len(copied[f]) for f in copied if f.startswith(f"{n}/")) for n in saved}
     assert min(sizes) > 1 << 20
