@@ -427,15 +427,13 @@ def _limited(words: Sequence[str], seconds: float) -> Iterator[subprocess.Popen[
 
 
 def _measured(line: bytes) -> dict[str, float]:
-    """What the program that asks has told; nothing if it was killed amid its line."""
+    """What the program that asks has told; nothing if no sample came or the line was cut off."""
     try:
         found = json.loads(line)
-        return {
-            "bandwidth": found["megabytes_per_s"] * 1e6,
-            "latency": found["latency_us"] * 1e-6,
-        }
+        bandwidth, latency = found["megabytes_per_s"] * 1e6, found["latency_us"] * 1e-6
     except UNREADABLE:
         return {}
+    return {"bandwidth": bandwidth, "latency": latency} if bandwidth > 0 else {}
 
 
 def _line_of(process: subprocess.Popen[bytes] | None) -> bytes:

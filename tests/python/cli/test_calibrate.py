@@ -145,10 +145,16 @@ def test_nodes_that_exchange_nothing_leave_the_bandwidth_out(
     assert warning.count("nodes 0 and 1 exchanged no samples, so b_c is left out") == 1
 
 
-def test_an_answer_that_was_cut_off_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "answer", ['{"megabytes_per_s": 1', '{"megabytes_per_s": 0.0, "latency_us": 0.0}']
+)
+def test_an_answer_that_was_cut_off_or_has_no_samples_is_none(
+    answer: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    exchange_program(tmp_path, """echo there; printf '{"megabytes_per_s": 1'\n""", monkeypatch)
+    exchange_program(tmp_path, f"echo there; printf '{answer}'\n", monkeypatch)
     world = World(0, 2, 0, 1, "calibrate")
     # Rank 0 is the node that asks.
     found = _calibrate._network(lambda mine: [mine, mine], [1, 0], world, True, 1000, 0.1)
