@@ -326,8 +326,10 @@ def test_advice_says_who_reads_what() -> None:
     def why(**settings: Any) -> str:
         rank = made()
         rank.loaders[0].settings.update(dataset_bytes=16 << 30, **settings)
-        tiers, *_ = advise(Run("run", [rank], None, []))
+        tiers, *others = advise(Run("run", [rank], None, []))
         assert tiers.at_most == ("world_size" in settings)
+        (keep,) = [a for a in others if ":keep" in a.change]
+        assert keep.why.endswith("has not read before") == (tiers.why.endswith(once))
         return tiers.why
 
     alone, several = "the tiers of 1 node hold 0.0 B", "the tiers of 2 nodes hold 0.0 B"

@@ -293,7 +293,10 @@ def _of_loader(run: Run, ranks: Sequence[Loader], named: bool) -> list[Advice]:
                 else f'tiers=[..., "/local/disk:{_size(size / shares)}:keep"]'
             ),
             "a file tier kept from the job before",
-            "the next job on the same data finds it, and its first epoch reads nothing from the source",
+            "the next job on the same data finds it, and its first epoch reads " + (
+                "nothing from the source" if shares == nodes
+                else "from the source only what each node has not read before"
+            ),
             gain([replace(t, read=t.read - t.first) for t in rows]),
             at_most=nodes > 1,
         )  # fmt: skip
