@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nostall.errors import UNREADABLE
 from nostall.simulate._tables import Place
 
 MB = 1e6
@@ -112,7 +113,7 @@ def from_path(path: Path, place: Place) -> Dataset:
         try:
             with open(path, "rb") as file:
                 stored = np.lib.format.read_array(file)
-        except (OSError, ValueError) as error:
+        except (OSError, MemoryError, *UNREADABLE) as error:
             raise place.error(f"cannot read {path}: {error}") from error
         if stored.ndim != 1 or stored.dtype.kind not in "iuf" or not stored.size:
             raise place.error(f"{path} is not one list of sizes")

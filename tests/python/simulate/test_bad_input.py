@@ -172,6 +172,17 @@ def test_files_without_sizes(content: bytes, tmp_path: Path) -> None:
         read_scenario(changed, Place(str(tmp_path / "mine.toml")))
 
 
+@pytest.mark.parametrize("shape", [10**15, 10**30], ids=["memory", "number"])
+def test_more_sizes_than_any_memory_has(shape: int, tmp_path: Path) -> None:
+    with open(tmp_path / "sizes.npy", "wb") as file:
+        head = {"descr": "<f8", "fortran_order": False, "shape": (shape,)}
+        np.lib.format.write_array_header_1_0(file, head)
+    changed = tables()
+    changed["dataset"] = {"path": "sizes.npy"}
+    with pytest.raises(UsageError, match=r"dataset.path: cannot read .*sizes.npy"):
+        read_scenario(changed, Place(str(tmp_path / "mine.toml")))
+
+
 def test_a_folder_of_empty_files(tmp_path: Path) -> None:
     (tmp_path / "data" / "a").mkdir(parents=True)
     (tmp_path / "data" / "a" / "0.jpg").touch()
