@@ -686,7 +686,7 @@ _JOB = (
         _TEXT,
         "",
         "name of the node, so that one machine can stand for several",
-        "the machine and its network namespace",
+        "the machine and its namespaces",
         file=False,
     ),
     _variable(

@@ -63,24 +63,27 @@ def node_identity() -> str:
     if name := options.value("job.node"):
         return f"named {name}"
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/net')}"
+    spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("ipc", "mnt", "net")]
+    return " ".join((boot, *spaces))
 
 
 def walls(nodes: Mapping[int, str]) -> str:
-    """Says which ranks of one machine are in different network namespaces.
+    """Describes the namespaces that keep ranks of one machine apart.
 
     `nodes` has the node_identity of each rank.
     """
     first: dict[str, int] = {}
     for rank, node in nodes.items():
-        machine = node.partition(" ")[0]
+        machine, *spaces = node.split()
         if machine == "named":  # apart by the user's wish
             continue
         other = first.setdefault(machine, rank)
-        if node != nodes[other]:
+        apart = [one.partition(":")[0] for one in spaces if one not in nodes[other].split()]
+        if apart:
             return (
                 f"ranks {other} and {rank} are on one machine and share no cache, because their "
-                "network namespaces differ: run them in one container, or with the host's network"
+                f"namespaces ({', '.join(apart)}) differ: run them in one container, or with the "
+                "host's network and IPC"
             )
     return ""
 
