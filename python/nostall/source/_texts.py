@@ -56,7 +56,7 @@ def text_files(
     known = (*_ROWS, *_PLAIN)
     also = (*_OTHER, *(ending.upper() for ending in known))
     paths = shard_paths(files, known, store, also=also)
-    first = {_kind_of(path): path for path in reversed(paths)}
+    first = {_kind_of(path, separator): path for path in reversed(paths)}
     mixed = isinstance(files, (str, os.PathLike)) and len(first) > 1
     if "other" in first and (mixed or separator is None):
         raise UsageError(
@@ -72,8 +72,11 @@ def text_files(
     return paths
 
 
-def _kind_of(path: str) -> str:
-    return "rows" if _ends(path, *_ROWS) else "plain" if _ends(path, *_PLAIN) else "other"
+def _kind_of(path: str, separator: str | None) -> str:
+    if _ends(path, *_ROWS):
+        return "rows"
+    said = separator is not None and not _ends(path, *_OTHER)
+    return "plain" if said or _ends(path, *_PLAIN) else "other"
 
 
 def _ends(path: str, *endings: str) -> bool:

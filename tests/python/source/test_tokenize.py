@@ -605,6 +605,24 @@ def test_what_a_file_of_another_ending_holds_is_asked(tmp_path: Path, name: str)
         assert documents(tokens) == [TOKENIZER.encode("the fox").ids]
 
 
+def test_texts_of_several_endings_are_read_by_a_pattern(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for name in ("a.txt", "b.md", "c"):
+        (folder / name).write_text("the fox")
+    with pytest.raises(UsageError, match=r"b\.md does not end as .*separator="):
+        nostall.tokenize(folder / "*", TOKENIZER, tmp_path / "cache")
+    tokens = nostall.tokenize(folder / "*", TOKENIZER, tmp_path / "cache", separator="")
+    assert documents(tokens) == [TOKENIZER.encode("the fox").ids] * 3
+    (folder / "d.zst").touch()
+    with pytest.raises(UsageError, match=r"d\.zst does not end as"):
+        nostall.tokenize(folder / "*", TOKENIZER, tmp_path / "cache", separator="")
+    (folder / "d.zst").unlink()
+    json_lines(folder / "e.jsonl", TEXTS)
+    with pytest.raises(UsageError, match=r"plain texts \(.*a\.txt\) beside .*e\.jsonl"):
+        nostall.tokenize(folder / "*", TOKENIZER, tmp_path / "cache", separator="")
+
+
 def test_a_list_may_have_plain_texts_beside_columns(tmp_path: Path) -> None:
     json_lines(tmp_path / "a.jsonl", TEXTS)
     (tmp_path / "b.txt").write_text("the fox")
