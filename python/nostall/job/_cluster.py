@@ -80,10 +80,12 @@ def walls(nodes: Mapping[int, str]) -> str:
         other = first.setdefault(machine, rank)
         apart = [one.partition(":")[0] for one in spaces if one not in nodes[other].split()]
         if apart:
+            # Those whom the launcher counts on one node find each other by their network.
+            may = "" if "net" in apart else "may "
             return (
-                f"ranks {other} and {rank} are on one machine and share no cache, because their "
-                f"namespaces ({', '.join(apart)}) differ: run them in one container, or with the "
-                "host's network and IPC"
+                f"ranks {other} and {rank} are on one machine and {may}share no cache, because their "
+                f"namespaces ({', '.join(apart)}) differ: start one container a node, and the ranks "
+                "in it"
             )
     return ""
 

@@ -403,6 +403,10 @@ def test_ranks_of_one_machine_behind_walls_are_told_so() -> None:
     assert here != there
     words = r"ranks 0 and 2 are on one machine and share no cache, .* \(net\) differ"
     assert re.match(words, cluster.walls({0: here, 1: here, 2: there}))
+    mounts = here.replace("mnt:", "mnt:other")
+    assert "and may share no cache, because their namespaces (mnt)" in cluster.walls(
+        {0: here, 1: mounts}
+    )
     assert (
         cluster.walls({0: here, 1: here, 2: "named a", 3: "another-boot " + here.partition(" ")[2]})
         == ""
