@@ -134,7 +134,14 @@ def meeting(world: World) -> list[dict[str, Any]]:
         "secret": None if "job.secret" in refused else secret.mark(),
         "refused": sorted(set(refused.values())),
     }
-    return [json.loads(note) for note in gather(json.dumps(mine).encode())]
+    notes: list[dict[str, Any]] = [json.loads(note) for note in gather(json.dumps(mine).encode())]
+    for rank, theirs in enumerate(notes):
+        if theirs.keys() != mine.keys():
+            raise UsageError(
+                f"rank {rank} has another release of nostall than rank {world.rank}, {__version__}: "
+                "install the same on all nodes"
+            )
+    return notes
 
 
 def places(notes: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:

@@ -198,6 +198,7 @@ def doctor_of_rank_0(
             return [mine, *(json.dumps(json.loads(mine) | other).encode() for other in others)]
 
         monkeypatch.setattr(nostall.cli._doctor, "find_rendezvous", lambda *_, **__: gather)
+        monkeypatch.delenv("SLURMD_NODENAME", raising=False)
         monkeypatch.setattr("socket.gethostname", lambda: "a")
         return main(["doctor"]), capsys.readouterr().out
 
@@ -207,7 +208,7 @@ def doctor_of_rank_0(
 @pytest.mark.parametrize(
     ("secret", "others", "said"),
     [
-        ("", [{"net": "another"}], "ranks 0 and 1 are on one machine and share no cache"),
+        ("", [{"node": "net:[1]"}], "ranks 0 and 1 are on one machine and share no cache"),
         (
             "",
             [{"node": "named b", "host": "b"}, {}],
@@ -228,7 +229,10 @@ def test_doctor_fails_where_ranks_do_not_go_together(
     machine = nostall.cli._doctor.cluster.node_identity().partition(" ")[0]
     monkeypatch.setenv("NOSTALL_SECRET", secret)
     status, out = doctor_of_rank_0(
-        *({**other, "node": f"{machine} net:[1]"} if "net" in other else other for other in others)
+        *(
+            {**other, "node": f"{machine} net:[1]"} if other.get("node") == "net:[1]" else other
+            for other in others
+        )
     )
     assert re.search(f"^problem +{said}", out, re.M) and out.count("problem ") == 1, out
     assert status == 1
@@ -244,6 +248,14 @@ def test_doctor_says_what_each_rank_of_a_host_has(
     ]  # fmt: skip
     assert lines[1][2].startswith("999 cores each") and lines[2][2].endswith("; no UCX")
     assert status == 0 and "problem" not in out
+
+
+def test_doctor_fails_where_releases_differ(
+    doctor_of_rank_0: Callable[..., tuple[int, str]],
+) -> None:
+    status, out = doctor_of_rank_0({}, {"what another release says": 1})
+    assert re.search("^ranks +do not meet: rank 2 has another release of nostall", out, re.M), out
+    assert status == 1
 
 
 def test_doctor_names_the_devices_of_a_node_with_bonded_ones(
