@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import logging
 import os
@@ -23,6 +24,7 @@ from nostall.base._locks import take_lock
 from nostall.errors import CorruptionError, IoError, UsageError
 from nostall.source._records import CLASSES_FILE
 from nostall.source._source import ImageFolder, Source
+from nostall.source._views import View
 
 #: Called with "writing" or "verifying" and the number of samples so far.
 Progress = Callable[[str, int], object]
@@ -91,24 +93,26 @@ class Work:
             )
         self.folder = self.dest.with_name(self.dest.name + ".partial")
         # A sample that is a file is described by its path; the others lie in files that have one stamp.
-        parts = [part for part in getattr(source, "parts", [source]) if len(part)]
+        parts = _parts_of(source)
         others = [part for part in parts if not os.path.isfile(part.describe(0))]
         self._has_files = len(others) < len(parts)
         self._state = {
             **options,
             "format": _FORMAT,
             "source": f"{source.fingerprint:016x}",
-            "stamps": [f"{part.native.stamp:016x}" for part in others],
+            "stamps": _digest([part.native.stamp for part in others]),
             "samples": len(source),
         }
         self._sums = -1
         self._lock = -1
+        self._made = False
         self._pool = ThreadPoolExecutor(threads)  # its threads start when samples are read
 
     def __enter__(self) -> Work:
         if self.dest.exists():
             raise UsageError(f"{self.dest} exists already: remove it, or convert to another place")
         try:
+            self._made = not self.folder.exists()
             self.folder.mkdir(parents=True, exist_ok=True)
             self._claim()
             self._sums = os.open(self.folder / _SUMS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -164,13 +168,18 @@ class Work:
                 os.pwrite(self._lock, text.encode(), 0)
                 os.fsync(self._lock)
             except OSError:
-                path.unlink()  # a part of it would be taken for another conversion's
-                self.folder.rmdir()
+                # A part of it would be taken for another conversion's. NFS keeps an open file's folder.
+                with contextlib.suppress(OSError):
+                    path.unlink()
+                    if self._made:
+                        self.folder.rmdir()
                 raise
         elif found != text:
+            whose = "of another data set, of another state of this one, or with other options"
+            if _format_of(found) != _FORMAT:
+                whose = "by another release of nostall"
             raise UsageError(
-                f"{self.folder} is left from a conversion of another data set, of another state of "
-                "this one, or with other options: remove it, then start again"
+                f"{self.folder} is left from a conversion {whose}: remove it, then start again"
             )
 
     def check_room(self, written: int) -> None:
@@ -324,6 +333,30 @@ class Work:
 
     def _name(self) -> str:
         return str(getattr(self.source, "root", "the source"))
+
+
+def _parts_of(source: Source) -> list[Source]:
+    """The sources that hold samples of this one."""
+    if not isinstance(source, View):
+        return [source]
+    ends = np.cumsum([len(part) for part in source.parts])
+    return [
+        source.parts[i] for i in np.unique(np.searchsorted(ends, source.native.numbers, "right"))
+    ]
+
+
+def _digest(stamps: list[int]) -> str:
+    """Of fixed length, whatever the number of parts."""
+    return hashlib.sha256(np.array(stamps, "<u8").tobytes()).hexdigest()
+
+
+def _format_of(state: str) -> object:
+    """Of the record of a conversion; earlier releases wrote none."""
+    try:
+        found = json.loads(state)
+    except ValueError:
+        return _FORMAT  # cut: of no release
+    return found.get("format") if isinstance(found, dict) else None
 
 
 def _check_fields(source: Source) -> None:

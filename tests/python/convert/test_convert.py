@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import fcntl
+import json
 import logging
 import os
 import pickle
@@ -97,7 +99,7 @@ def test_samples_lie_as_the_first_epoch_reads_them(tmp_path: Path) -> None:
         ]
     assert read == order
     (tmp_path / "db2.partial").mkdir()
-    left = '{"order": "plan of seed 5", "to": "lmdb"}'
+    left = '{"format": 2, "order": "plan of seed 5", "to": "lmdb"}'
     (tmp_path / "db2.partial" / "nostall-convert.json").write_text(left)
     with pytest.raises(UsageError, match="with other options"):
         convert.to_lmdb(files, tmp_path / "db2", order="plan", seed=6)
@@ -283,6 +285,54 @@ def test_does_not_go_on_with_another_state_of_shards(
     assert convert.to_lmdb(same_again, tmp_path / "db").resumed_at > 0
 
 
+def test_goes_on_where_only_parts_without_a_sample_in_it_have_changed(
+    folder: nostall.ImageFolder, tmp_path: Path
+) -> None:
+    for name in ("a", "b"):
+        convert.to_tar(folder, tmp_path / name)
+
+    def view(ids: range) -> nostall.Subset:
+        shards = [nostall.TarShards(tmp_path / name) for name in ("a", "b")]
+        return nostall.Subset(nostall.Concat(shards), ids)
+
+    of_one, of_both = range(61), range(10, 71)
+    interrupted(convert.to_lmdb, view(of_one), tmp_path / "one")
+    interrupted(convert.to_lmdb, view(of_both), tmp_path / "both")
+    (shard,) = (tmp_path / "b").glob("*.tar")
+    os.utime(shard, (1, 1))
+    with pytest.raises(UsageError, match="another state of this one"):
+        convert.to_lmdb(view(of_both), tmp_path / "both")
+    assert convert.to_lmdb(view(of_one), tmp_path / "one").resumed_at > 0
+
+
+def test_goes_on_with_thousands_of_parts(folder: nostall.ImageFolder, tmp_path: Path) -> None:
+    convert.to_tar(nostall.Subset(folder, [0]), tmp_path / "shard")
+    shard = nostall.TarShards(tmp_path / "shard")
+    many = nostall.Concat([copy.copy(shard) for _ in range(3300)])
+    interrupted(convert.to_lmdb, many, tmp_path / "db")
+    went_on: list[int] = []
+
+    def stop(phase: str, done: int) -> None:
+        went_on.append(done)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert.to_lmdb(many, tmp_path / "db", progress=stop)
+    assert went_on[0] > 1
+
+
+def test_what_another_release_left_is_told_as_such(
+    folder: nostall.ImageFolder, tmp_path: Path
+) -> None:
+    interrupted(convert.to_lmdb, folder, tmp_path / "db")
+    record = tmp_path / "db.partial" / "nostall-convert.json"
+    state = json.loads(record.read_text())
+    del state["format"]
+    record.write_text(json.dumps(state, sort_keys=True))
+    with pytest.raises(UsageError, match=r"by another release of nostall: remove it"):
+        convert.to_lmdb(folder, tmp_path / "db")
+
+
 @pytest.mark.parametrize("to", [convert.to_lmdb, convert.to_tar])
 def test_what_is_complete_gets_its_name_later(
     folder: nostall.ImageFolder, tmp_path: Path, to: Any, monkeypatch: pytest.MonkeyPatch
@@ -337,6 +387,28 @@ def test_of_a_record_that_cannot_be_written_nothing_is_left(
     with pytest.raises(IoError, match="is full"):
         convert.to_lmdb(folder, tmp_path / "new")
     assert not list(tmp_path.glob("new*"))
+    made_before = tmp_path / "new.partial"
+    made_before.mkdir()
+    with pytest.raises(IoError, match="is full"):
+        convert.to_lmdb(folder, tmp_path / "new")
+    assert made_before.is_dir() and not list(made_before.iterdir())
+
+
+def test_a_folder_that_stays_does_not_hide_that_the_disk_is_full(
+    folder: nostall.ImageFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS keeps the name of a removed file in its folder while the file is open."""
+
+    def fails(number: int) -> Any:
+        def call(*_: object) -> None:
+            raise OSError(number, os.strerror(number))
+
+        return call
+
+    monkeypatch.setattr(os, "fsync", fails(errno.ENOSPC))
+    monkeypatch.setattr(Path, "rmdir", fails(errno.ENOTEMPTY))
+    with pytest.raises(IoError, match="is full"):
+        convert.to_lmdb(folder, tmp_path / "new")
 
 
 def test_all_endings_are_looked_at_before_the_first_sample_is_written(tmp_path: Path) -> None:
