@@ -17,8 +17,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
@@ -168,7 +167,7 @@ class Signals:
     def _agree_or_warn(self, name: str) -> None:
         try:
             self._agree(name)
-        except (OSError, PeerError, RuntimeError) as error:  # the last of threads that do not start
+        except (OSError, PeerError) as error:
             _log.warning(
                 "%s: the training goes on, for the ranks agree on no step: %s", name, error
             )
@@ -178,22 +177,26 @@ class Signals:
         with contextlib.ExitStack() as streams:
             calls = [self._hold()]
             streams.callback(self._go_on)
+            asked: dict[int, Stream] = {}
 
-            def ask(rank: int) -> Stream:
-                left = max(_LEAST_SECONDS, deadline - time.monotonic())
+            def left() -> float:
+                return max(_LEAST_SECONDS, deadline - time.monotonic())
+
+            def ask(rank: int) -> None:
                 try:
-                    stream = streams.enter_context(contextlib.closing(self._connect(rank, left)))
+                    stream = streams.enter_context(contextlib.closing(self._connect(rank, left())))
+                    stream.set_timeout(left())
                     stream.send({"hold": name})
+                    stream.set_timeout(left())
                     calls.append(int(stream.receive()["calls"]))
                 except (OSError, PeerError) as error:
                     raise PeerError(f"rank {rank} does not answer: {error}") from error
-                return stream
+                asked[rank] = stream
 
             # At once: a rank that has answered waits for the call no longer than its listener does.
-            with ThreadPoolExecutor(_AT_ONCE, "nostall-signals") as pool:
-                asked = list(pool.map(ask, range(1, len(self._addresses))))
+            _at_once(ask, range(1, len(self._addresses)))
             call = max(calls) + 1
-            for rank, stream in enumerate(asked, 1):
+            for rank, stream in asked.items():
                 stream.set_timeout(_ANSWER_SECONDS)
                 try:
                     stream.send({"stop": call})
@@ -226,3 +229,35 @@ class Signals:
         with self._changed:
             self._held -= 1
             self._changed.notify_all()
+
+
+def _at_once(work: Callable[[int], None], items: Iterable[int]) -> None:
+    """work(item) of all items, by a few threads; raises what the first that failed did.
+
+    A process that ends does not wait for these threads, as it does for those of concurrent.futures.
+    """
+    waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for item in items:
+        waiting.put(item)
+    failed: list[Exception] = []
+
+    def run() -> None:
+        try:
+            while not failed:
+                work(waiting.get_nowait())
+        except queue.Empty:
+            pass
+        except Exception as error:
+            failed.append(error)
+
+    threads = []
+    with contextlib.suppress(RuntimeError):  # no more can be started
+        for _ in range(min(_AT_ONCE, waiting.qsize()) - 1):
+            thread = threading.Thread(target=run, name="nostall-signals", daemon=True)
+            thread.start()
+            threads.append(thread)
+    run()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import nostall
+from nostall.checkpoint import _signals
 from nostall.checkpoint._background import BackgroundWriter
 from nostall.checkpoint._signals import Signals
 from nostall.checkpoint._store import Store
@@ -256,6 +260,68 @@ def test_all_ranks_are_asked_at_once() -> None:
         assert ranks.ranks[0]._stop == (1, "SIGUSR1")
     finally:
         ranks.close()
+
+
+def test_a_rank_is_not_waited_for_anew_at_each_step_of_its_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, left = [0.0], 20.0 - 9.0 - 8.0
+
+    class Slow:
+        timeout = 0.0
+
+        def __init__(self, seconds: float) -> None:
+            assert seconds == 20.0
+            now[0] += 9.0
+
+        def set_timeout(self, seconds: float) -> None:
+            self.timeout = seconds
+
+        def send(self, message: dict[str, Any]) -> None:
+            if "hold" in message:
+                assert self.timeout == 20.0 - 9.0
+                now[0] += 8.0
+
+        def receive(self) -> dict[str, Any]:
+            assert self.timeout == left
+            return {"calls": 4}
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(_signals, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    ranks = Ranks(["SIGUSR1", "SIGUSR2"])
+    try:
+        monkeypatch.setattr(ranks.ranks[0], "_connect", lambda _, seconds: Slow(seconds))
+        ranks.ranks[0]._agree("SIGUSR1")
+        assert ranks.ranks[0]._stop == (5, "SIGUSR1")
+    finally:
+        ranks.close()
+
+
+def test_a_process_that_ends_does_not_wait_for_ranks_that_it_asks() -> None:
+    program = """
+import threading
+from nostall.checkpoint import _signals
+from nostall.job._stream import Listener
+
+_signals._ANSWER_SECONDS = 3600.0
+asked = threading.Semaphore(0)
+
+def is_silent(question, stream):
+    asked.release()
+    threading.Event().wait()
+
+silent = [Listener(is_silent, bytes(32), 3600.0) for _ in range(2)]
+signals = _signals.Signals("SIGUSR1")
+signals._key = bytes(32)
+signals._addresses = [("", 0), *(one.address for one in silent)]
+threading.Thread(target=signals._decide, daemon=True).start()
+signals._came.put("SIGUSR1")
+for _ in silent:
+    asked.acquire()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 def test_ranks_go_on_where_one_does_not_answer(caplog: pytest.LogCaptureFixture) -> None:
