@@ -27,6 +27,7 @@ StandIns::StandIns(const JobSpec& job) : seed_(job.seed) {
   } else {
     add(0, job.samples);
   }
+  ranges_.shrink_to_fit();
 }
 
 void StandIns::add(SampleId first, uint64_t count) {

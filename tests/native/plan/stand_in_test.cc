@@ -2,6 +2,7 @@
 #include "plan/stand_in.h"
 
 #include <gtest/gtest.h>
+#include <malloc.h>
 
 #include <algorithm>
 #include <set>
@@ -56,6 +57,22 @@ TEST(StandIns, AreOfTheSamplesThatTheOrderCanGive) {
   // A weight for every sample of a source, and a source for every sample: all stand in, as ever.
   spec.mixture = std::make_shared<const Mixture>(Mixture::Spec{{300, 700}, {{0, {1, 2}}}});
   EXPECT_EQ(first_of(spec, 123), (std::vector<SampleId>{994, 773, 782, 435}));
+}
+
+TEST(StandIns, HoldEightBytesOfEachSampleAtMost) {
+  JobSpec spec;
+  spec.samples = (1 << 20) + 2;  // one range more than a power of two
+  std::vector<double> weights(spec.samples);
+  for (SampleId id = 0; id < spec.samples; id += 2) weights[id] = 1.0;
+  spec.order = OrderKind::weighted;
+  spec.weights = std::make_shared<const std::vector<double>>(std::move(weights));
+  const auto in_use = [] {
+    const auto all = mallinfo2();
+    return all.uordblks + all.hblkhd;
+  };
+  const size_t before = in_use();
+  const StandIns stand_ins(spec);
+  EXPECT_LE(in_use() - before, 8 * spec.samples + (1 << 20));
 }
 
 TEST(Occurrences, AreCountedOverAllRanksOfAUsersOrder) {
