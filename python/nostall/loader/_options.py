@@ -15,7 +15,8 @@ from nostall.job._world import AllGather
 class LoaderOptions:
     """Rarer options of `DataLoader`; one that is not given follows nostall.toml, else the default.
 
-    Several loaders may share them: an option that does nothing for one is refused as its keyword alone.
+    Several loaders may share them: where `dtype`, `layout`, `decode` or `workers` does nothing for one,
+    it is refused as a keyword alone.
 
     Raises:
         UsageError: an impossible value, with its option.
