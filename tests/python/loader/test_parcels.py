@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import operator
 import os
@@ -90,15 +91,19 @@ def test_slots_are_used_again_when_no_array_is_in_them() -> None:
 
 def test_free_slots_of_other_sizes_hold_no_memory() -> None:
     memory = _processes._Memory()
+    with contextlib.closing(os.fdopen(os.memfd_create("probe"), "wb")) as file:
+        file.truncate(mmap.PAGESIZE)
+        try:
+            mmap.mmap(file.fileno(), mmap.PAGESIZE).madvise(mmap.MADV_REMOVE)
+        except OSError as error:
+            pytest.skip(f"MADV_REMOVE takes no memory back here: {error}")
 
-    def held() -> int:
-        return os.fstat(memory._descriptor).st_blocks * 512
-
-    sizes = [1 << 20, 1 << 21, 1 << 22]
+    sizes = [1 << 22, 1 << 23, 1 << 24]
     for size in sizes:
         array = memory.take(size)[1]
         array[:] = 1
-        assert held() == size
+        # Huge pages may hold some more. Where none is given back, it is 1.5 of the second size.
+        assert os.fstat(memory._descriptor).st_blocks * 512 < 1.5 * size
         del array
     again, array = memory.take(sizes[0])
     assert again.offset == 0 and not array.any()
