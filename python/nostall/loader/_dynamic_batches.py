@@ -113,9 +113,8 @@ class DynamicBatches:
         return min(grown, self.limit, size - place, max(whole - batch, 1))
 
     def _grouped(self, epoch: Epoch) -> Iterator[Any]:
-        source = iter(epoch)
+        source, batch = iter(epoch), self.loader._begin_of(epoch.index)[1]
         while True:
-            batch = self.loader.position[1]
             parts, counts = [], []
             for _ in range(self.size_at(epoch.index, batch)):
                 part = next(source, None)
@@ -127,6 +126,7 @@ class DynamicBatches:
                 # The loader ends its epoch when it is asked for one batch too many.
                 next(source, None)
                 return
+            batch += len(parts)
             yield parts[0] if len(parts) == 1 else self._joined(parts, counts)
 
     def _joined(self, parts: Sequence[Any], counts: Sequence[int]) -> Any:

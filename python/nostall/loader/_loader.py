@@ -65,7 +65,6 @@ _READS_IN_FLIGHT = 16
 # (source/_flight.py), which never is above all these reads.
 _NETWORK_FETCHERS, _NETWORK_READS = 16, 32
 _SEED_BYTES = 4  # of a drawn seed: short enough to be typed again
-_NO_REST = (-1, 0)  # of no epoch
 _LIGHT_STAGING = 16 << 20  # of what is as quickly unpacked as read: it stays in a cache
 _ENDLESS = 2**31 - 1  # epochs of a plan without an end
 _BOUNDED = 1024  # the lower bound is that of the whole job up to so many epochs
@@ -381,7 +380,6 @@ class DataLoader:
         self._begin = self._position = (0, 0)  # of the placement; of the last batch
         self._samples_taken = 0  # in the last batch handed out
         self._resumed = self._closed = False
-        self._left = _NO_REST  # of the epoch of a loaded state, where it begins
         self._loads = 0  # of states: iterations that began before are over
         self._ended: int | None = None  # the epoch that the loaded state had just ended
         self._loader: _native.Loader | None = None
@@ -542,13 +540,13 @@ class DataLoader:
         return self._epochs_left()
 
     def _epochs_left(self) -> Iterator[Epoch]:
-        while self._next_epoch() < self._last_epoch:
-            epoch, before, loads = self._next_epoch(), self._position, self._loads
+        # The position follows what is taken, for all of them may be made before: in a list.
+        epoch = self._next_epoch()
+        while epoch < self._last_epoch:
+            before, loads = self._position, self._loads
             yield Epoch(self, epoch)
-            if self._loads == loads and self._position in (before, (epoch, 0)):
-                # The body took nothing of this epoch: continue with the next one all the same.
-                self._position = self._after(epoch)
-                self._resumed = False
+            untaken = self._loads == loads and self._position in (before, (epoch, 0))
+            epoch = epoch + 1 if untaken else self._next_epoch()
 
     def __iter__(self) -> Iterator[Any]:
         """The next epoch (after `set_epoch` that one, after `load_state_dict` its rest).
@@ -614,10 +612,10 @@ class DataLoader:
                 f"this job of {counted(self._last_epoch, 'epoch')} has no epoch {epoch}: {remedy}"
             )
         if self._resumed and epoch == self._ended:
-            self._position = self._left = (epoch, self._plan.batches_in(epoch))
+            self._position = (epoch, self._plan.batches_in(epoch))
         if self._resumed and epoch == self._position[0]:
             return
-        self._resumed, self._left = False, _NO_REST
+        self._resumed = False
         self._position = (epoch, 0)
 
     def _is_inside(self) -> bool:
@@ -638,18 +636,14 @@ class DataLoader:
         return self._iterate(functools.partial(self._begin_of, epoch))
 
     def _begin_of(self, epoch: int) -> tuple[int, int]:
-        return self._left if epoch == self._left[0] else (epoch, 0)
-
-    def _has_begun(self, epoch: int) -> None:
-        """Batches of an epoch were taken: it does not begin where a loaded state is again."""
-        self._resumed = False
-        if epoch == self._left[0]:
-            self._left = _NO_REST
+        goes_on = self._resumed and epoch == self._position[0]
+        return epoch, self._position[1] if goes_on else 0
 
     def _iterate(self, place: Callable[[], tuple[int, int]]) -> Iterator[Any]:
         self._refuse_closed()
         # A loaded position stays one until a batch is taken: this iterator may never be used.
-        self._position = place()
+        if not self._resumed:
+            self._position = place()
         _running.add(batches := self._batches_of(place, self._loads))
         self._told.make(batches)
         return batches
@@ -714,7 +708,7 @@ class DataLoader:
             self._recorder.end_epoch(running)
         if self._position == (epoch, batches):
             self._position = self._after(epoch)
-            self._has_begun(epoch)
+            self._resumed = False
 
     def _hand_out(
         self,
@@ -735,7 +729,7 @@ class DataLoader:
         self._recorder.batch(one.batch, began, one.substituted)
         self._position = position
         self._samples_taken = len(one.batch)
-        self._has_begun(position[0])
+        self._resumed = False
         return value
 
     # ------------------------------------------------------------------ resuming
@@ -826,7 +820,7 @@ class DataLoader:
         if batch and batch == self._batches:
             self._ended = epoch
             epoch, batch = epoch + 1, 0
-        self._position = self._left = (epoch, batch)
+        self._position = (epoch, batch)
         self._begin = (epoch, batch) if epoch < self._last_epoch else (self._last_epoch - 1, 0)
         self._resumed = True
 

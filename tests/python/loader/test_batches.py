@@ -119,6 +119,17 @@ def test_a_resumed_job_goes_on_with_the_same_batches(image_folder: Path, sawtoot
         assert joined == [sorted(b) for b in whole[stop:]]
 
 
+def test_an_epoch_behind_the_interrupted_one_begins_with_its_first_batch(
+    image_folder: Path,
+) -> None:
+    with loader(image_folder) as source:
+        batches, state = nostall.DynamicBatches(source), source.state_dict()
+        batches.factor = len(source)
+        source.load_state_dict({**state, "epoch": 0, "batch": 3})
+        _, second, *_ = batches.epochs()
+        assert len(list(second[1])) == 1
+
+
 def test_sawtooth_grows_with_each_pass_and_ends_with_the_data(image_folder: Path) -> None:
     # 15 whole batches of 4: chunks of 4, 4, 4, 3 batches, two passes each, cut into two epochs.
     with loader(image_folder, order=nostall.SubBatches(4, 2)) as source:

@@ -277,6 +277,50 @@ def test_epochs_in_a_list_begin_where_the_loaded_state_is() -> None:
         assert [batch["x"].tolist() for batch in second] == whole[1]
 
 
+def test_epochs_in_a_list_leave_the_loader_where_it_is() -> None:
+    data = nostall.Arrays({"x": np.arange(48)})
+    options: dict[str, Any] = {"epochs": 3, "tiers": [], "output": "numpy"}
+    with nostall.DataLoader(data, 8, **options) as loader:
+        state = {**loader.state_dict(), "epoch": 0, "batch": 4}
+        all_of_them = list(loader.epochs())
+        assert loader.position == (0, 0) and loader.batches_left == 6
+        assert len(list(loader)) == 6
+        assert [len(list(epoch)) for epoch in all_of_them[1:]] == [6, 6]
+        loader.load_state_dict(state)
+        all_of_them = list(loader.epochs())
+        assert loader.state_dict() == state
+        begun = [iter(epoch) for epoch in all_of_them]
+        assert loader.state_dict() == state
+        assert [len(list(batches)) for batches in begun] == [2, 6, 6]
+        loader.load_state_dict(state)
+        first, second = itertools.islice(loader.epochs(), 2)
+        assert [len(list(epoch)) for epoch in (first, second)] == [2, 6]
+        loader.load_state_dict(state)
+        taken = []
+        for epoch in list(loader.epochs()):
+            loader.set_epoch(epoch.index)
+            taken.append(len(list(epoch)))
+        assert taken == [2, 6, 6]
+        loader.load_state_dict({**state, "batch": 6})
+        assert len(list(loader.epochs())) == 2
+        loader.set_epoch(0)
+        assert list(loader) == [] and len(list(loader)) == 6
+
+
+def test_epochs_of_which_nothing_is_taken_are_left_out() -> None:
+    data = nostall.Arrays({"x": np.arange(48)})
+    with nostall.DataLoader(data, 8, epochs=5, tiers=[], output="numpy") as loader:
+        seen = []
+        for epoch in loader.epochs():
+            seen.append(epoch.index)
+            if epoch.index in (1, 4):
+                next(iter(epoch))
+            if epoch.index == 2:
+                loader.set_epoch(2)
+        assert seen == [0, 1, 2, 3, 4]
+        assert loader.position == (4, 1)
+
+
 def test_a_state_of_another_job_is_refused(image_folder: Path) -> None:
     folder = nostall.ImageFolder(image_folder)
     with nostall.DataLoader(folder, 8, epochs=2, seed=3, tiers=[]) as loader:
