@@ -567,14 +567,10 @@ class PythonStage:
         return self._empty(self._collate([self._any(source, batch.epoch)]))
 
     def _any(self, source: Source, epoch: int) -> Any:
-        """What the function gives for some sample."""
-        context = Context(0, epoch, self._seed)
-        sample, value = self._alone(source, context)
-        if isinstance(value, Failed):
-            self._refuse_fault(source, 0, sample, value)
-            message = "the shape of an empty batch is not known"
-            _, value = self._stand_in(source, context, message, _Tries())
-        return value
+        """What the function gives for some sample of the order."""
+        none = Context(len(source), epoch, self._seed)  # in whose place any sample can stand
+        message = "the shape of an empty batch is not known"
+        return self._stand_in(source, none, message, _Tries())[1]
 
     def _empty(self, one: Any) -> Any:
         return one[:0]

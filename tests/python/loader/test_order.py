@@ -625,6 +625,27 @@ def test_an_empty_share_of_the_last_batch_has_the_shape_of_the_others(
         ]
 
 
+@pytest.mark.parametrize("fields", [False, True])
+@pytest.mark.parametrize("order", [[1, 2, 3, 4, 5], [3] * 5])
+def test_an_empty_share_is_like_samples_that_the_order_gives(
+    make_folder: Callable[[int], Path], fields: bool, order: list[int]
+) -> None:
+    folder = nostall.ImageFolder(make_folder(6), index=False)
+    files = [folder.describe(i) for i in range(6)]
+    data = nostall.Files({"image": files}, {"label": np.arange(6)}) if fields else folder
+    Path(files[0]).unlink()
+
+    def corner(image: np.ndarray) -> np.ndarray:
+        return image[:2, :3].copy()
+
+    with nostall.DataLoader(
+        data, None, global_batch_size=4, **one_rank(1, 2), epochs=1, order=order, tiers=[],
+        transforms={"image": corner} if fields else corner, decode=True, output="numpy",
+    ) as loader:  # fmt: skip
+        images = [batch["image"] if fields else batch[0] for batch in loader]
+    assert [image.shape for image in images] == [(2, 2, 3, 3), (0, 2, 3, 3)]
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
