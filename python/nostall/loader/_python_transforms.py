@@ -393,7 +393,6 @@ class PythonStage:
             answers = executor.submit([sample], [context], 1)
             self._single = [context.sample], answers
             (value,) = answers[0].result()
-            self._single = _NOTHING
         else:
             (value,) = _apply(self._function, self._decode, [sample], [context])
         return value
@@ -436,6 +435,8 @@ class PythonStage:
             if self._is_ending(feeder):
                 raise
             raise self._worker_died(source, feeder) from error
+        finally:
+            self._single = _NOTHING
 
     def _result(
         self, work: Work, source: Source, feeder: Feeder
@@ -485,7 +486,6 @@ class PythonStage:
         executor = self._executor
         works = [(work.batch.samples.tolist(), work.parts) for work in feeder.at_work]
         works.append(self._single)
-        self._single = _NOTHING
         self.close()
         codes = executor.crashed() if isinstance(executor, Processes) else {}
         code, at_work = next(iter(codes.values()), 0), ""

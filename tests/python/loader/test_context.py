@@ -158,10 +158,12 @@ def damaged_and_fatal(values: Any, context: nostall.Context) -> Any:
         raise CorruptionError("it is damaged")
     if kind == FATAL:
         os.kill(os.getpid(), signal.SIGSEGV)
+    if kind == UNSENT:
+        return lambda: None
     return np.array([context.sample, os.getpid(), np.random.randint(2**31)])
 
 
-DAMAGED, FATAL = 1, 2
+DAMAGED, FATAL, UNSENT = 1, 2, 3
 
 
 @pytest.mark.multi
@@ -185,6 +187,19 @@ def test_what_stands_in_is_made_where_others_are() -> None:
     assert drawn == np.random.RandomState(wanted).randint(2**31)
     with pytest.raises(TransformError, match=r"\(sample 2\): their process was ended by SIGSEGV"):
         made([DAMAGED, 0, FATAL], [0, 2])
+
+
+@pytest.mark.multi
+def test_what_stood_in_is_not_kept_when_it_cannot_be_sent() -> None:
+    data = nostall.Arrays({"x": np.array([DAMAGED, UNSENT]).reshape(-1, 1)})
+    with nostall.DataLoader(
+        data, 1, epochs=1, tiers=[], order=[0, 1], threads=1, on_error="substitute",
+        transforms={"x": damaged_and_fatal}, workers="processes",
+    ) as loader:  # fmt: skip
+        with pytest.raises(Exception, match="pickle"):
+            next(iter(loader))
+        stage = loader._recipe.stage
+        assert stage is not None and stage._single == ([], [])
 
 
 # It is imported by worker processes, which this module would let import torch.
