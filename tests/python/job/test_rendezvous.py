@@ -320,7 +320,7 @@ def test_by_a_store_says_for_what_ranks_meet(monkeypatch: pytest.MonkeyPatch) ->
     assert gather is not None
     words = (
         'rank 1 waited 1.5 s in vain for rank 0 of 2, to meet for "checkpointer 0 1" '
-        "(nostall/checkpointer 0 1/2/call is not there): see its own error"
+        "(nostall/checkpointer 0 1/2/bell 0 is not there): see its own error"
     )
     with pytest.raises(PeerError, match=re.escape(words)):
         gather(b"mine")
