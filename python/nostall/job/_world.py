@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -113,7 +114,7 @@ def find_world(
         world = _alone()
     placed = local_rank is not None and local_world_size is not None
     if rank is not None and world_size is not None:
-        world = _named(world, rank, world_size, local_world_size)
+        world = _named(world, rank, world_size, local_world_size, env)
     world = dataclasses.replace(
         world,
         local_rank=world.local_rank if local_rank is None else local_rank,
@@ -158,18 +159,29 @@ def _found(env: Mapping[str, str]) -> World:
     )
 
 
-def _named(found: World, rank: int, world_size: int, local_world_size: int | None) -> World:
+def _named(
+    found: World, rank: int, world_size: int, local_world_size: int | None, env: Mapping[str, str]
+) -> World:
     """The place of a rank that the caller names, which may be that of a part of the processes."""
     if (rank, world_size) == (found.rank, found.world_size):
         return found
     if local_world_size is not None:
         several = local_world_size > 1
-        name = f"{found.job} of {world_size}" if several else f"{found.job}-rank{rank}"
+        name = f"{_shared(found, env)} of {world_size}" if several else f"{found.job}-rank{rank}"
         return World(rank, world_size, 0, 1, name)
     if found.world_size > 1 and world_size <= found.world_size:
         processes = found.world_size if world_size < found.world_size else None
         return dataclasses.replace(found, rank=rank, world_size=world_size, processes=processes)
     return World(rank, world_size, 0, 1, f"{found.job}-rank{rank}")
+
+
+def _shared(found: World, env: Mapping[str, str]) -> str:
+    """The job's name that all processes have which one task of a launcher starts."""
+    if found.world_size == 1:
+        with contextlib.suppress(UsageError):  # variables that do not matter, as in _found
+            launched = from_environment(env)
+            return found.job if launched is _SINGLE else launched.job
+    return found.job
 
 
 @dataclass(frozen=True)

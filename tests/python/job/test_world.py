@@ -107,6 +107,30 @@ def test_jobs_of_one_rank_with_the_same_variables_are_told_apart(shell: dict[str
     assert str(os.getpid()) in find_world(rank=0, world_size=1, environment=shell).job
 
 
+@pytest.mark.parametrize(
+    "shell",
+    [
+        {**SLURM, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
+        {**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+        {"RANK": "0", "WORLD_SIZE": "1"},
+    ],
+)
+def test_ranks_that_one_task_of_a_launcher_starts_are_one_job(shell: dict[str, str]) -> None:
+    code = (
+        "import sys; from nostall.job._world import find_world; r = int(sys.argv[1]); "
+        "print(find_world(rank=r, world_size=2, local_rank=r, local_world_size=2).job)"
+    )
+    ran = [prefork.run(["-c", code, r], timeout=60, env={**os.environ, **shell}) for r in "01"]
+    one, other = (process.stdout.strip() for process in ran)
+    assert one and one == other, ran
+    # Ranks of a node each are told apart.
+    alone = [
+        find_world(rank=r, world_size=2, local_rank=0, local_world_size=1, environment=shell).job
+        for r in range(2)
+    ]
+    assert alone[0] != alone[1]
+
+
 def test_a_group_of_one_rank_is_a_job_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where each task of a step trains by itself."""
     monkeypatch.setattr(world_module, "joined_group", lambda: Group("torch.distributed", 0, 1))
