@@ -122,8 +122,9 @@ def check_alike(world: World, name: str, settings: Mapping[str, Any]) -> None:
     """Compares `settings` with those of a rank of the node that arrived before, without waiting.
 
     Each rank leaves its own in notes, which end with it: torch's store may have those of ranks that
-    were killed. Ranks of several nodes are compared where they meet (`join`). Nothing is compared if
-    notes cannot be left: the comparison helps to find mistakes, but must not end a training.
+    were killed. Ranks that walls part have none in common, and are compared through that store. Ranks
+    of several nodes are compared where they meet (`join`). Nothing is compared if notes cannot be
+    left: the comparison helps to find mistakes, but must not end a training.
 
     Args:
         world: of the loader.
@@ -136,7 +137,7 @@ def check_alike(world: World, name: str, settings: Mapping[str, Any]) -> None:
     if world.processes is not None or world.local_world_size == 1:
         return
     name = f"{name} of {world.world_size}"
-    _warn_of_walls(world, name)
+    _look_over_walls(world, name, settings)
     from nostall.job import _notes as notes
 
     try:
@@ -152,19 +153,22 @@ def check_alike(world: World, name: str, settings: Mapping[str, Any]) -> None:
             return
 
 
-def _warn_of_walls(world: World, name: str) -> None:
+def _look_over_walls(world: World, name: str, settings: Mapping[str, Any]) -> None:
     """Ranks that the launcher counts on one node do not meet, so nothing else brings this to light."""
     store = None if spans_nodes(world) else initialised_store(world.world_size)
     if store is None:
         return
-    mine = json.dumps({"rank": world.rank, "node": node_identity()})
+    mine: dict[str, Any] = {"rank": world.rank, "node": node_identity(), "job": world.job}
+    mine["settings"] = settings
     try:
-        first = json.loads(store.compare_set(f"nostall/{name}/node", "", mine))
+        first = json.loads(store.compare_set(f"nostall/{name}/node", "", json.dumps(mine)))
     except Exception as error:  # whatever a store raises
         _log.debug("the nodes of the ranks are not compared: %s", error)
         return
-    if words := walls({first["rank"]: first["node"], world.rank: node_identity()}):
+    if words := walls({first["rank"]: first["node"], world.rank: mine["node"]}):
         _log.warning("%s", words)
+        if first["job"] == world.job:  # and not of a start before
+            compare(first["rank"], first["settings"], world.rank, settings)
 
 
 def compare(first: int, theirs: Mapping[str, Any], rank: int, settings: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ import pytest
 import nostall
 from nostall.errors import UsageError
 from nostall.job import _cluster as cluster
+from nostall.job import _notes as notes
 from nostall.job import _secret as secret
 from nostall.job._rendezvous import Rendezvous, find_rendezvous
 from nostall.job._world import World
@@ -191,6 +192,10 @@ def test_ranks_that_a_launcher_counts_on_one_node_are_told_of_walls(
     assert not caplog.text
     cluster.check_alike(third, "loader 0", {})
     assert "ranks 0 and 2 are on one machine and share no cache" in caplog.text
+    monkeypatch.setattr(notes, "noted", lambda *_: None)  # these are in another namespace
+    with pytest.raises(UsageError, match="disagree: seed is None on rank 0 and 1 on rank 2"):
+        cluster.check_alike(third, "loader 0", {"seed": 1})
+    cluster.check_alike(ranks_of(3, "other start")[2], "loader 0", {"seed": 1})
     store = torch.Store()  # that of init_process_group("mpi") can do nothing
     cluster.check_alike(second, "loader 1", {})
 
