@@ -81,11 +81,11 @@ def walls(nodes: Mapping[int, str]) -> str:
         apart = [one.partition(":")[0] for one in spaces if one not in nodes[other].split()]
         if apart:
             # Those whom the launcher counts on one node find each other by their network.
-            may = "" if "net" in apart else "may "
+            share = "share" if "net" in apart else "may share"
             return (
-                f"ranks {other} and {rank} are on one machine and {may}share no cache, because their "
-                f"namespaces ({', '.join(apart)}) differ: start one container a node, and the ranks "
-                "in it"
+                f"ranks {other} and {rank} are on one machine in other namespaces "
+                f"({', '.join(apart)}), and {share} no cache: start one container a node, and the "
+                "ranks in it"
             )
     return ""
 

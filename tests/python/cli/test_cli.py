@@ -208,7 +208,7 @@ def doctor_of_rank_0(
 @pytest.mark.parametrize(
     ("secret", "others", "said"),
     [
-        ("", [{"node": "net:[1]"}], "ranks 0 and 1 are on one machine and share no cache"),
+        ("", [{"node": "net:[1]"}], "ranks 0 and 1 are on one machine in other namespaces"),
         (
             "",
             [{"node": "named b", "host": "b"}, {}],

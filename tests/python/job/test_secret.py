@@ -191,7 +191,7 @@ def test_ranks_that_a_launcher_counts_on_one_node_are_told_of_walls(
     cluster.check_alike(ranks_of(2, "walls")[1], "loader 0", {})  # not torch's ranks
     assert not caplog.text
     cluster.check_alike(third, "loader 0", {})
-    assert "ranks 0 and 2 are on one machine and share no cache" in caplog.text
+    assert "ranks 0 and 2 are on one machine in other namespaces" in caplog.text
     monkeypatch.setattr(notes, "noted", lambda *_: None)  # these are in another namespace
     with pytest.raises(UsageError, match="disagree: seed is None on rank 0 and 1 on rank 2"):
         cluster.check_alike(third, "loader 0", {"seed": 1})
