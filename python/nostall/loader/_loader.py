@@ -382,6 +382,7 @@ class DataLoader:
         self._resumed = self._closed = False
         self._loads = 0  # of states: iterations that began before are over
         self._ended: int | None = None  # the epoch that the loaded state had just ended
+        self._turn: int | None = None  # of epochs(), behind turns of which nothing was taken
         self._loader: _native.Loader | None = None
         self._process = 0  # that made it
         self._ahead: Ahead | None = None  # of the last iteration
@@ -540,13 +541,18 @@ class DataLoader:
         return self._epochs_left()
 
     def _epochs_left(self) -> Iterator[Epoch]:
-        # The position follows what is taken, for all of them may be made before: in a list.
+        # The position follows what is taken, for all of them may be made before: in a list. Where
+        # turns are left out, the loader itself begins with the newest one.
         epoch = self._next_epoch()
         while epoch < self._last_epoch:
             before, loads = self._position, self._loads
             yield Epoch(self, epoch)
             untaken = self._loads == loads and self._position in (before, (epoch, 0))
-            epoch = epoch + 1 if untaken else self._next_epoch()
+            if untaken:
+                self._turn = epoch = epoch + 1
+            else:
+                epoch = self._next_epoch()
+        self._turn = None
 
     def __iter__(self) -> Iterator[Any]:
         """The next epoch (after `set_epoch` that one, after `load_state_dict` its rest).
@@ -558,7 +564,7 @@ class DataLoader:
 
     def _next(self) -> tuple[int, int]:
         """The epoch and the batch that an iteration of the loader begins with."""
-        if self._options.steps is None:
+        if self._options.steps is None or self._turn is not None:
             return self._begin_of(self._next_epoch())
         epoch, batch = self._position
         return (epoch, batch) if self._is_inside() or batch == 0 else (epoch + 1, 0)
@@ -611,6 +617,7 @@ class DataLoader:
             raise UsageError(
                 f"this job of {counted(self._last_epoch, 'epoch')} has no epoch {epoch}: {remedy}"
             )
+        self._turn = None
         if self._resumed and epoch == self._ended:
             self._position = (epoch, self._plan.batches_in(epoch))
         if self._resumed and epoch == self._position[0]:
@@ -629,6 +636,8 @@ class DataLoader:
         return (epoch + 1, 0) if batches == self._batches else (epoch, batches)
 
     def _next_epoch(self) -> int:
+        if self._turn is not None:
+            return self._turn
         epoch, batch = self._position
         return epoch if batch == 0 or self._resumed else epoch + 1
 
@@ -642,8 +651,8 @@ class DataLoader:
     def _iterate(self, place: Callable[[], tuple[int, int]]) -> Iterator[Any]:
         self._refuse_closed()
         # A loaded position stays one until a batch is taken: this iterator may never be used.
-        if not self._resumed:
-            self._position = place()
+        if not self._resumed and (begin := place())[0] < self._last_epoch:
+            self._position = begin
         _running.add(batches := self._batches_of(place, self._loads))
         self._told.make(batches)
         return batches
@@ -664,7 +673,7 @@ class DataLoader:
         self._refuse_before_load(loads)
         self._told.begun = True
         # Lightning makes the iterator, then sets the epoch, or finds that all epochs are over.
-        epoch, start = self._position = place()
+        epoch, start = place()
         if epoch >= self._last_epoch:
             steps = self._options.steps
             raise UsageError(
@@ -674,6 +683,7 @@ class DataLoader:
                 else f"this job of {counted(steps, 'step')} has ended: pass a larger steps= to "
                 "DataLoader"
             )
+        self._position, self._turn = (epoch, start), None
         if self._ahead is not None:
             self._ahead.close()
             self._device_bytes = self._ahead.limit
@@ -820,7 +830,7 @@ class DataLoader:
         if batch and batch == self._batches:
             self._ended = epoch
             epoch, batch = epoch + 1, 0
-        self._position = (epoch, batch)
+        self._position, self._turn = (epoch, batch), None
         self._begin = (epoch, batch) if epoch < self._last_epoch else (self._last_epoch - 1, 0)
         self._resumed = True
 

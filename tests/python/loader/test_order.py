@@ -321,6 +321,47 @@ def test_epochs_of_which_nothing_is_taken_are_left_out() -> None:
         assert loader.position == (4, 1)
 
 
+@pytest.mark.parametrize("begin", [(0, 0), (0, 4), (1, 0)])
+def test_the_loader_itself_begins_with_the_turn_behind_those_left_out(
+    begin: tuple[int, int],
+) -> None:
+    data = nostall.Arrays({"x": np.arange(48)})
+    with nostall.DataLoader(data, 8, epochs=4, tiers=[], output="numpy") as loader:
+        whole = [[batch["x"].tolist() for batch in epoch] for epoch in loader.epochs()]
+        state = loader.state_dict()
+        loader.load_state_dict({**state, "epoch": begin[0], "batch": begin[1]})
+        taken = {}
+        for epoch in loader.epochs():
+            if epoch.index >= 2:
+                taken[epoch.index] = [batch["x"].tolist() for batch in loader]
+        assert taken == {2: whole[2], 3: whole[3]}
+        loader.load_state_dict({**state, "epoch": begin[0], "batch": begin[1]})
+        for epoch in loader.epochs():
+            if epoch.index == 2:
+                break
+        assert loader.position == begin
+        assert [batch["x"].tolist() for batch in loader] == whole[2]
+        for _ in loader.epochs():
+            pass
+        assert loader.position == (3, 0)
+        assert [batch["x"].tolist() for batch in loader] == whole[3]
+
+
+def test_an_iterator_behind_the_last_step_moves_nothing() -> None:
+    data = nostall.Arrays({"x": np.arange(48)})
+    with nostall.DataLoader(data, 8, steps=10, tiers=[], output="numpy") as loader:
+        first = next(iter(loader.epochs()))
+        assert len(list(first)) == 6
+        for epoch in loader.epochs():
+            assert (epoch.index, len(list(loader))) == (1, 4)
+        assert loader.position == (1, 4)
+        iter(loader)
+        assert loader.position == (1, 4)
+        with pytest.raises(UsageError, match="has ended"):
+            list(loader)
+        assert loader.position == (1, 4) and loader.batches_left == 0
+
+
 def test_a_state_of_another_job_is_refused(image_folder: Path) -> None:
     folder = nostall.ImageFolder(image_folder)
     with nostall.DataLoader(folder, 8, epochs=2, seed=3, tiers=[]) as loader:
