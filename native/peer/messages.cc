@@ -47,6 +47,7 @@ struct Filed {
 }  // namespace
 
 Delivery Exchange::Messenger::on_message(std::span<const std::byte> bytes, uint64_t payload) {
+  if (!transport_) return {};  // it is ending, and answers nobody
   Delivery delivery;
   guarded([&] { delivery = handle(bytes, payload); });
   return delivery;

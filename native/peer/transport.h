@@ -1,7 +1,7 @@
 // peer/transport.h - messages between ranks: the only interface between nostall and UCX.
 //
 // A transport has no thread of its own. One thread at a time calls it; messages are delivered inside
-// progress(). wake() and now() alone may be called from any thread. A message is a fixed header and a
+// progress() alone, and what was under way ends in drop(), progress() or the destructor. wake() and now() alone may be called from any thread. A message is a fixed header and a
 // payload that is neither copied on its way out nor, where the network can, on its way in.
 #pragma once
 

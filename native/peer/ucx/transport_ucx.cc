@@ -228,6 +228,7 @@ class UcxTransport final : public Transport {
   }
 
   void stop() {
+    receiver_ = nullptr;
     if (worker_) {
       for (const Offer& offer : offered_) ucp_am_data_release(worker_, offer.descriptor);
       offered_.clear();
@@ -328,6 +329,7 @@ class UcxTransport final : public Transport {
 
   ucs_status_t receive(std::span<const std::byte> header, void* data, size_t length,
                        const ucp_am_recv_param_t& param) {
+    if (!receiver_) return UCS_OK;  // it is ending
     if ((param.recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0) {
       offered_.push_back({data, length, {header.begin(), header.end()}});
       return UCS_INPROGRESS;
@@ -362,7 +364,7 @@ class UcxTransport final : public Transport {
   ucp_worker_h worker_ = nullptr;
   int events_ = -1;  // belongs to the worker
   int wake_ = -1;
-  Receiver* receiver_ = nullptr;              // inside progress()
+  Receiver* receiver_ = nullptr;              // since the first progress(), until stop()
   std::vector<std::unique_ptr<Link>> links_;  // not closed: error handlers point to them
   std::map<uint32_t, Link*> peers_;
   std::deque<Offer> offered_;

@@ -37,6 +37,11 @@ class Wire final : public Transport {
   // As the contract says, what is under way ends before the transport does.
   ~Wire() override {
     for (const auto& done : held_) done(lands);
+    for (const Message& late : too_late) {
+      const Delivery delivery = receiver_->on_message(late.header, late.payload.size());
+      EXPECT_TRUE(delivery.into.empty());
+      EXPECT_FALSE(delivery.done);
+    }
   }
 
   std::string address() override { return "wire"; }
@@ -58,6 +63,7 @@ class Wire final : public Transport {
   }
   void drop(uint32_t) override {}
   bool progress(Receiver& receiver) override {
+    receiver_ = &receiver;
     if (out_of_memory) throw std::bad_alloc();
     if (released_.exchange(false)) {
       for (const auto& done : std::exchange(held_, {})) done(false);
@@ -178,6 +184,7 @@ class Wire final : public Transport {
   std::atomic<bool> torn{false};     // payloads that it is sent do not arrive
   std::atomic<bool> unreachable{false};
   std::atomic<bool> ending{false};  // time passes whenever it is looked at
+  std::vector<Message> too_late;    // come while the transport ends
 
  private:
   void hold(std::function<void(bool)> done) {
@@ -186,6 +193,7 @@ class Wire final : public Transport {
   }
 
   const std::chrono::steady_clock::time_point begun_ = std::chrono::steady_clock::now();
+  Receiver* receiver_ = nullptr;
   std::atomic<uint64_t> waits_{0}, holding_{0};
   std::atomic<bool> released_{false};
   mutable std::atomic<int64_t> passed_{0};       // nanoseconds

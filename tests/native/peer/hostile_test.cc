@@ -393,6 +393,23 @@ INSTANTIATE_TEST_SUITE_P(
     KindsAndBytes, LandingTest,
     testing::Combine(testing::Values(tier::TierKind::ram, tier::TierKind::file), testing::Bool()));
 
+TEST_F(StallTest, WhatIsSaidWhileTheTransportEndsIsNotHeard) {
+  start();
+  put(*cache_, 1);
+  Session session = served();
+  const auto say_too_late = [&](const HeaderBytes& header, std::vector<std::byte> payload) {
+    wire_->too_late.push_back({{header.begin(), header.end()}, std::move(payload)});
+  };
+  say_too_late(encode(greeting()), {});
+  Header fetch = message(Kind::fetch, 1), push = push_of(3);
+  say_too_late(session.seal(fetch), {});
+  say_too_late(session.seal(push), bytes_of(3));
+  wire_->ending = true;
+  wire_ = nullptr;
+  exchange_.reset();
+  EXPECT_EQ(cache_->state(3), tier::State::empty);
+}
+
 // All ranks of a node hang: a thread that needs a sample does not wait for each of them in turn, but
 // ends while the second one has still time to be heard.
 TEST_F(StallTest, ANodeThatHangsCostsOneTimeout) {
