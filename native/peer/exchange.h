@@ -55,9 +55,9 @@ struct ExchangeConfig {
 };
 
 enum class Where : uint8_t {
-  source,   // no node keeps it, its node cannot be reached, this node is to read it first, or no
-            // message carries it (kMaxPayload)
-  there,    // its owner, another node, has it
+  source,  // no node keeps it, its node cannot be reached, this node is to read it first or has lost
+           // what it had, or no message carries it (kMaxPayload)
+  there,   // its owner, another node, has it
   awaited,  // another node reads it first: its owner (which may be this node) will have it
 };
 

@@ -406,7 +406,10 @@ uint64_t Exchange::Messenger::own_progress() {
       break;
     }
   }
-  return reached_ == owned_.size() ? plan::kNever : ownership_.first_access[owned_[reached_]];
+  const uint64_t progress =
+      reached_ == owned_.size() ? plan::kNever : ownership_.first_access[owned_[reached_]];
+  nodes_[node_]->progress.store(progress, std::memory_order_release);
+  return progress;
 }
 
 // ----------------------------------------------------------------------------------------- asking

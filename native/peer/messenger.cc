@@ -142,6 +142,8 @@ Where Exchange::Messenger::where(uint64_t sample, uint32_t epoch) const noexcept
     if (!node.heard.load(std::memory_order_acquire) && time() < begun_ + kMeet) {
       return Where::awaited;
     }
+  } else if (first < nodes_[node_]->progress.load(std::memory_order_acquire)) {
+    return Where::source;  // it was here, or is overdue: it is not sent again
   }
   const bool reads_first = reader == node_ && first / config_.epoch_length == epoch;
   if (reads_first || reader >= nodes_.size()) return Where::source;

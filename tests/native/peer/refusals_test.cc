@@ -317,6 +317,18 @@ TEST_F(RefusalTest, WhatNoMessageCarriesComesFromTheSource) {
   EXPECT_EQ(wire_->hear(Kind::welcome).progress, 3u);
 }
 
+// A kept record that is damaged, or what a store dropped: it is pushed once, for its first access.
+TEST_F(RefusalTest, WhatAnOwnerHadIsNotAwaitedAgain) {
+  start();
+  for (const uint64_t sample : {kMine, kUnplaced}) {
+    EXPECT_EQ(exchange_->where(sample, 1), Where::awaited);
+  }
+  put(*cache_, kMine);
+  wire_->pass(1s);
+  EXPECT_EQ(exchange_->where(kMine, 1), Where::source);
+  EXPECT_EQ(exchange_->where(kUnplaced, 1), Where::awaited);
+}
+
 TEST_F(RefusalTest, ANodeWithoutRanksIsNotAlive) {
   arrange_ = [](ExchangeConfig& config, plan::Ownership& o) {
     config.node_of_rank = {0, 2, 2};
