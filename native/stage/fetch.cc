@@ -12,7 +12,8 @@
 //    sample that its owner failed to deliver stays open, and is read from the source next.
 // 4. If nothing was done in this pass, the thread waits a moment for other ranks.
 // A claim ends with settle_claim(): published with its bytes, or abandoned with the error. Copies
-// for file tiers and for owners are made last, when the batch has its samples.
+// for file tiers and for owners are made last, when the batch has its samples. An exception abandons
+// the claims that it leaves open, once nothing moves to their places any more.
 //
 // The half of a sample's chunk of sub-batches may still be another chunk's. Then the sample waits for
 // the ranks that use that one; but where the consumer waits for it, only for so long.
@@ -252,6 +253,15 @@ void Loader::Run::fetch(std::vector<Fetch>& chunk, Fetcher& fetcher, std::stop_t
     prepare_all(to_read);
     prepare_all(from_peers);
     std::shared_ptr<peer::FetchGroup> group;
+    // An exception ends the claims of what is on its way into their places: not before it is there.
+    struct Ending {
+      peer::Exchange* peers;
+      const std::shared_ptr<peer::FetchGroup>& group;
+      std::stop_token stop;
+      ~Ending() {
+        if (group) peers->finish(*group, stop);
+      }
+    } const ending{config_.peers.get(), group, stop};
     if (!from_peers.empty()) group = ask_peers(from_peers);
     for (Fetch* f : read_copies(from_copies, fetcher)) left.push_back(f);
     for (Fetch* f : read_files(from_files, fetcher)) left.push_back(f);
@@ -415,11 +425,8 @@ Loader::Run::Route Loader::Run::route(Fetch& fetch) {
     }
     if (awaited) return Route::wait;
     if (apart) return elsewhere();
-    if (cache->claim(entry)) {
-      fetch.claimed = true;
-      fetch.to_file_tier = cache->kind(entry) == tier::TierKind::file;
-      return elsewhere();
-    }
+    fetch.claim = tier::Claim(*cache, entry);
+    if (fetch.claim) return elsewhere();
     // Another rank was first; or the tier has failed since, and the sample stays empty.
     if (!cache->placed(entry)) return elsewhere();
   }
@@ -607,10 +614,11 @@ void Loader::Run::wait_for_others(const Fetch& fetch, std::stop_token stop) {
 // Sets where the bytes of a sample go: its slot of the RAM tier if this rank claimed it.
 bool Loader::Run::prepare(Fetch& fetch) {
   Task::Item& item = fetch.work.task->items[fetch.work.index];
-  if (fetch.claimed && !fetch.to_file_tier) {
+  if (fetch.claim && config_.cache->kind(item.entry) == tier::TierKind::ram) {
     fetch.into = config_.cache->ram_slot(item.entry);
-    if (fetch.into.size() == sizes_[item.sample]) return true;
-    fetch.claimed = false;  // no memory: the cache has logged it
+    fetch.in_ram_tier = fetch.into.size() == sizes_[item.sample];
+    if (fetch.in_ram_tier) return true;
+    fetch.claim.let_go();  // no memory: the cache has logged it
   }
   try {
     fetch.into = raw_destination(fetch);
@@ -632,19 +640,20 @@ void Loader::Run::prepare_all(std::vector<Fetch*>& fetches) {
   finish(finished, nullptr);
 }
 
-// Ends the claim of a sample. Its bytes are in `into`, or `error` says why not.
+// Ends the claim of a sample, but that of a file tier which is yet to be written. Its bytes are in
+// `into`, or `error` says why not.
 void Loader::Run::settle_claim(Fetch& fetch, int error, std::string why) {
   Task::Item& item = fetch.work.task->items[fetch.work.index];
   item.read_error = error;
   item.read_why = std::move(why);
-  if (!fetch.claimed) return;
   if (error != 0) {
-    config_.cache->abandon(item.entry);
-    fetch.claimed = fetch.to_file_tier = false;
-  } else if (!fetch.to_file_tier) {
+    fetch.claim.abandon();
+    fetch.in_ram_tier = false;
+  } else if (fetch.in_ram_tier) {
     if (!transformed())
       std::memcpy(place_of(fetch.work).data(), fetch.into.data(), fetch.into.size());
     config_.cache->publish(item.entry);
+    fetch.claim.let_go();
   }
 }
 
@@ -657,7 +666,7 @@ std::vector<Loader::Run::Beside> Loader::Run::claim_beside(std::span<Fetch* cons
   if (byte > 0.0) room = std::min(room, static_cast<uint64_t>(kBesideSeconds / byte));
   std::vector<uint64_t> near;
   for (const Fetch* f : fetches) {
-    if (!f->claimed) continue;  // no tier will have this part of the source
+    if (!f->claim) continue;  // no tier will have this part of the source
     const Task& task = *f->work.task;
     near.clear();
     config_.source->around(task.items[f->work.index].sample, near);
@@ -764,7 +773,7 @@ void Loader::Run::read_source(std::span<Fetch* const> fetches, Fetcher& fetcher,
     bytes += into.size();
   };
   for (const Fetch* f : fetches) {
-    ask(f->work.task->items[f->work.index].sample, f->into, f->claimed);
+    ask(f->work.task->items[f->work.index].sample, f->into, bool(f->claim));
   }
   for (const Beside& b : beside) ask(b.claim.sample(), b.into, true);
   const int64_t took = ask_source(requests, bytes, reader);
@@ -787,7 +796,7 @@ void Loader::Run::read_source(std::span<Fetch* const> fetches, Fetcher& fetcher,
   }
   finish(finished, &fetcher);
   keep_beside(std::move(beside), std::span(requests).subspan(fetches.size()));
-  for (const Kept& k : kept) pass_on(k, stop);
+  for (Kept& k : kept) pass_on(k, stop);
 }
 
 std::shared_ptr<peer::FetchGroup> Loader::Run::ask_peers(std::span<Fetch* const> fetches) {
@@ -797,8 +806,8 @@ std::shared_ptr<peer::FetchGroup> Loader::Run::ask_peers(std::span<Fetch* const>
     const Task::Item& item = f->work.task->items[f->work.index];
     std::shared_ptr<void> keep = item.raw;
     if (!keep)
-      keep = f->claimed ? std::static_pointer_cast<void>(config_.cache)
-                        : std::static_pointer_cast<void>(f->work.task->batch->buffer);
+      keep = f->in_ram_tier ? std::static_pointer_cast<void>(config_.cache)
+                            : std::static_pointer_cast<void>(f->work.task->batch->buffer);
     requests.push_back({item.sample, f->into, std::move(keep), peer::Outcome::waiting});
   }
   return config_.peers->begin(std::move(requests));
@@ -831,7 +840,7 @@ std::vector<Loader::Run::Fetch*> Loader::Run::take_from_peers(std::span<Fetch* c
       of->second.second =
           std::max(of->second.second, group.requests[i].ended_ns - group.begun_ns());
       count(*f.work.task, Origin::peer, f.into.size(), took / static_cast<int64_t>(fetches.size()));
-      if (f.claimed && f.to_file_tier) keep_copy(f, kept);
+      if (f.claim) keep_copy(f, kept);
       finished.push_back(f.work);
       continue;
     }
@@ -856,24 +865,21 @@ std::vector<Loader::Run::Fetch*> Loader::Run::take_from_peers(std::span<Fetch* c
                 {static_cast<int64_t>(fetches.size()),
                  static_cast<int64_t>(fetches.size() - again.size()), static_cast<int64_t>(bytes)});
   finish(finished, &fetcher);
-  for (const Kept& k : kept) {
-    if (k.to_file_tier) config_.cache->file_write(k.sample, k.bytes);
-  }
+  for (Kept& k : kept) write_to_tier(k);
   return again;
 }
 
 // Notes that bytes are to be written to a file tier or pushed, if they are.
-void Loader::Run::keep_copy(const Fetch& fetch, std::vector<Kept>& kept) {
+void Loader::Run::keep_copy(Fetch& fetch, std::vector<Kept>& kept) {
   const Task::Item& item = fetch.work.task->items[fetch.work.index];
-  const bool to_file_tier = fetch.claimed && fetch.to_file_tier;
   const SpeedEstimate* const owner = speed_of_peer(item.sample);
   const bool push =
       config_.peers && config_.sharing == Sharing::push &&
       config_.peers->push_wanted(item.sample) &&
       worth_pushing(owner ? owner->seconds_per_byte() : 0.0, speeds_.source.seconds_per_byte());
-  if (!to_file_tier && !push) return;
-  Kept k{item.sample, to_file_tier, push, item.raw, fetch.into};
-  if (fetch.claimed && !fetch.to_file_tier) {
+  if (!fetch.claim && !push) return;
+  Kept k{item.sample, std::move(fetch.claim), push, item.raw, fetch.into};
+  if (fetch.in_ram_tier) {
     const auto view = tier::shared_view(config_.cache, item.entry);
     if (!view) return;  // its memory was given back
     k.keep = view;
@@ -887,11 +893,17 @@ void Loader::Run::keep_copy(const Fetch& fetch, std::vector<Kept>& kept) {
   kept.push_back(std::move(k));
 }
 
-void Loader::Run::pass_on(const Kept& kept, std::stop_token stop) {
+void Loader::Run::pass_on(Kept& kept, std::stop_token stop) {
   trace::Span span(kPassOn);
   span.values = {static_cast<int64_t>(kept.sample), static_cast<int64_t>(kept.bytes.size())};
   if (kept.push) config_.peers->push(kept.sample, kept.bytes, kept.keep, stop);
-  if (kept.to_file_tier) config_.cache->file_write(kept.sample, kept.bytes);
+  write_to_tier(kept);
+}
+
+void Loader::Run::write_to_tier(Kept& kept) {
+  if (!kept.claim) return;
+  config_.cache->file_write(kept.sample, kept.bytes);
+  kept.claim.let_go();
 }
 
 }  // namespace nostall::stage

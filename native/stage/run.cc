@@ -574,7 +574,7 @@ void Loader::Run::take_now(std::vector<Fetch>& chunk, bool one) {
     Fetch fetch;
     fetch.work = {fetching_, fetch_index_++};
     bytes += sizes_[sample];
-    chunk.push_back(fetch);
+    chunk.push_back(std::move(fetch));
     // Once its last sample is taken the task may be finished, handed out and gone at any time.
     if (fetch_index_ == fetching_->items.size()) fetching_ = nullptr;
   }

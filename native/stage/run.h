@@ -90,8 +90,8 @@ class Loader::Run {
   struct Fetch {
     Work work;
     std::span<std::byte> into;
-    bool claimed = false;  // this rank fills the tier with it
-    bool to_file_tier = false;
+    tier::Claim claim{};          // this rank fills its place in a tier
+    bool in_ram_tier = false;     // that place is `into`
     bool patient = true;          // may wait for a push of another node
     bool patient_locally = true;  // and for a read of another rank of this node
     int64_t waited_since = 0;     // for a half, while the consumer waits for the batch; 0: not yet
@@ -124,7 +124,8 @@ class Loader::Run {
   // Bytes to write to a file tier or push to another node after their own batch has them.
   struct Kept {
     plan::SampleId sample = 0;
-    bool to_file_tier = false, push = false;
+    tier::Claim claim;  // of a file tier, if it is to be written there
+    bool push = false;
     std::shared_ptr<void> keep;
     std::span<const std::byte> bytes;
   };
@@ -244,8 +245,9 @@ class Loader::Run {
   std::shared_ptr<peer::FetchGroup> ask_peers(std::span<Fetch* const> fetches);
   std::vector<Fetch*> take_from_peers(std::span<Fetch* const> fetches,
                                       const peer::FetchGroup& group, Fetcher& fetcher);
-  void keep_copy(const Fetch& fetch, std::vector<Kept>& kept);
-  void pass_on(const Kept& kept, std::stop_token stop);
+  void keep_copy(Fetch& fetch, std::vector<Kept>& kept);
+  void pass_on(Kept& kept, std::stop_token stop);
+  void write_to_tier(Kept& kept);
   std::span<std::byte> raw_destination(Fetch& fetch);
 
   void take_memory(Task& task);

@@ -256,22 +256,29 @@ class NodeCache {
 // published or written then, or has failed. Ends before the cache.
 class Claim {
  public:
+  Claim() = default;
   Claim(NodeCache& cache, uint64_t sample) noexcept
       : cache_(cache.claim(sample) ? &cache : nullptr), sample_(sample) {}
-  ~Claim() {
-    if (cache_ != nullptr) cache_->abandon(sample_);
-  }
+  ~Claim() { abandon(); }
   Claim(Claim&& other) noexcept
       : cache_(std::exchange(other.cache_, nullptr)), sample_(other.sample_) {}
-  Claim& operator=(Claim&&) = delete;
+  Claim& operator=(Claim&& other) noexcept {
+    abandon();
+    cache_ = std::exchange(other.cache_, nullptr);
+    sample_ = other.sample_;
+    return *this;
+  }
 
   explicit operator bool() const noexcept { return cache_ != nullptr; }
   uint64_t sample() const noexcept { return sample_; }
   void let_go() noexcept { cache_ = nullptr; }
+  void abandon() noexcept {
+    if (cache_ != nullptr) std::exchange(cache_, nullptr)->abandon(sample_);
+  }
 
  private:
-  NodeCache* cache_;
-  uint64_t sample_;
+  NodeCache* cache_ = nullptr;
+  uint64_t sample_ = 0;
 };
 
 // A view that keeps its cache, for a reader that may outlive other holders of the cache; null if the

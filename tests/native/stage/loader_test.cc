@@ -959,6 +959,41 @@ TEST(Loader, AClaimEndsWithTheRun) {
   EXPECT_EQ(config.cache->state(0), tier::State::empty);
 }
 
+// The same of what a batch needs.
+TEST(Loader, AClaimOfABatchEndsWithTheRun) {
+  for (const tier::TierKind kind : {tier::TierKind::ram, tier::TierKind::file}) {
+    const TemporaryFolder folder;
+    const auto source = std::make_shared<MemorySource>(2);
+    std::atomic<bool> fails{true};
+    source->before_read = [&] {
+      if (fails) throw std::bad_alloc();
+    };
+    tier::NodeCacheConfig node;
+    node.job = "needed";
+    node.dataset = source->fingerprint();
+    node.tiers = {{kind, 1000, folder.path(), false}};
+    node.shm_directory = folder.path();
+    plan::Placement placement;
+    placement.tier = {0, 0};
+    placement.offset = {0, 500};
+    placement.used = {1000};
+    placement.fill.resize(1);
+    LoaderConfig config = config_for(source, 2, 1);
+    config.cache = tier::NodeCache::attach(node, source->sizes(), tier::fixed(placement));
+    {
+      Loader loader(config);
+      EXPECT_THROW(loader.next(60s), Error);
+    }
+    for (const uint64_t s : {0, 1}) EXPECT_EQ(config.cache->state(s), tier::State::empty);
+    fails = false;
+    {
+      Loader loader(config);
+      must_have(loader);
+    }
+    for (const uint64_t s : {0, 1}) EXPECT_EQ(config.cache->state(s), tier::State::ready);
+  }
+}
+
 // The first piece of memory is refused, and none after it.
 class NoMemoryAtFirst final : public FileSystem {
  public:

@@ -6,6 +6,8 @@
 #include <atomic>
 #include <cstring>
 #include <deque>
+#include <functional>
+#include <future>
 
 #include "../peer/parts.h"
 #include "../temporary.h"
@@ -41,13 +43,20 @@ class ImageSource : public source::Source {
   std::unique_ptr<source::Reader> make_reader(source::ReaderKind, unsigned) const override {
     class Reader : public source::Reader {
      public:
+      explicit Reader(const std::function<void()>& before_read) : before_read_(before_read) {}
       void read(std::span<source::ReadRequest> requests) override {
+        if (before_read_) before_read_();
         for (auto& r : requests) std::memcpy(r.into.data(), kPng.data(), kPng.size());
       }
       std::string_view name() const override { return "image"; }
+
+     private:
+      const std::function<void()>& before_read_;
     };
-    return std::make_unique<Reader>();
+    return std::make_unique<Reader>(before_read);
   }
+
+  std::function<void()> before_read;
 
  private:
   const std::vector<uint64_t> sizes_ = std::vector<uint64_t>(kSamples, kPng.size());
@@ -94,6 +103,7 @@ class Answering final : public peer::Transport {
     const peer::Header header = peer::decode(answer).take();
     const peer::Delivery to = receiver.on_message(answer, header.length);
     if (header.length > 0) {
+      if (before_payload) before_payload();
       std::memcpy(to.into.data(), has_.data(), has_.size());
       to.done(true);
     }
@@ -101,6 +111,8 @@ class Answering final : public peer::Transport {
   }
   void wait(std::chrono::milliseconds) override { std::this_thread::sleep_for(1ms); }
   void wake() noexcept override {}
+
+  std::function<void()> before_payload;
 
  private:
   const std::span<const std::byte> has_;
@@ -187,6 +199,54 @@ TEST(LoaderWithPeers, WhatANeighbourReadsAfterAPeerFailedIsGood) {
   ASSERT_NE(batch, nullptr);
   EXPECT_EQ(exchange->stats().asked_in_vain, kSamples);
   EXPECT_EQ(batch->origins[size_t(Origin::ram)].samples, kSamples);
+}
+
+// Else another rank of the node would fill the place, and the payload would come on top of it.
+TEST(LoaderWithPeers, AClaimLastsAsLongAsAPayloadIsOnItsWay) {
+  const TemporaryFolder root;
+  LoaderConfig config;
+  const auto source = std::make_shared<ImageSource>();
+  config.source = source;
+  config.job.samples = config.job.global_batch = kSamples;
+  config.fetchers = 1;
+  const std::vector<uint64_t> sizes(kSamples, kPng.size());
+  config.cache = peer::cache_below(root.path(), "on its way", tier::TierKind::ram, sizes);
+  std::promise<void> failed, arrives;
+  source->before_read = [&, comes = arrives.get_future().share()] {
+    comes.wait_for(60s);
+    failed.set_value();
+    throw std::bad_alloc();
+  };
+  auto transport = std::make_unique<Answering>(std::as_bytes(std::span(kPng)));
+  std::atomic<int> seen{-1};
+  transport->before_payload = [&, cache = config.cache] {
+    arrives.set_value();
+    failed.get_future().wait_for(60s);
+    std::this_thread::sleep_for(200ms);  // for the run to end, if it does not wait
+    seen = static_cast<int>(cache->state(0));
+  };
+  peer::ExchangeConfig peers;
+  peers.node_of_rank = {0, 1};
+  peers.addresses = {"", ""};
+  peers.secret = kSecret;
+  plan::Ownership ownership;
+  ownership.owner.assign(kSamples, plan::kNoOwner);
+  ownership.owner[0] = 1;
+  ownership.first_reader.assign(kSamples, 1);
+  ownership.first_access.assign(kSamples, 0);
+  config.peers =
+      std::make_shared<peer::Exchange>(std::move(transport), peers, ownership, sizes, config.cache);
+  const auto end = std::chrono::steady_clock::now() + 60s;
+  while (config.peers->where(0, 0) != peer::Where::there &&
+         std::chrono::steady_clock::now() < end) {
+    std::this_thread::sleep_for(1ms);
+  }
+  {
+    Loader loader(config);
+    EXPECT_THROW(loader.next(60s), Error);
+  }
+  EXPECT_EQ(seen, static_cast<int>(tier::State::filling));
+  for (uint64_t s = 0; s < kSamples; ++s) EXPECT_EQ(config.cache->state(s), tier::State::empty);
 }
 
 // Reads take so long that a busy machine is fast beside them.
