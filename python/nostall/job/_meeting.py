@@ -14,6 +14,7 @@ wake those that wait at every store.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import secrets
@@ -32,7 +33,9 @@ _NAMED = 8
 
 # Torch's server closes the connection of who sends a value of more than 8 MiB.
 _PIECE = 4 << 20
-_AT_ONCE = 256  # pieces in one request
+_AT_ONCE = 16  # answers in one request
+
+_LONGEST = 64  # characters of a meeting's name in keys, of which one request has as many as ranks
 
 
 @dataclass(frozen=True)
@@ -105,8 +108,11 @@ class _Said(NamedTuple):
 class _Meeting:
     def __init__(self, store: Any, rank: int, size: int, name: str, timeout: float) -> None:
         self._store, self._rank, self._size = store, rank, size
-        self._name, self._timeout = name, timeout
-        self._deadline = time.monotonic() + timeout
+        self._name = name if len(name) <= _LONGEST else name[: _LONGEST - 3] + "..."
+        known = name if len(name) <= _LONGEST else hashlib.sha256(name.encode()).hexdigest()
+        self._at = f"nostall/{known}/{size}"
+        self._timeout, self._began = timeout, time.monotonic()
+        self._deadline = self._began + timeout
         self._me = f"{secrets.token_hex(8)} process {os.getpid()} of {socket.gethostname()}"
         self._extended = hasattr(store, "has_extended_api") and store.has_extended_api()
 
@@ -118,15 +124,19 @@ class _Meeting:
         except Exception as error:  # whatever a store raises
             missing = [rank for rank, key in enumerate(keys, 1) if not self._store.check([key])]
             if missing:
-                told = self._missing(missing)
+                told = self._missing(missing, error)
                 self._end(entry)
                 self._say(self._key(self._me, "all"), {"error": told})
+                came = [key for rank, key in enumerate(keys, 1) if rank not in missing]
+                with contextlib.suppress(Exception):
+                    self._remove([key for said in self._hear(came) for key in said.more] + came)
                 raise PeerError(told) from error
         answers = [_Said({"from": self._me}, mine, []), *self._hear(keys)]
         for answer in answers:
             if "after" in answer.words:
                 raise self._second(answer.words["after"])
         self._end(entry)
+        self._remove([self._bell(entry)])
         parts = [answer.part for answer in answers]
         last = {
             "from": [answer.words["from"] for answer in answers],
@@ -172,19 +182,19 @@ class _Meeting:
         if self._rank == 0:
             return f'rank 0 could not meet the others for "{self._name}": {why}'
         return (
-            f"rank {self._rank} waited {self._timeout:g} s in vain for rank 0 of {self._size}, to "
+            f"rank {self._rank} waited {self._waited()} s in vain for rank 0 of {self._size}, to "
             f'meet for "{self._name}" ({why}): see its own error'
         )
 
     @property
     def _called(self) -> str:
-        return f"nostall/{self._name}/{self._size}/call"
+        return f"{self._at}/call"
 
     def _bell(self, entry: _Entry) -> str:
-        return f"nostall/{self._name}/{self._size}/bell {entry.ended}"
+        return f"{self._at}/bell {entry.ended}"
 
     def _key(self, caller: str, end: object) -> str:
-        return f"nostall/{self._name}/{self._size}/{_number(caller)}/{end}"
+        return f"{self._at}/{_number(caller)}/{end}"
 
     def _entry(self) -> _Entry:
         there = self._store.check([self._called])
@@ -211,12 +221,11 @@ class _Meeting:
         return mine
 
     def _end(self, mine: _Entry) -> None:
-        """Rings no more; who comes now waits for the next meeting."""
+        """Who comes now waits for the next meeting."""
         ended = _Entry(mine.ended + 1, False, self._me)
         there = self._exchange(mine, ended)
         if there != ended:
             raise self._second(there.caller)
-        self._remove([self._bell(mine)])
 
     def _exchange(self, former: _Entry, wanted: _Entry) -> _Entry:
         try:
@@ -247,7 +256,9 @@ class _Meeting:
         ]
         said = []
         for (_, _, start), further in zip(firsts, more, strict=True):
-            words, _, part = b"".join([start, *self._get(further)]).partition(b"\n")
+            # Pieces one by one: the server builds each answer whole, for all that ask at once.
+            pieces = (piece for key in further for piece in self._get([key]))
+            words, _, part = b"".join([start, *pieces]).partition(b"\n")
             said.append(_Said(json.loads(words), part, further))
         return said
 
@@ -276,7 +287,12 @@ class _Meeting:
             "process a rank= of its own, or leave rank= and world_size= out"
         )
 
-    def _missing(self, ranks: list[int]) -> str:
+    def _waited(self) -> str:
+        return f"{min(round(time.monotonic() - self._began, 3), self._timeout):g}"
+
+    def _missing(self, ranks: list[int], error: Exception) -> str:
+        if time.monotonic() < self._began + 0.9 * self._timeout:  # the store failed
+            return self.vain(str(error).partition("\n")[0])
         named = ", ".join(map(str, ranks[:_NAMED])) + (", ..." if len(ranks) > _NAMED else "")
         return (
             f"{len(ranks)} of {self._size} ranks have not come in {self._timeout:g} s to meet for "

@@ -319,10 +319,10 @@ def test_by_a_store_says_for_what_ranks_meet(monkeypatch: pytest.MonkeyPatch) ->
     gather = find_rendezvous(1, 2, "checkpointer 0 1", environment={}, timeout=1.5)
     assert gather is not None
     words = (
-        'rank 1 waited 1.5 s in vain for rank 0 of 2, to meet for "checkpointer 0 1" '
-        "(nostall/checkpointer 0 1/2/bell 0 is not there): see its own error"
+        r'rank 1 waited [\d.]+ s in vain for rank 0 of 2, to meet for "checkpointer 0 1" '
+        r"\(nostall/checkpointer 0 1/2/bell 0 is not there\): see its own error"
     )
-    with pytest.raises(PeerError, match=re.escape(words)):
+    with pytest.raises(PeerError, match=words):
         gather(b"mine")
 
 

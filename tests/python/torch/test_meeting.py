@@ -266,6 +266,31 @@ def test_ranks_that_do_not_come_are_named_on_all(
     told = gather([Last(first, come), *(Come(store, come) for store in others)], 6, 2)
     assert len(set(told)) == 1, told
     assert '2 of 6 ranks have not come in 2 s to meet for "test": 4, 5; see their' in told[0]
+    if kind == "hash":  # nothing that was said, but the word of rank 0
+        assert first.num_keys() == 3
+
+
+def test_a_long_name_is_short_in_keys_and_messages() -> None:
+    store, name = dist.HashStore(), "places of " + "-".join(map(str, range(4000)))
+    first, other = Watched(store), Watched(store)
+
+    def run(rank: int) -> Met:
+        return meet((first, other)[rank], rank, 2, name, b"", 60)
+
+    assert [met.parts for met in each(2, run)] == [[b"", b""]] * 2
+    assert max(map(len, first.waits + other.waits)) < 200
+    with pytest.raises(PeerError) as told:
+        meet(store, 1, 2, name, b"", 0.05)
+    assert '"places of 0-1-2-' in str(told.value) and len(str(told.value)) < 400
+
+
+def test_a_store_that_fails_at_once_is_no_rank_that_is_missing() -> None:
+    class Untimed(Plain):
+        def wait(self, keys: list[str]) -> None:  # type: ignore[override]
+            raise AssertionError(keys)
+
+    with pytest.raises(PeerError, match=r"rank 0 could not meet the others for \"test\": .*wait"):
+        meet(Untimed(), 0, 2, "test", b"", 60)
 
 
 def test_without_rank_0_the_others_say_so() -> None:
