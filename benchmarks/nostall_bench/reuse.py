@@ -210,6 +210,9 @@ class _Memory:
     def __len__(self) -> int:
         return len(self.plan)
 
+    def _begin_of(self, epoch: int) -> tuple[int, int]:
+        return epoch, 0
+
     def epochs(self) -> Iterator[Any]:
         for index in range(self.plan.native.epochs):
             yield _MemoryEpoch(self, index)

@@ -20,7 +20,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -129,9 +129,11 @@ class _Meeting:
                 self._say(self._key(self._me, "all"), {"error": told})
                 came = [key for rank, key in enumerate(keys, 1) if rank not in missing]
                 with contextlib.suppress(Exception):
-                    self._remove([key for said in self._hear(came) for key in said.more] + came)
+                    self._remove(
+                        [key for said in self._hear(came, self._get) for key in said.more] + came
+                    )
                 raise PeerError(told) from error
-        answers = [_Said({"from": self._me}, mine, []), *self._hear(keys)]
+        answers = [_Said({"from": self._me}, mine, []), *self._hear(keys, self._get)]
         for answer in answers:
             if "after" in answer.words:
                 raise self._second(answer.words["after"])
@@ -155,7 +157,7 @@ class _Meeting:
                 entry = self._entry()
             self._say(self._key(entry.caller, self._rank), {"from": self._me}, mine)
             self._wait([self._key(entry.caller, "all")], _GRACE)
-            [last] = self._hear([self._key(entry.caller, "all")])
+            [last] = self._hear([self._key(entry.caller, "all")], self._get_left)
             if "after" not in last.words:
                 break
             after = last.words["after"]
@@ -182,7 +184,7 @@ class _Meeting:
         if self._rank == 0:
             return f'rank 0 could not meet the others for "{self._name}": {why}'
         return (
-            f"rank {self._rank} waited {self._waited()} s in vain for rank 0 of {self._size}, to "
+            f"rank {self._rank} waited {self._waited():g} s in vain for rank 0 of {self._size}, to "
             f'meet for "{self._name}" ({why}): see its own error'
         )
 
@@ -248,8 +250,10 @@ class _Meeting:
             self._store.set(piece, pieces[piece])
         return [piece for piece in pieces if piece != key]
 
-    def _hear(self, keys: Sequence[str]) -> list[_Said]:
-        firsts = [first.split(b" ", 2) for first in self._get(keys)]
+    def _hear(
+        self, keys: Sequence[str], get: Callable[[Sequence[str]], list[bytes]]
+    ) -> list[_Said]:
+        firsts = [first.split(b" ", 2) for first in get(keys)]
         more = [
             _more(key, number.decode(), int(count))
             for key, (count, number, _) in zip(keys, firsts, strict=True)
@@ -257,7 +261,7 @@ class _Meeting:
         said = []
         for (_, _, start), further in zip(firsts, more, strict=True):
             # Pieces one by one: the server builds each answer whole, for all that ask at once.
-            pieces = (piece for key in further for piece in self._get([key]))
+            pieces = (piece for key in further for piece in get([key]))
             words, _, part = b"".join([start, *pieces]).partition(b"\n")
             said.append(_Said(json.loads(words), part, further))
         return said
@@ -267,6 +271,20 @@ class _Meeting:
             return [bytes(self._store.get(key)) for key in keys]
         groups = [keys[start : start + _AT_ONCE] for start in range(0, len(keys), _AT_ONCE)]
         return [bytes(value) for group in groups for value in self._store.multi_get(group)]
+
+    def _get_left(self, keys: Sequence[str]) -> list[bytes]:
+        """For a process that another one of this rank may have come for: the last reader does not
+        know it, and may have removed what it waited for, for which a get waits."""
+        values = []
+        for key in keys:
+            try:  # changes nothing, as no value is like this one
+                value = bytes(self._store.compare_set(key, self._me, self._me))
+            except Exception:  # a store that cannot, or one that fails here too
+                value = bytes(self._store.get(key))
+            if value == self._me.encode():
+                raise self._second("- another process")
+            values.append(value)
+        return values
 
     def _read(self, caller: str, parts: list[bytes], more: Sequence[str]) -> Met:
         read = self._key(caller, "read")
@@ -287,11 +305,13 @@ class _Meeting:
             "process a rank= of its own, or leave rank= and world_size= out"
         )
 
-    def _waited(self) -> str:
-        return f"{min(round(time.monotonic() - self._began, 3), self._timeout):g}"
+    def _waited(self) -> float:
+        """Seconds: the time limit, but for milliseconds that a store rounds, or less if it failed."""
+        seconds = time.monotonic() - self._began
+        return self._timeout if seconds > 0.9 * self._timeout else round(seconds, 3)
 
     def _missing(self, ranks: list[int], error: Exception) -> str:
-        if time.monotonic() < self._began + 0.9 * self._timeout:  # the store failed
+        if self._waited() < self._timeout:
             return self.vain(str(error).partition("\n")[0])
         named = ", ".join(map(str, ranks[:_NAMED])) + (", ..." if len(ranks) > _NAMED else "")
         return (
