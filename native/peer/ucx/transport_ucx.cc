@@ -125,6 +125,7 @@ class UcxTransport final : public Transport {
     if (UCS_PTR_IS_PTR(request)) {
       // The callback owns it from here.
       [[maybe_unused]] Sending* kept = sending.release();
+      ++under_way_;
       return;
     }
     if (sending->done) sending->done(UCS_PTR_STATUS(request) == UCS_OK);
@@ -236,7 +237,9 @@ class UcxTransport final : public Transport {
       for (Link* const link : doomed_) close(link);
       peers_.clear();
       const auto limit = std::chrono::steady_clock::now() + kCloseLimit;
-      while (!closing_.empty() && std::chrono::steady_clock::now() < limit) {
+      // What a closed endpoint has under way ends in a later progress. UCX frees memory twice where
+      // it has to end that while it destroys the worker.
+      while ((under_way_ > 0 || !closing_.empty()) && std::chrono::steady_clock::now() < limit) {
         ucp_worker_progress(worker_);
         reap();
       }
@@ -300,6 +303,7 @@ class UcxTransport final : public Transport {
         worker_, offer.descriptor, delivery.into.data(), offer.length, &params);
     if (UCS_PTR_IS_PTR(request)) {
       [[maybe_unused]] Receiving* kept = receiving.release();
+      ++under_way_;
       return;
     }
     if (receiving->done) receiving->done(UCS_PTR_STATUS(request) == UCS_OK);
@@ -346,12 +350,14 @@ class UcxTransport final : public Transport {
   static void sent(void* request, ucs_status_t status, void* user_data) {
     const std::unique_ptr<Sending> sending(static_cast<Sending*>(user_data));
     ucp_request_free(request);
+    --sending->owner->under_way_;
     if (sending->done) sending->owner->guarded([&] { sending->done(status == UCS_OK); });
   }
 
   static void received(void* request, ucs_status_t status, size_t, void* user_data) {
     const std::unique_ptr<Receiving> receiving(static_cast<Receiving*>(user_data));
     ucp_request_free(request);
+    --receiving->owner->under_way_;
     if (receiving->done) receiving->owner->guarded([&] { receiving->done(status == UCS_OK); });
   }
 
@@ -371,6 +377,7 @@ class UcxTransport final : public Transport {
   std::deque<std::pair<const Link*, std::string>> gone_;
   std::vector<Link*> doomed_;  // to be closed
   std::vector<std::pair<void*, Link*>> closing_;
+  size_t under_way_ = 0;      // sends and fetches whose callback is still to come
   std::exception_ptr error_;  // of a callback
 };
 

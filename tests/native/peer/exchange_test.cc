@@ -154,6 +154,46 @@ TEST_F(ExchangeTest, ALargePayloadIsTakenBeforeWhatComesLongAfterIt) {
   EXPECT_LT(received.before, 4096);
 }
 
+// Payloads that are offered are on their way when the connections close.
+TEST_F(ExchangeTest, ATransportThatEndsHearsNoMessageAndEndsWhatItSends) {
+  struct Counting : Receiver {
+    Delivery on_message(std::span<const std::byte>, uint64_t) override {
+      ++messages;
+      return {};
+    }
+    void on_gone(uint32_t, const std::string&) override {}
+    int messages = 0;
+  } received, none;
+  constexpr int kSends = 100;
+  int ended = 0, answered = 0;
+  const std::vector<std::byte> large(1 << 20);
+  auto to = load_ucx(NOSTALL_UCX_LIBRARY, {"tcp", ""});
+  auto from = load_ucx(NOSTALL_UCX_LIBRARY, {"tcp", ""});
+  const auto other = load_ucx(NOSTALL_UCX_LIBRARY, {"tcp", ""});
+  from->connect(1, to->address());
+  to->connect(2, other->address());
+  from->send(1, {}, {}, nullptr);
+  to->send(2, {}, {}, nullptr);
+  ASSERT_TRUE(eventually([&] {
+    from->progress(none);
+    other->progress(none);
+    to->progress(received);
+    return received.messages == 1 && none.messages == 1;
+  }));
+  to->send(2, {}, large, [&](bool) { ++answered; });
+  for (int i = 0; i < kSends; ++i) {
+    from->send(1, {}, i % 10 == 0 ? large : std::span<const std::byte>{}, [&](bool) { ++ended; });
+  }
+  while (from->progress(none)) {
+  }
+  to.reset();
+  EXPECT_EQ(answered, 1);
+  EXPECT_EQ(received.messages, 1);
+  EXPECT_LT(ended, kSends);
+  from.reset();
+  EXPECT_EQ(ended, kSends);
+}
+
 TEST_F(ExchangeTest, ARankOnANodeThatTheJobDoesNotHaveIsRefused) {
   ExchangeConfig config;
   config.addresses = {"", ""};
