@@ -1,8 +1,9 @@
 // peer/transport.h - messages between ranks: the only interface between nostall and UCX.
 //
 // A transport has no thread of its own. One thread at a time calls it; messages are delivered inside
-// progress() alone, and what was under way ends in drop(), progress() or the destructor. wake() and now() alone may be called from any thread. A message is a fixed header and a
-// payload that is neither copied on its way out nor, where the network can, on its way in.
+// progress() alone, and what was under way ends in drop(), progress() or the destructor. wake() and
+// now() alone may be called from any thread. A message is a fixed header and a payload that is
+// neither copied on its way out nor, where the network can, on its way in.
 #pragma once
 
 #include <chrono>
