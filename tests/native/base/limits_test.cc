@@ -9,6 +9,7 @@
 #include <memory>
 #include <vector>
 
+#include "../sanitized.h"
 #include "../temporary.h"
 #include "base/heap.h"
 
@@ -149,14 +150,7 @@ TEST_F(Limits, ThoseOfThisProcessCanBeRead) {
   EXPECT_EQ(least({}), nullptr);
 }
 
-// Not with a sanitizer, whose allocator keeps what is freed to find its later uses.
-#if defined(__has_feature)
-#define NOSTALL_HAS_FEATURE(x) __has_feature(x)
-#else
-#define NOSTALL_HAS_FEATURE(x) 0
-#endif
-#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__) && \
-    !NOSTALL_HAS_FEATURE(address_sanitizer) && !NOSTALL_HAS_FEATURE(thread_sanitizer)
+#if !NOSTALL_SANITIZED_HEAP
 TEST(Heap, GivesBackWhatManySmallPiecesLeftBehind) {
   const auto resident = [] {
     std::ifstream file("/proc/self/statm");
