@@ -58,9 +58,8 @@ def test_the_page_cache_spares_later_epochs_where_it_is_kept(
     assert accelerator.run(parse(*options)) == 0
     (row,) = json.loads(out.read_text())["rows"]
     assert row["storage_bytes"] == row["data_bytes"]
-    assert row["allowed"]["au_later"] == pytest.approx(
-        1
-    )  # nothing is left to be read in a later epoch
+    # Nothing is left to be read in a later epoch.
+    assert row["allowed"]["au_later"] == pytest.approx(1)
     assert slowfs.memory_words(True) in " ".join(capsys.readouterr().out.split())
 
 

@@ -273,11 +273,14 @@ class _Meeting:
         return [bytes(value) for group in groups for value in self._store.multi_get(group)]
 
     def _get_left(self, keys: Sequence[str]) -> list[bytes]:
-        """For a process that another one of this rank may have come for: the last reader does not
-        know it, and may have removed what it waited for, for which a get waits."""
+        """What is at `keys` now, without waiting.
+
+        If two processes have this rank, the meeting takes one of them. The last reader does not count
+        the other, and may have removed these entries, for which a get would wait.
+        """
         values = []
         for key in keys:
-            try:  # changes nothing, as no value is like this one
+            try:  # It changes nothing: no entry has this value.
                 value = bytes(self._store.compare_set(key, self._me, self._me))
             except Exception:  # a store that cannot, or one that fails here too
                 value = bytes(self._store.get(key))
