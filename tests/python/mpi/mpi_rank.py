@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 
@@ -639,12 +638,15 @@ def absent() -> None:
     if rank == 1:
         time.sleep(60)  # rank 0 ends the job
         os._exit(7)
+    # A launcher may lose what a rank printed just before it aborted.
+    with open(os.environ["TOLD"], "w") as told:
+        os.dup2(told.fileno(), 2)
     try:
         world.Allreduce(MPI.IN_PLACE, np.ones(10))
     except MPI.Exception as error:
-        # A launcher may lose what a rank printed just before it aborted.
-        told = error.Get_error_class() == MPI.ERR_OTHER
-        Path(os.environ["TOLD"]).write_text(f"rank {rank} was told {told}")
+        if error.Get_error_class() == MPI.ERR_OTHER:
+            print(f"rank {rank} was told of an error of class MPI_ERR_OTHER", file=sys.stderr)
+            sys.stderr.flush()
     world.Abort(5)
 
 
