@@ -2,15 +2,15 @@
 //
 // A process can be at its limit of threads (ulimit -u, the pids cgroup) at any moment. Work that is
 // split over threads goes on with those that could be started, and in the caller's if there is
-// none. Thread-safety: a Crew is a value with one owner.
+// none. Thread-safety: a Crew is a value with one owner; a forked child has none of its threads.
 #pragma once
 
 #include <algorithm>
 #include <exception>
-#include <thread>
 #include <vector>
 
 #include "base/mutex.h"
+#include "base/own_thread.h"
 
 namespace nostall {
 
@@ -31,7 +31,7 @@ class Crew {
   unsigned size() const noexcept { return static_cast<unsigned>(threads_.size()); }
 
  private:
-  std::vector<std::jthread> threads_;
+  std::vector<OwnThread> threads_;
 };
 
 // Calls `work` in up to `threads` threads, in this one if there is none, and throws the first of

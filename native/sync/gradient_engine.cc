@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <string>
+#include <thread>
 
 #include "base/clock.h"
 #include "base/error.h"
@@ -58,13 +59,12 @@ GradientEngine::GradientEngine(GradientOptions options, std::unique_ptr<Collecti
   } else {
     coordinator_ = std::make_unique<NegotiatedOrder>(*step_);
   }
-  thread_ = std::thread([this] { run(); });
+  thread_ = OwnThread([this] { run(); });
 }
 
 GradientEngine::~GradientEngine() {
   if (::getpid() != owner_) {
     // All of this is the parent's, and in the state of the moment of the fork.
-    thread_.detach();
     static_cast<void>(coordinator_.release());
     static_cast<void>(step_.release());
     return;

@@ -40,10 +40,10 @@
 #include <memory>
 #include <optional>
 #include <span>
-#include <thread>
 #include <vector>
 
 #include "base/activity.h"
+#include "base/own_thread.h"
 #include "sync/collectives.h"
 #include "sync/coordinator.h"
 #include "sync/cores.h"
@@ -130,7 +130,7 @@ class GradientEngine {
   std::vector<Pending> taken_;  // what was submitted of the group in reduction
   std::span<const uint32_t> in_reduction_;
 
-  std::thread thread_;
+  OwnThread thread_;
 };
 
 }  // namespace nostall::sync
