@@ -69,7 +69,8 @@ def memory(run: Run) -> str:
     host = max(drawn, key=lambda h: float((drawn[h][1] + drawn[h][2]).max()))
     moments, own, shared = drawn[host]
     begun = [r.digest.origin for r in run.ranks if r.digest is not None]
-    times = (moments - min(begun, default=moments[0])).tolist()
+    # Moments are rounded, and may lie before the first event.
+    times = np.maximum(0.0, moments - min(begun, default=moments[0])).tolist()
     unit, scale = ("GB", 1e9) if max(own.max(), shared.max()) >= 1e9 else ("MB", 1e6)
     whose = "of the process alone" if run.alone else "of each rank alone, together"
     curves = [
