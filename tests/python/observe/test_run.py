@@ -168,6 +168,14 @@ def test_memory_is_that_of_all_ranks_of_the_host_that_holds_most() -> None:
     assert "At the most 6.0 GB of 8.6 GB on the host that held most, a." in page
 
 
+def test_memory_at_moments_that_were_rounded_to_before_the_run_is_drawn_at_its_begin() -> None:
+    rank = made()
+    rank.loaders[0].settings.update(held=Held([-0.04, -0.04], [1e9, 1e9], [0.0, 0.0]))
+    page = run_page.page([Run("run", [rank], None, [])])
+    points = re.findall(r'<polyline.*? points="(.*?)"', page[page.index("Memory over time") :])
+    assert points and all(float(p.split(",")[0]) >= 0 for each in points for p in each.split())
+
+
 def test_words_of_a_short_run_have_its_milliseconds() -> None:
     loader = made().loaders[0]
     assert loader.stats is not None
@@ -960,7 +968,7 @@ def test_waits_for_a_callable_are_waits_for_data(image_folder: Path, tmp_path: P
     run = runs.read(tmp_path)
     assert stalled >= 0.01 * len(data)
     assert run.data * run.seconds > 0.5 * stalled
-    assert run.causes()["decode"] > 0.5 * run.data
+    assert run.causes()["decode"] * run.seconds > 0.005 * len(data)  # reading may take any time
     assert any('workers="processes"' in a.change for a in advise(run, most=9))
 
 
@@ -1215,9 +1223,9 @@ def test_a_signal_ends_the_profiled_command_and_its_report_is_written(
 ) -> None:
     # What it does after the signal has no limit: it waits for a line.
     code = (
-        "import signal, sys, time, nostall\n"
+        "import os, signal, sys, time, nostall\n"
         "def end(number, _):\n"
-        "  print('ends', flush=True)\n"
+        "  os.write(1, b'ends\\n')\n"  # print() may be under way"
         "  sys.stdin.readline()\n"
         "  sys.exit(7)\n"
         "for number in (signal.SIGINT, signal.SIGTERM):\n"
