@@ -100,7 +100,7 @@ def test_measures_all_engines_in_one_run(
 def test_waiting_for_a_late_rank_is_counted(tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
     words = ["bench", "allreduce", "--ranks", "3", "--repeats", "1", "--sizes", "64KiB"]
-    words += ["--mif", "0", "--most", "6", "--late-ms", "20", "--busy", "1"]
+    words += ["--mif", "0", "--most", "6", "--late-ms", "100", "--busy", "1"]
     assert main([*words, "--engines", "nostall", "--json", str(out)]) == 0
     (row,) = json.loads(out.read_text())["rows"]
     assert row["in_call"] > 5000

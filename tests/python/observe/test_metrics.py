@@ -14,6 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import prefork
 import pytest
@@ -172,7 +173,8 @@ def test_a_process_without_descriptors_does_not_spin(monkeypatch: pytest.MonkeyP
     server = metrics._server
     assert server is not None
     paused: list[float] = []
-    monkeypatch.setattr(metrics.time, "sleep", paused.append)
+    # Not the module's own: threads of other tests may sleep.
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(sleep=paused.append))
 
     class Exhausted:
         def accept(self) -> None:

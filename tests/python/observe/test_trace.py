@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import prefork
 import pytest
+from loader_ranks import own_job
 
 import nostall
 from nostall import trace
@@ -169,6 +170,7 @@ def test_memory_over_time_is_not_written_with_all_else(
     image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(metrics, "LIVE_SECONDS", 0.0)
+    monkeypatch.setattr(metrics, "HELD_SECONDS", 3600.0)  # ten may pass between two batches
     trace.start(tmp_path, rank=0)
     with job(image_folder) as loader:
         batches = iter(loader)
@@ -178,7 +180,7 @@ def test_memory_over_time_is_not_written_with_all_else(
         held = json.loads((tmp_path / "rank0.0.held.json").read_text())
         assert [len(column) for column in held.values()] == [1, 1, 1]
         assert {type(x) for x in held["own"] + held["shared"]} == {int}
-        # As if ten seconds had passed.
+        # As if they had passed.
         (entry,) = trace._run.entries if trace._run is not None else []
         entry.live._next_held = 0.0
         next(batches)
@@ -238,7 +240,7 @@ def test_checkpoints_and_collectives_are_recorded(tmp_path: Path) -> None:
     with Checkpointer(durable=tmp_path / "ckpt") as checkpointer:
         checkpointer.save({"w": np.ones(1000)}, 1)
         checkpointer.wait()
-    with Communicator(rank=0, size=1, job=f"trace {os.getpid()}") as node:
+    with Communicator(rank=0, size=1, job=own_job("communicator")) as node:
         node.allreduce(np.ones(10))
         node.allgather(np.ones(10))
         node.barrier()
@@ -259,7 +261,7 @@ def test_the_wait_for_one_gradient_is_recorded(tmp_path: Path) -> None:
     from nostall.sync import Ranks, SyncOptions, make_engine
 
     trace.start(tmp_path, rank=0)
-    ranks = Ranks(0, 1, f"trace {os.getpid()}")
+    ranks = Ranks(0, 1, own_job("engine"))
     engine, _ = make_engine([("a", 1, "float32")], SyncOptions(), ranks)
     engine.all_gather(b"")
     threading.Timer(0.01, engine.stop).start()
