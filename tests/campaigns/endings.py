@@ -52,7 +52,7 @@ ENDINGS: dict[str, tuple[int | None, int | None]] = {
 }
 
 
-SETTLE = 10.0  # seconds for what a killed rank's children still hold
+SETTLE = 60.0  # seconds for what a killed rank's children still hold
 
 
 def left() -> int:

@@ -69,7 +69,7 @@ def running(name: str, command_of: Callable[[Path], tuple[list[str], int]]) -> I
         with log.open("wb") as out:
             process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
         try:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 300  # it reads 180 modules, beside other tests
             while not _answers(port):
                 if process.poll() is not None or time.monotonic() > deadline:
                     raise RuntimeError(f"{name} did not start: {log.read_text()[-1000:]}")
