@@ -61,6 +61,7 @@ def main(folder: Path, rank: int, address: str) -> dict[str, Any]:
     import jax
     import numpy as np
     import pytest
+    from jax._src.distributed import global_state
     from jax.sharding import NamedSharding, PartitionSpec
 
     import nostall
@@ -101,6 +102,8 @@ def main(folder: Path, rank: int, address: str) -> dict[str, Any]:
     host = batches(steps, folder, output="numpy", **job)
     there = batches(steps, folder, output="jax", device=sharding, device_ahead=1, **job)
     step = jax.jit(lambda images, labels: (images.mean(), labels.sum()))
+    # Gloo gives up where the first step of one process begins 30 s after that of the other.
+    global_state.client.wait_at_barrier("first step", timeout_in_ms=600_000)
     sums = []
     for (images, _), (mine, classes) in zip(host, there, strict=True):
         assert mine.shape == (8, 3, 24, 32) and mine.sharding.is_equivalent_to(sharding, 4)
