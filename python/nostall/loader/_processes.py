@@ -228,6 +228,14 @@ def _do(
     return _Reply(packed.data, packed.lay(_side.memory(out), begin), packed.room)
 
 
+class _Task(Future[_Reply]):
+    """Stays cancelled where its pool breaks, which would end the thread of the pool (Python 3.11)."""
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        with contextlib.suppress(InvalidStateError):
+            super().set_exception(exception)
+
+
 class Answer:
     """The results of some samples, as a future has them."""
 
@@ -335,8 +343,7 @@ class _Spawn(SpawnContext):
             self._kill()
 
     def _kill(self) -> None:
-        # The pool forgets what was cancelled: the end of a process beside such tasks is an error in a
-        # thread of the pool (Python 3.11).
+        # It is to take no more tasks, also before it knows of the end.
         if (pool := self.pool()) is not None:
             pool.shutdown(wait=False, cancel_futures=True)
         for process in self.processes:
@@ -411,6 +418,7 @@ class Processes:
             of_task = range(place, min(place + share, len(samples)))
             at, room = marks + each * place, each * len(of_task)
             future = self._pool.submit(_do, parcel.data, spans, given, out, task, at, room)
+            future.__class__ = _Task
             if (manager := self._pool._executor_manager_thread) is not None:
                 self._manager = weakref.ref(manager)
             self._spawn.keep(future)
@@ -432,13 +440,12 @@ class Processes:
         return self._spawn.ended
 
     def end_forgotten(self, task: Future[_Reply]) -> None:
-        """Gives a task its error if the thread of the pool has ended without it.
-
-        A process that ends beside tasks that were cancelled ends that thread too (Python 3.11).
+        """Gives a task its error if the thread of the pool has ended without it: the task came as the
+        pool broke.
         """
         if (manager := self._manager()) is None or not manager.is_alive():
             with contextlib.suppress(InvalidStateError):  # it is done meanwhile
-                task.set_exception(BrokenProcessPool("a process ended while tasks were cancelled"))
+                task.set_exception(BrokenProcessPool("a process ended as the task came"))
 
     def crashed(self) -> dict[int, int]:
         """Exit codes by pid of processes that ended by themselves, after `close`."""

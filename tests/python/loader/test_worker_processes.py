@@ -188,6 +188,25 @@ def test_a_worker_that_does_not_end_is_killed(
     assert processes.crashed() == {}
 
 
+@pytest.mark.multi
+def test_a_worker_may_die_beside_tasks_that_were_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: Callable[..., Processes]
+) -> None:
+    failed: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    processes = started(hangs)
+    *answers, last = processes.submit([str(tmp_path / "begun")] * 9, [None] * 9, 1)
+    await_file(tmp_path / "begun")
+    assert last.cancel()
+    (process,) = processes._spawn.processes
+    os.kill(process.pid or 0, signal.SIGKILL)
+    for answer in answers:
+        with pytest.raises(BrokenExecutor):
+            answer.result()
+    processes.close()
+    assert not failed
+
+
 ORPHANS = """
 import operator, signal
 from nostall.loader._processes import Processes
