@@ -336,8 +336,9 @@ def _call(
         while len(parts) < world_size:
             for name in os.listdir(folder):
                 if name in others and others[name] not in parts:
-                    said = json.loads(owned.read(name, folder))
-                    parts[others[name]], answers[others[name]] = said["part"], said["number"]
+                    with contextlib.suppress(FileNotFoundError):  # its rank has given up
+                        said = json.loads(owned.read(name, folder))
+                        parts[others[name]], answers[others[name]] = said["part"], said["number"]
             if len(parts) < world_size:
                 missing = sorted(set(range(world_size)) - parts.keys())
                 _pause(

@@ -305,6 +305,24 @@ def test_by_files_names_who_is_missing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_by_files_waits_on_where_a_rank_gives_up_amid_a_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file is listed, and not there any more when it is read."""
+    real = owned.read
+    gone: list[str] = []
+
+    def read(name: str, directory: int) -> bytes:
+        if not gone and name.endswith("-1"):
+            gone.append(name)
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        return real(name, directory)
+
+    monkeypatch.setattr(owned, "read", read)
+    assert gather_all({"NOSTALL_RENDEZVOUS": str(tmp_path / "meet")}) == EXPECTED
+    assert gone
+
+
 def test_by_a_store_says_for_what_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     class Store:
         host, port = "node1", 29500
