@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,11 @@ RANK = Path(__file__).with_name("mpi_rank.py")
 
 
 def launch(
-    what: list[str], ranks: int, nodes: int = 1, **options: object
+    what: list[str], ranks: int, nodes: int = 1, launched: Sequence[str] = (), **options: object
 ) -> subprocess.CompletedProcess[str]:
     variables = mpi.environment(mpi.library(), verbose=True, **options)  # type: ignore[arg-type]
     program = [sys.executable, str(RANK), *what]
-    words = launcher("openmpi")
+    words = [*launcher("openmpi"), *launched]
     for node in range(nodes):
         extra = ["-x", f"NOSTALL_NODE={node}"] if nodes > 1 else []
         if node > 0:
@@ -192,7 +193,8 @@ def test_nodes_share_by_arrival(ranks: int, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_killed_rank_is_an_error_on_the_others() -> None:
-    result = launch(["killed"], 3)
+    # Else the launcher may kill the others before they see it.
+    result = launch(["killed"], 3, launched=["--enable-recovery"])
     assert result.returncode != 0
     assert "rank 1 (process" in result.stderr
     assert "died before it finished allreduce (call 2)" in result.stderr
@@ -646,7 +648,7 @@ files = [open(__import__("sys").executable) for _ in range(may - here - used - 2
 
 @pytest.mark.parametrize("which", ["openmpi", "mpich"])
 def test_many_communicators_leave_descriptors_to_the_program(which: str) -> None:
-    result = run(which, 2, [sys.executable, "-c", _MANY_COMMUNICATORS], timeout=120)
+    result = run(which, 2, [sys.executable, "-c", _MANY_COMMUNICATORS])
     assert result.returncode == 0, result.stderr
     said = re.search(r"kept (\d+) of 256", result.stdout)
     assert said and 2 <= int(said[1]) <= 128, result.stdout

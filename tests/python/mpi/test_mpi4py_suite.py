@@ -36,7 +36,7 @@ BLOCKING = ["-i", "test_cco_buf.py", "-i", "test_cco_obj.py", "-i", "test_mpimem
 SELECTED = [*BLOCKING, *SEEN, *OTHERS]
 
 
-def suite(which: str, ranks: int, options: list[str], timeout: float = 500, **settings: str) -> str:
+def suite(which: str, ranks: int, options: list[str], timeout: float = 800, **settings: str) -> str:
     """What the suite printed; fails the test with it unless all passed on all ranks."""
     if not SUITE.exists():
         pytest.skip(f"mpi4py's test suite: {SUITE} is missing; scripts/mpi-suite fetches it")
