@@ -125,7 +125,8 @@ def main(s: dict) -> None:
                 written.replace(written.with_suffix(""))
             if until := s.get("until"):
                 counts = loader.stats().peers
-                if counts["returned_ranks"] and back is None:
+                hung = "hangs" in s and Path(s["hangs"]).exists()
+                if hung and counts["returned_ranks"] and back is None:
                     back = counts["fetched"]
                 if s["rank"] == 0 and back is not None and counts["fetched"] > back:
                     Path(until).touch()
