@@ -149,7 +149,7 @@ def test_silence_and_drops_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_flood_keeps_nobody_out() -> None:
-    ended = threading.Event()
+    ended, flooded = threading.Event(), threading.Semaphore(0)
 
     def flood(address: tuple[str, int]) -> int:
         count = 0
@@ -160,15 +160,17 @@ def test_a_flood_keeps_nobody_out() -> None:
             ):
                 stranger.sendall(b"GET / HTTP/1.0\r\n\r\n" if count % 2 else greeting._MAGIC)
                 count += 1
+                flooded.release()
         return count
 
     with serving() as door, ThreadPoolExecutor(4) as pool:
         floods = [pool.submit(flood, door.address) for _ in range(4)]
         try:
+            assert all(flooded.acquire(timeout=LIMIT) for _ in range(20))
             assert [enter(door) for _ in range(20)] == [b"in"] * 20
         finally:
             ended.set()
-        assert sum(f.result(LIMIT) for f in floods) > 0
+        assert sum(f.result(LIMIT) for f in floods) >= 20
 
 
 def test_a_listener_that_says_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
