@@ -94,7 +94,7 @@ def test_two_nodes_share_the_storages_bandwidth(image_folder: Path, tmp_path: Pa
             for rank in range(2)
         ]
         for process in started:
-            _, err = process.communicate(timeout=100)
+            _, err = process.communicate(timeout=400)
             assert process.returncode == 0, err
     found = Calibration.load(out)
     assert found.nodes == 2

@@ -67,7 +67,7 @@ def test_a_reader_that_goes_away_is_no_traceback() -> None:
         stdout=write,
         stderr=subprocess.PIPE,
         text=True,
-        timeout=60,
+        timeout=400,
         check=False,
     )
     os.close(write)

@@ -25,6 +25,8 @@ if ways == ["mpi"]:
 else:
     rank = int(os.environ["RANK"])
 place = find_world()
+# A machine that does other things must not make a peer look lost.
+os.environ["NOSTALL_PEER_TIMEOUT_MS"] = "60000"
 os.environ["NOSTALL_NODE"] = f"node {rank}"
 for way in ways:
     if way == "group":

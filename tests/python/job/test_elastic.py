@@ -54,7 +54,7 @@ run.main()
 @pytest.mark.long
 def test_a_lost_node_loses_no_sample(tmp_path: Path) -> None:
     """Two agents of one torchrun job, of two ranks and of one; the first restarts its ranks."""
-    made = prefork.run([str(ROOT / "examples" / "make-data.py"), str(tmp_path)], timeout=60)
+    made = prefork.run([str(ROOT / "examples" / "make-data.py"), str(tmp_path)], timeout=400)
     assert made.returncode == 0, made.stderr
     (tmp_path / "node.py").write_text(NODE)
     lost, port = tmp_path / "lost", free_port()

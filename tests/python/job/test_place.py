@@ -82,7 +82,7 @@ def run_together(
                 )
             )
         for process in started:
-            out, _ = process.communicate(timeout=100)
+            out, _ = process.communicate(timeout=400)
             assert process.returncode == 0, out
             said.append(out)
     finally:
