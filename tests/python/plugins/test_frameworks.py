@@ -106,8 +106,10 @@ def test_ranks_that_lightning_starts_share_their_node_and_reduce_over_our_backen
     image_folder: Path, tmp_path: Path
 ) -> None:
     needs("pytorch_lightning")
-    of_launchers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+    of_launchers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     env = {name: value for name, value in os.environ.items() if name not in of_launchers}
+    # Lightning would choose one seconds before it listens there, and another process may get it.
+    env["MASTER_PORT"] = str(free_port())
     script = str(Path(__file__).with_name("lightning_ranks.py"))
     run = prefork.run([script, str(image_folder), str(tmp_path)], torch=True, timeout=800, env=env)
     assert run.returncode == 0, run.stderr[-4000:]
