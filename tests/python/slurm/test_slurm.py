@@ -36,7 +36,7 @@ SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
 AuthType=auth/none
 CredType=cred/none
-AuthInfo=cred_expire=5
+AuthInfo=cred_expire=15
 SlurmUser={user}
 SlurmdUser={user}
 StateSaveLocation={home}/state
