@@ -54,6 +54,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[LAUNCHERS] = launchers
     config.add_cleanup(lambda: shutil.rmtree(launchers, ignore_errors=True))
     os.environ[BASE] = str(launchers)
+    # What earlier tests left in cycles may have threads: a forked child, which lacks them, ends where
+    # its collector frees that.
+    os.register_at_fork(after_in_child=gc.freeze)
     if config.getoption("--device"):
         sys.path.insert(0, str(Path(__file__).parent / "tests" / "device"))
         import on_device
