@@ -52,8 +52,11 @@ class Feeder(Producer["Work"]):
         return self._at_work.copy()
 
     def _ended(self) -> None:
-        while self._at_work:
-            work = self._at_work.popleft()
+        while True:
+            try:
+                work = self._at_work.popleft()
+            except IndexError:  # so that two threads may close this at the same time
+                return
             work.cancel()
             work.release()
 

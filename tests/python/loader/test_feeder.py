@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
 from concurrent.futures import BrokenExecutor, CancelledError, Future
 from typing import Any
 from unittest import mock
@@ -237,6 +238,24 @@ def test_a_thread_that_begins_while_another_thread_closes_is_ended() -> None:
         with mock.patch.object(_python_transforms, "Feeder", closing_meanwhile):
             assert stage.start(loader._stage(), 4).closed
         assert len(list(loader)) == 4
+
+
+def test_two_threads_may_close_at_the_same_time() -> None:
+    class Shared(deque[Work]):
+        def popleft(self) -> Work:
+            super().popleft()  # by the other thread, which has looked before
+            return super().popleft()
+
+    reader = Gated()
+    reader.gate.set()
+    with of_batches(reader, transforms=np.array) as loader:
+        batches = iter(loader)
+        next(batches)
+        feeder = stage_of(loader)._feeder()
+        assert feeder is not None
+        feeder._at_work = Shared([Work(mock.Mock(), ())])
+        feeder.close()
+        assert not feeder.at_work
 
 
 def test_a_batch_that_another_iteration_has_dropped_calls_nothing() -> None:
