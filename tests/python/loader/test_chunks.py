@@ -48,12 +48,14 @@ for epoch in loader.epochs():
     now = has_read()
     read.append(now - before)
     before = now
+alive = loader.stats().peers.get("nodes_alive")
+ranks.allreduce(step)  # before the other has looked none leaves
 loader.close()
 stats = loader.stats()
 print(json.dumps({
     "samples": samples, "read": read, "ram": stats.memory["ram_tier"],
     "counted": [e.origins["source"].bytes for e in stats.epochs],
-    "alive": stats.peers.get("nodes_alive"),
+    "alive": alive,
 }))
 """
 
