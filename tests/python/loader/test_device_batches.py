@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import itertools
 import os
 import sys
@@ -398,7 +399,8 @@ def copied_late(slabs: int, looks: str) -> list[str]:
     with made, loader(device="simdev", staging=slabs * slab) as source:
         stream, running = source._recipe.place.stream, iter(source)
         with simdev.held(stream):
-            held = list(itertools.islice(running, 6))
+            # When the last one comes the stage has used memory of the first ones again.
+            held = list(itertools.islice(running, 8))
         running.close()
     torch.accelerator.synchronize()
     del held
@@ -449,7 +451,7 @@ def case_memory_is_taken_once() -> None:
 
 def case_nothing_is_copied_or_taken_once_all_memory_is_there() -> None:
     """Labels lie in the batch's page-locked memory, as images do: epochs after the first copy nothing
-    on the host and take no memory there, and all together take the device's of a few batches."""
+    on the host, and all together take the memory there, and the device's, of a few batches."""
     from nostall.torch import _device
 
     counted = {"memory": 0, "pin_memory": 0, "view": 0}
@@ -481,8 +483,9 @@ def case_nothing_is_copied_or_taken_once_all_memory_is_there() -> None:
                 torch.accelerator.synchronize()
                 del images, labels
             found.append((counted["memory"], counted["pin_memory"]))
-    # Of page-locked copies there is one: what images are multiplied by.
-    assert counted["pin_memory"] == 1 and found[1:] == found[:1] * 2, found
+    # Of page-locked copies there is one: what images are multiplied by. Slabs are as many as batches
+    # that are staged, copied or sent at once; the first epoch need not have had all of these.
+    assert [pinned for _, pinned in found] == [1, 1, 1] and counted["memory"] <= 7, found
     # Tensors over images and labels of each slab, and not of each of 27 batches.
     assert counted["view"] <= 2 * counted["memory"] < 27, counted
     assert allocated() - before <= 4 * 3 + 1  # as above, in whatever order copies and uses end
@@ -904,6 +907,7 @@ def case_a_forked_child_is_refused_and_frees_nothing_of_the_device() -> None:
         torch.accelerator.synchronize()
         while len(source._ahead._ready) < 2:
             time.sleep(0.001)
+        gc.collect()  # what other cases left to the collector is not to be found by the child's
         read, write = os.pipe()
         child = os.fork()
         if child == 0:
