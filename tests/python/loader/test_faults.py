@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -27,6 +28,7 @@ from procfs import OwnSharedMemory, abstract_sockets, open_links, shared_memory
 
 import nostall
 from nostall import transforms as t
+from nostall.base._garbage import await_all
 from nostall.errors import CorruptionError, IoError, PeerError, StoppedError, UsageError
 from nostall.job import _cluster as cluster
 from nostall.job import _rendezvous as rendezvous
@@ -121,6 +123,9 @@ def await_the_end_of_all_but(before: list[str]) -> None:
 
 
 def test_early_stop_and_restart_leave_nothing_behind(image_folder: Path) -> None:
+    # What other tests left to the collector has memory and threads, which would go meanwhile.
+    gc.collect()
+    await_all()
     before, there = os.listdir("/proc/self/task"), shared_memory(os.getpid())
     for _ in range(5):
         loader = nostall.DataLoader(
