@@ -9,6 +9,7 @@ import inspect
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from sync_ranks import run_ranks
 
 from nostall.errors import PeerError, UsageError
 from nostall.job._stream import Stream
-from nostall.torch import ParameterServers, _parameter_servers
+from nostall.torch import ParameterServers, _parameter_servers, _parameter_shard
 from nostall.torch._parameter_shard import ENDED, Link, Shard
 
 SETUP = """
@@ -257,7 +258,8 @@ class Wrong(torch.optim.SGD):
         raise ValueError("the user's optimizer failed")
 def late():
     servers = nt.ParameterServers(model, sgd(lr=0.1), staleness=0)
-    servers._shard._timeout = 2.0  # meeting has longer
+    dist.barrier()  # meeting has longer, on all ranks
+    servers._shard._timeout = 2.0
     model.weight.grad = torch.ones_like(model.weight)
     if rank < 2:
         told = tell(servers.step)
@@ -453,9 +455,7 @@ def streams() -> Iterator[Any]:
 class Proxies:
     """A server's conversations, whose other sides a test plays."""
 
-    def __init__(
-        self, streams: Any, optimizer: Any = torch.optim.SGD, timeout: float = 60.0
-    ) -> None:
+    def __init__(self, streams: Any, optimizer: Any = torch.optim.SGD) -> None:
         self.shard = Shard(
             2,
             torch.float32,
@@ -463,7 +463,7 @@ class Proxies:
             [0, 1],
             workers=2,
             staleness=0,
-            timeout=timeout,
+            timeout=60.0,
         )
         self.ends = []
         for group in (0, 1):
@@ -481,13 +481,15 @@ class Proxies:
         self.ends[group].send_bytes(memoryview(bytearray(8)))
 
 
-def test_a_server_that_waits_says_so(streams: Any) -> None:
-    proxies = Proxies(streams, timeout=2.0)
+def test_a_server_that_waits_says_so(streams: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_parameter_shard, "_PARTS", 600)
+    proxies = Proxies(streams)
     proxies.push(0)
     assert [proxies.ends[0].receive() for _ in range(2)] == [{"wait": True}] * 2
+    proxies.shard._timeout = 0.2
     while (answer := proxies.ends[0].receive()) == {"wait": True}:
         pass
-    assert "rank 1 has not given gradient 0 for 2 s" in answer["error"]
+    assert "rank 1 has not given gradient 0 for 0.2 s" in answer["error"]
 
 
 def test_a_server_hears_why_a_proxy_gave_up(streams: Any) -> None:
@@ -537,12 +539,18 @@ def test_a_proxy_that_waits_for_an_answer_says_why_it_gives_up(streams: Any) -> 
     link.push(0, 1, torch.ones(2))
     assert far.receive() == {"clock": 0, "workers": 1}
     far.receive_into(memoryview(bytearray(8)))
+    deadline = time.monotonic() + 60
+    while link.messages < 2 and time.monotonic() < deadline:  # until it waits for the answer
+        time.sleep(0.001)
     link.give_up("rank 7 is late")
     link.close(0.0)
     assert far.receive() == {"error": "rank 7 is late"}
 
 
-def test_what_a_server_told_comes_before_what_broke(streams: Any) -> None:
+def test_what_a_server_told_comes_before_what_broke(
+    streams: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_parameter_servers, "_LAST_WORDS", 60.0)
     servers = ParameterServers(linear(), lambda p: torch.optim.SGD(p, lr=0.1))
     pairs = [streams() for _ in range(2)]
     links = [begin(near, servers._changed) for near, _ in pairs]
