@@ -45,8 +45,12 @@ for mode in ("planned", "negotiated"):
 
 
 def intervals(events: list[dict[str, Any]], name: str) -> set[tuple[int, int]]:
-    """(begin, end) of an activity, microseconds; tensors of one reduction share theirs."""
-    found, open_ = set(), {}
+    """(begin, end) of an activity in each reduction, microseconds.
+
+    It begins later for a tensor that a rank gave when the reduction had begun.
+    """
+    found: dict[int, int] = {}
+    open_: dict[int, list[tuple[str, int]]] = {}
     for e in (e for e in events if e["ph"] in "BE"):
         stack = open_.setdefault(e["pid"], [])
         if e["ph"] == "B":
@@ -54,9 +58,9 @@ def intervals(events: list[dict[str, Any]], name: str) -> set[tuple[int, int]]:
         else:
             begun, at = stack.pop()
             if begun == name:
-                found.add((at, e["ts"]))
+                found[e["ts"]] = min(at, found.get(e["ts"], at))
     assert not any(open_.values())
-    return found
+    return {(begin, end) for end, begin in found.items()}
 
 
 @pytest.mark.multi
