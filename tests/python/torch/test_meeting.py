@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,8 @@ class Come(Last):
     def wait(self, keys: list[str], limit: Any) -> None:
         if keys[0].endswith("/all"):
             self.come.wait(60)
+        else:  # for rank 0, which may be slow to begin
+            limit = timedelta(seconds=60)
         self.store.wait(keys, limit)
 
 

@@ -559,7 +559,9 @@ def unconnected() -> None:
             refusals -= 1
             if rank == 1 and refusals >= 0:
                 raise RuntimeError("connection refused\nwith lines more")
-            # Rank 0 waits in vain for the one that is refused.
+            # Rank 0 waits in vain for the one that is refused, which fails first.
+            if refusals >= 0:
+                store.wait(["failure"])
             super().__init__(store, rank, size, timedelta(seconds=0.5) if refusals >= 0 else limit)
 
     mesh.dist.ProcessGroupGloo = Refusing
@@ -668,7 +670,7 @@ def forked() -> None:
     child = os.fork()
     forked.set()
     if child == 0:
-        signal.alarm(20)
+        signal.alarm(300)
         with calls.if_open():  # the child has no thread that would give the lock back
             refused = 0
         for asynchronous in (False, True):
