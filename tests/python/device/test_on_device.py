@@ -63,7 +63,7 @@ def test_what_fails_a_run(tmp_path: Path) -> None:
         prefork.run(
             [*words, *chosen],
             torch=True,
-            timeout=200,
+            timeout=800,
             cwd=root,
             # A run of its own, whose processes are not those of this one.
             env={k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")},

@@ -206,7 +206,7 @@ def run_ranks(home: Path, mode: str, world: int) -> None:
     ranks = [
         prefork.Process([*words, str(r)], stderr=prefork.PIPE, torch=True) for r in range(world)
     ]
-    ended = [(rank.communicate(timeout=100)[1], rank.wait()) for rank in ranks]
+    ended = [(rank.communicate(timeout=800)[1], rank.wait()) for rank in ranks]
     assert [status for _, status in ended] == [0] * world, ended
 
 

@@ -20,7 +20,7 @@ RANK = Path(__file__).with_name("torch_rank.py")
 
 def check(what: str, ranks: int, **environment: str) -> Ended:
     """Every rank ends with status 0; skips what this release of torch lacks."""
-    ended = run(what, ranks, 110, **environment)
+    ended = run(what, ranks, **environment)
     if lacks := re.search(r"^torch lacks (.*)$", ended.stdout, re.M):
         pytest.skip(f"torch lacks {lacks[1]}")
     assert ended.statuses == [0] * ranks, ended.stderr
@@ -102,7 +102,7 @@ def test_tensors_in_shared_memory_give_the_same_bits() -> None:
 
 def test_ranks_share_memory_where_its_directory_has_room_for_nothing() -> None:
     with OwnSharedMemory("64k") as memory:
-        ended = run("shared", 2, 110, mounts_of=memory.holder)
+        ended = run("shared", 2, mounts_of=memory.holder)
         assert ended.statuses == [0, 0], ended.stderr
         # Of the backend, and of the optimizer.
         told = re.findall(
@@ -187,7 +187,7 @@ def test_mpirun_launches_it_too() -> None:
         OMP_NUM_THREADS="1", OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1"
     )
     command = [*launcher("openmpi"), "-n", "2", sys.executable, str(RANK), "forked"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=800, env=environment)
     assert result.returncode == 0, result.stderr
 
 
@@ -276,7 +276,7 @@ def test_a_group_that_nobody_destroyed_ends_without_warnings_of_leaks(
         "print('done')\n"
     )
     words = [sys.executable, "-c", program]
-    result = subprocess.run(words, capture_output=True, text=True, timeout=100)
+    result = subprocess.run(words, capture_output=True, text=True, timeout=800)
     # Some releases of Gloo print a line of their own.
     assert result.stdout.splitlines()[-1] == "done", result.stderr
     assert "leaked" not in result.stderr

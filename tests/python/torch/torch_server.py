@@ -27,7 +27,7 @@ class Ended:
 def run(
     what: str,
     ranks: int,
-    limit: float = 100.0,
+    limit: float = 800.0,
     mounts_of: int | None = None,
     **environment: str,
 ) -> Ended:
