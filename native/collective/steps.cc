@@ -188,9 +188,10 @@ void Steps::look_around() {
   for (uint32_t r = 0; r < ranks_; ++r) {
     if (r == rank_) continue;
     const bool dead = shared_.is_dead(r);
-    const bool gone = !dead && shared_.line(r).left.load() != 0 &&
-                      shared_.finished(r).load() < step_ &&
-                      shared_.post(r, step_).flag.load() != step_;
+    // Looked at after that: what it has completed is there, and others are late.
+    if (shared_.finished(r).load() >= step_) continue;
+    const bool gone =
+        !dead && shared_.line(r).left.load() != 0 && shared_.post(r, step_).flag.load() != step_;
     if (dead || gone) {
       check();  // it may have said why before it left
       fail(Error(ErrorKind::peer, "rank " + std::to_string(r) + " (process " +

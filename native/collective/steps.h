@@ -71,7 +71,10 @@ class Steps {
     if (shared_.header().broken.load(std::memory_order_seq_cst) != 0) throw_broken();
   }
   // This rank's call is complete: it has given all that others need of its steps.
-  void complete() noexcept { open_.store(step_ + 1, std::memory_order_release); }
+  void complete() noexcept {
+    open_.store(step_ + 1, std::memory_order_release);
+    shared_.finished(rank_).store(step_, std::memory_order_release);
+  }
   // The next step, when its memory is free.
   uint64_t begin_step();
   // Shows that this rank has arrived at `step`; what it wrote to its stage before is visible then.

@@ -464,6 +464,55 @@ TEST(Processes, FinishWhatARankCompletedBeforeItsProgramEnded) {
   EXPECT_TRUE(directory.empty());
 }
 
+// Rank 1 gives what is reduced, and dies. Only when rank 0 has seen that, rank 2 begins.
+TEST(Processes, FinishWhatARankCompletedBeforeItDied) {
+  const Directory directory;
+  CommunicatorConfig config = directory.config();
+  struct Shared {
+    std::atomic<pid_t> dies;
+    std::atomic<int> looks;  // of rank 0, since then
+  };
+  void* const memory =
+      ::mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  ASSERT_NE(memory, MAP_FAILED);
+  auto* const shared = static_cast<Shared*>(memory);
+  config.progress = [&] {
+    std::ifstream file("/proc/" + std::to_string(shared->dies.load()) + "/stat");
+    std::string stat;
+    std::getline(file, stat);
+    if (stat.find(") Z ") != std::string::npos) ++shared->looks;
+  };
+  const auto results = run_processes(3, config, [&](Communicator& c) {
+    const int64_t end = now_ns() + 60'000'000'000;
+    // Naps between them are up to 2 ms long, and it looks whether others live every 25 ms.
+    while (c.rank() == 2 && shared->looks < 100 && now_ns() < end) {
+      try {
+        c.check();
+      } catch (const Error&) {
+        return 1;
+      }
+      std::this_thread::yield();
+    }
+    float value = 1;
+    c.reduce(&value, &value, 1, sum(), 0);
+    if (c.rank() == 1) {
+      shared->dies = ::getpid();
+      ::raise(SIGKILL);
+    }
+    if (c.rank() == 0 && value != 3) return 2;
+    try {
+      c.barrier();
+    } catch (const Error& error) {
+      const std::string told = error.what();
+      return told.find("died before it finished barrier (call 2)") != std::string::npos ? 7 : 3;
+    }
+    return 4;
+  });
+  EXPECT_GE(shared->looks, 100);
+  ::munmap(memory, 4096);
+  EXPECT_EQ(results, (std::vector<int>{7, -SIGKILL, 7}));
+}
+
 TEST(Processes, WaitNoLongerThanTheTimeout) {
   const Directory directory;
   CommunicatorConfig config = directory.config();
@@ -534,6 +583,8 @@ TEST(Processes, AreToldWhyAnotherStoppedWaitingForTheRest) {
   // Rank 1 has come before the limit of rank 0 begins.
   std::thread other(join, 1, std::chrono::seconds(60));
   while (mapped_from(config.directory).second < config.window_bytes) std::this_thread::yield();
+  const auto* const header = reinterpret_cast<Header*>(mapped_from(config.directory).first);
+  while (header->joined.load() == 0) std::this_thread::yield();
   std::thread(join, 0, std::chrono::seconds(1)).join();
   other.join();
   EXPECT_THAT(told[0], HasSubstr("rank 0 of"));
