@@ -144,13 +144,14 @@ class WaitingLeaders final : public Leaders {
   const std::function<void()> wait_;
 };
 
-// What the two ranks of a node get whose timeout is 300 ms, if its leader waits in `wait`.
+// What the two ranks of a node get whose timeout is 3 s, if its leader waits in `wait`. That is longer
+// than either of them is late on a busy machine.
 std::vector<std::string> waiting(const std::function<void(Communicator&)>& wait) {
   return run_nodes({2}, [&](Communicator& node, Communicator* among, uint32_t) {
     const Reducer sum(Op::sum, DataType::int64);
     std::vector<int64_t> data(10'000);
     auto* const place = reinterpret_cast<std::byte*>(data.data());
-    node.set_timeout(std::chrono::milliseconds(300));
+    node.set_timeout(std::chrono::seconds(3));
     WaitingLeaders leaders([&] { wait(node); });
     two_level_allreduce(node, among != nullptr ? &leaders : nullptr,
                         {place, place, data.size(), &sum, 2});
@@ -159,7 +160,7 @@ std::vector<std::string> waiting(const std::function<void(Communicator&)>& wait)
 
 TEST(TwoLevel, ALeaderThatWaitsForOtherNodesSaysItselfWhatIsMissing) {
   const auto errors = waiting([](Communicator&) {
-    std::this_thread::sleep_for(std::chrono::seconds(1));
+    std::this_thread::sleep_for(std::chrono::seconds(4));
     throw Error(ErrorKind::peer, "node 1 did not come");
   });
   for (const std::string& error : errors) {
@@ -169,7 +170,7 @@ TEST(TwoLevel, ALeaderThatWaitsForOtherNodesSaysItselfWhatIsMissing) {
 
 TEST(TwoLevel, OtherNodesMayComeLate) {
   const auto errors =
-      waiting([](Communicator&) { std::this_thread::sleep_for(std::chrono::seconds(1)); });
+      waiting([](Communicator&) { std::this_thread::sleep_for(std::chrono::seconds(4)); });
   EXPECT_EQ(errors, (std::vector<std::string>{"", ""}));
 }
 
@@ -180,8 +181,8 @@ TEST(TwoLevel, ALeaderThatNeverReturnsIsAnError) {
       std::this_thread::sleep_for(std::chrono::milliseconds(10));
     }
   });
-  EXPECT_NE(errors[0].find("rank 1 waited 0.3000 s"), std::string::npos) << errors[0];
-  EXPECT_NE(errors[1].find("rank 1 waited 0.3000 s in broadcast (call 3) for ranks that have not "
+  EXPECT_NE(errors[0].find("rank 1 waited 3.0000 s"), std::string::npos) << errors[0];
+  EXPECT_NE(errors[1].find("rank 1 waited 3.0000 s in broadcast (call 3) for ranks that have not "
                            "arrived: 0"),
             std::string::npos)
       << errors[1];

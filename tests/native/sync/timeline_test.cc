@@ -29,7 +29,7 @@ std::vector<std::string> run(const std::string& path, const Body& body) {
   static int number = 0;
   const std::string job =
       "timeline test " + std::to_string(::getpid()) + " " + std::to_string(number++);
-  const int64_t start = now_ns() + 1000 * kMs;  // behind the file's opening
+  const int64_t start = now_ns() + 3'600'000 * kMs;  // behind the file's opening
   std::vector<std::string> errors(2);
   std::vector<std::thread> threads;
   for (uint32_t r = 0; r < 2; ++r) {
