@@ -1063,6 +1063,9 @@ class Store:
                     raise part_stays(reason, rank) from None
                 if taken.name in self._names(manifest.step):
                     return ""
+                # Rank 0 removes what it has taken once the checkpoint is complete.
+                if self.find(manifest.step, manifest.id) is not None:
+                    return ""
         return reason
 
     def aborted(self, manifest: Manifest) -> str | None:

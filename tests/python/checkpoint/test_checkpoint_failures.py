@@ -1934,9 +1934,11 @@ def test_a_rename_whose_answer_was_lost_is_looked_at_again(
         rename(tmp_path / "a", tmp_path / "b")
 
 
+@pytest.mark.parametrize("complete", [False, True])
 def test_a_word_that_rank_0_takes_before_its_rename_is_looked_at_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, complete: bool
 ) -> None:
+    """And may be gone again by then, once the checkpoint is complete."""
     real, store = os.rename, Store(tmp_path, "durable")
     store.prepare(1)
     manifest = Manifest(1, "aaaaaaaa-000001", 2, ())
@@ -1947,6 +1949,10 @@ def test_a_word_that_rank_0_takes_before_its_rename_is_looked_at_is_left(
         with monkeypatch.context() as patch:
             patch.setattr(os, "rename", real)
             taken.extend(store._words(manifest, [1]))
+            if complete:
+                parts = tuple(Part(rank, part_name(rank, manifest.id), 0, ()) for rank in range(2))
+                store.publish(dataclasses.replace(manifest, parts=parts))
+                store._forget_words(manifest, [1])
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), old, None, new)
 
     monkeypatch.setattr(os, "rename", rename_and_say_no)
