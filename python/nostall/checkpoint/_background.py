@@ -338,13 +338,17 @@ class BackgroundWriter:
             if store is self.durable:
                 saved._reach("durable")
             else:
-                # Queued first, so that a thread that sees the level also sees the drain.
+                whole = None
                 if self.durable is not None:
                     whole = job.complete or self._complete(store, job.manifest)
-                    self.submit_drain(Drain(whole, saved))
-                else:
-                    saved._miss("durable")
-                saved._reach("fast")
+                # A thread that sees the level also sees the drain, and one that sees how the drain
+                # ended the level.
+                with self._lock:
+                    if whole is not None:
+                        self.submit_drain(Drain(whole, saved))
+                    else:
+                        saved._miss("durable")
+                    saved._reach("fast")
             self._release(job)
             with self._lock:  # in the thread that may wait for the durable storage, if there is one
                 alone = bool(self._start("drain"))
@@ -539,10 +543,13 @@ class BackgroundWriter:
             f"copied to {self.durable.root}: {words_of(error)}"
         )
         self._say(drain.saved, problem)
-        if drain.saved is not None:
+        if self.rank == 0:
+            self._keep(drain, error, problem, gone)
+        if drain.saved is not None:  # last: who is told may have it tried again at once
             drain.saved._miss("durable")
-        if self.rank != 0:
-            return
+
+    def _keep(self, drain: Drain, error: Exception, problem: str, gone: bool) -> None:
+        """Keeps a drain that failed, to be tried again, or why it will not be."""
         if gone or isinstance(error, CorruptionError | LostStoreError):
             # Damage of what an earlier job left concerns no save of this one.
             if drain.saved is not None or isinstance(error, LostStoreError):
@@ -592,7 +599,8 @@ class BackgroundWriter:
                 find_copy(durable, manifest) if alone else durable.find(manifest.step, manifest.id)
             )
             whole = there is not None and durable.has_all(there)
-            if there is not None and not whole:
+            # Gone since, as manifests go first, it was retired: no rank without a part is waited for.
+            if there is not None and not whole and durable.find(there.step, there.id) is not None:
                 failed = f"{durable.root} lacks parts of step {manifest.step}"
             if whole and self.rank != 0 and not durable.is_directory:
                 whole = False  # rank 0 alone knows whether another job has it since
@@ -843,15 +851,18 @@ class BackgroundWriter:
 def _beside_removals(store: Store, step: int, write: Callable[[], T]) -> T:
     """What `write` gives, which makes a file in a step's directory.
 
-    Another rank may remove that directory as long as nothing is in it: it is made again.
+    Another rank may remove that directory as long as nothing is in it: it is made again, if that one
+    has not done so in the meantime, to leave word there.
     """
     for _ in range(_REMOVALS):
         try:
             return write()
-        except OSError:
-            if not store.step_is_gone(step):
+        except OSError as error:
+            gone = store.step_is_gone(step)
+            if not gone and not (store.is_directory and error.errno == errno.ENOENT):
                 raise
-        store.make_step(step)
+        if gone:
+            store.make_step(step)
     return write()
 
 

@@ -782,6 +782,30 @@ def test_a_rank_does_not_take_a_copy_of_which_nothing_is_known_for_a_whole_one(
     assert told == ["Stale file handle"]
 
 
+def test_a_copy_that_is_retired_before_a_rank_without_a_part_looks_at_it_lacks_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, saves = Store(tmp_path / "durable", "durable"), []
+    for step in (1, 2):
+        id = f"aaaaaaaa-00000{step}"
+        part = Part(0, part_name(0, id), 0, ())
+        saves.append(Manifest(step, id, 2, (part,), replicated=True, sequence=step))
+        store.make()
+        (store.prepare(step) / part.name).touch()
+        store.publish(saves[-1])
+    background = BackgroundWriter(Store(tmp_path / "fast", "fast"), store, 1, Settings(Keep(1)))
+    has_all = Store.has_all
+
+    def late(looking: Store, manifest: Manifest) -> bool:
+        store.remove(1, saves[0].id)
+        return has_all(looking, manifest)
+
+    monkeypatch.setattr(Store, "has_all", late)
+    saved = Saved(1, saves[0].id, 0)
+    background._drain(Drain(saves[0], saved))
+    assert saved.level == "durable" and store.steps() == [2]
+
+
 def test_nothing_is_removed_of_a_step_that_has_what_cannot_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -826,6 +850,35 @@ def test_a_drain_survives_any_exception_and_tries_again(
         ckpt.save(state_of(2), 2, level="durable")
         ckpt.wait(60)
     assert steps_in(tmp_path / "durable") == [1, 2]
+
+
+def test_a_failed_drain_is_told_once_it_can_be_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And once the save is at level fast."""
+    told: list[tuple[str, int]] = []
+    reach, miss, missed = Saved._reach, Saved._miss, threading.Event()
+
+    def reach_late(saved: Saved, level: Any) -> None:
+        if level == "fast":
+            missed.wait(0.5)  # in vain
+        told.append((level, 0))
+        reach(saved, level)
+
+    def note(saved: Saved, *levels: Any) -> None:
+        missed.set()
+        told.extend((f"no {level}", len(ckpt._background._postponed)) for level in levels)
+        miss(saved, *levels)
+
+    monkeypatch.setattr(Saved, "_reach", reach_late)
+    monkeypatch.setattr(Saved, "_miss", note)
+    broken = Broken(monkeypatch, "durable")
+    with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable") as ckpt:
+        with pytest.raises(IoError, match="the disk is gone"):
+            ckpt.save(state_of(1), 1, level="durable")
+        broken.broken = False
+        ckpt.wait(60)
+    assert told == [("fast", 0), ("no durable", 1), ("durable", 0)]
 
 
 def test_a_wait_tries_failed_drains_again_and_tells_of_those_that_stay(
@@ -1287,21 +1340,29 @@ def test_what_a_rank_says_survives_that_another_removes_the_empty_directory(
     assert len(removed) == 3
 
 
+@pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("kind", ["fast", "durable"])
 @pytest.mark.parametrize("times", [3, 1000])
 def test_a_part_is_written_although_others_remove_its_empty_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, times: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, times: int, again: bool
 ) -> None:
-    """As retention of rank 0 does, which took an earlier save of the step from it."""
+    """As retention of rank 0 does, which took an earlier save of the step from it; a rank that leaves
+    word that it has failed may make it again."""
     left, write, copy = [times], BackgroundWriter._write_file, BackgroundWriter._copy_here
+    step = tmp_path / kind / "step-000000000001"
 
     def removing(inner: Any) -> Any:
         def late(background: BackgroundWriter, *arguments: Any) -> Any:
-            if left[0]:
+            removed = left[0] > 0
+            if removed:
                 left[0] -= 1
                 with contextlib.suppress(FileNotFoundError):
-                    os.rmdir(tmp_path / kind / "step-000000000001")
-            return inner(background, *arguments)
+                    os.rmdir(step)
+            try:
+                return inner(background, *arguments)
+            finally:
+                if removed and again:
+                    step.mkdir()
 
         return late
 
