@@ -170,7 +170,7 @@ class Campaign:
             world_size=self.ranks,
             gather=gather,
             job="campaign",
-            timeout=20,
+            timeout=60,
             priority="normal",
             **options,
         )

@@ -1620,7 +1620,7 @@ def test_a_copy_under_way_ends_with_the_job(
         engine = ckpt._background
         while engine._copying is None:
             time.sleep(0.01)
-        engine.stop(10)
+        engine.stop(60)
         alive = engine._threads["drain"].is_alive()
         ckpt.close()
         return alive
@@ -1975,7 +1975,7 @@ def test_a_rename_whose_answer_was_lost_is_looked_at_again(
     def rename_and_say_no(old: Any, new: Any) -> None:
         real(old, new)
         lost.append(str(new))
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), old, None, new)
 
     monkeypatch.setattr(os, "rename", rename_and_say_no)
     make = ranked(tmp_path, 2, level="durable")

@@ -140,7 +140,7 @@ def part_at(store: Store, step: int, data: bytes) -> Part:
     return Part(1, name, len(data), (native.crc32c(data),))
 
 
-def some_nodes(tmp_path: Path, count: int, timeout: float = 10) -> list[Nodes]:
+def some_nodes(tmp_path: Path, count: int, timeout: float = 60) -> list[Nodes]:
     """Of one rank each."""
     os.environ.setdefault("NOSTALL_HOST", "127.0.0.1")
     made = []

@@ -64,7 +64,12 @@ def url(bucket: Any) -> str:
 
 
 @pytest.fixture
-def make(url: str, tmp_path: Path) -> Callable[..., nostall.Checkpointer]:
+def make(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., nostall.Checkpointer]:
+    # What a job says at its end comes before what the test does next.
+    monkeypatch.setattr(_objects, "_LAST_WORD_SECONDS", 60.0)
+
     def made(fast: str = "fast", **options: Any) -> nostall.Checkpointer:
         return nostall.Checkpointer(tmp_path / fast, url, **{"priority": "normal", **options})
 
@@ -417,7 +422,7 @@ def test_parts_of_other_nodes_are_drained_when_the_store_is_back(
     def work(rank: int, gather: Any, home: str, away: bool) -> Any:
         with nostall.Checkpointer(
             tmp_path / f"{home}{rank}", url, rank=rank, world_size=2, gather=gather, job="test",
-            max_failures=100, timeout=20, priority="normal",
+            max_failures=100, timeout=60, priority="normal",
         ) as ckpt:  # fmt: skip
             if not away:
                 ckpt.wait(60)
@@ -788,7 +793,7 @@ def test_a_rank_goes_by_the_decision_of_rank_0_of_its_own_job(
     def work(rank: int, gather: Any) -> None:
         with nostall.Checkpointer(
             tmp_path / "fast", url, rank=rank, world_size=2, gather=gather, job="test",
-            replicated=True, max_failures=100, timeout=20, priority="normal",
+            replicated=True, max_failures=100, timeout=60, priority="normal",
         ) as ckpt:  # fmt: skip
             if rank == 0:
                 proxy.meddle = take_over
@@ -960,7 +965,7 @@ def run_with_a_pause(
     slow.meddle = pause
     running += job.start([1, 2], keep=1)
     started.set()
-    out, words = running[0].communicate(timeout=100)
+    out, words = running[0].communicate(timeout=300)
     assert running[0].returncode == 0, words
     return next(numbers), running[0].pid, [json.loads(line) for line in out.splitlines()]
 

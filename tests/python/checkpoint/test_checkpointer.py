@@ -26,6 +26,7 @@ import pytest
 
 import nostall
 import nostall.checkpoint._checkpointer
+import nostall.checkpoint._saved
 import nostall.checkpoint._store
 from nostall import Keep, _native, trace
 from nostall.base import _garbage
@@ -259,7 +260,7 @@ def test_a_checkpointer_that_its_own_thread_collects_saves_what_it_has(
         assert collected.wait(60)
     finally:
         gc.enable()
-    _garbage.await_all()
+    _garbage.await_all(60)
     assert steps_in(tmp_path) == [1]
     with nostall.Checkpointer(durable=tmp_path):  # for it has let the directory go
         pass
@@ -406,10 +407,8 @@ def test_buckets_are_copied_as_updates_reach_them(tmp_path: Path) -> None:
         ckpt.attach(one)
         ckpt.attach(two)
         ckpt._window_seconds, ckpt._background.write_seconds = 100.0, 0.1
+        ckpt._background._patience = lambda size: 600.0  # type: ignore[method-assign]
         with ckpt.hold():  # the writer gets nothing done meanwhile
-            ckpt._background.settings = dataclasses.replace(
-                ckpt._background.settings, gate_patience=60.0
-            )
             saved = ckpt.save({"a": first, "b": second}, 1, window=True)
             assert saved is not None and saved.copying.startswith("lazily")
             (snapshot,) = [w._snapshot for w in [ckpt._window] if w is not None]
@@ -1105,6 +1104,7 @@ def test_a_manifest_that_fails_takes_no_part_that_it_names(
         return None
 
     monkeypatch.setattr(Store, "publish", fail)
+    monkeypatch.setattr(nostall.checkpoint._saved, "_LOOK_SECONDS", 60.0)
     assert World(2).run(work) == [None, None]
     for tier in ("fast", "durable"):
         (directory,) = (tmp_path / tier).glob("step-*") if named else (tmp_path / tier,)

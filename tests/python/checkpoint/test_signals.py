@@ -26,6 +26,12 @@ from nostall.errors import IoError, SignalExit, UsageError
 KEY = b"a secret of the test"
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks wait for each other however late their threads run."""
+    monkeypatch.setattr(_signals, "_ANSWER_SECONDS", 60.0)
+
+
 def test_signal_saves_a_step_that_is_not_due_durably_and_exits_with_75(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGUSR1)
     state = {"w": np.arange(4)}
@@ -183,6 +189,7 @@ class Ranks:
             one.close()
 
 
+@pytest.mark.usefixtures("patient")
 def test_ranks_agree_on_one_call_that_none_has_begun() -> None:
     """Rank 2 gets the signal; rank r has begun r calls more than the slowest."""
     ranks = Ranks(["SIGUSR1", "SIGUSR2", "SIGHUP"])
@@ -214,6 +221,7 @@ def test_ranks_agree_on_one_call_that_none_has_begun() -> None:
     assert len(set(ended)) == 1 and ended[0] > 3
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("late", [True, False])
 def test_a_signal_that_comes_once_its_rank_has_ended_does_not_change_the_exit_code(
     late: bool,
@@ -240,6 +248,7 @@ def test_a_signal_that_comes_once_its_rank_has_ended_does_not_change_the_exit_co
         signal.signal(signal.SIGUSR1, before)
 
 
+@pytest.mark.usefixtures("patient")
 def test_all_ranks_are_asked_at_once() -> None:
     """One that has answered does not wait for the call while rank 0 waits for the next one's answer."""
     ranks = Ranks(["SIGUSR1", "SIGUSR2", "SIGHUP", "SIGWINCH"])
