@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -37,13 +36,6 @@ EXTENDED = {"hash", "tcp", "prefix of tcp", "tcp without libuv"}
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     """For ranks whose rank 0 was killed."""
     monkeypatch.setattr(meeting, "_GRACE", 0.05)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_servers_in_cycles() -> Iterator[None]:
-    """A forked child that frees a server of torch's ends with SIGABRT: it joins a thread it lacks."""
-    yield
-    gc.collect()
 
 
 class Counted:
