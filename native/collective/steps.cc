@@ -174,15 +174,15 @@ void Steps::check_arrived(uint64_t step) {
   }
 }
 
-void Steps::look_around() {
+std::optional<Error> Steps::look_around() {
   if (progress_) {
     progress_();
     nap_ = std::min(2 * nap_, kLongestNap);
   }
   check();
-  if (is_scheduled()) return;
+  if (is_scheduled()) return std::nullopt;
   const int64_t now = now_ns();
-  if (now - looked_ < kLookNs / 2) return;
+  if (now - looked_ < kLookNs / 2) return std::nullopt;
   looked_ = now;
   check_arrived(step_);
   for (uint32_t r = 0; r < ranks_; ++r) {
@@ -194,16 +194,17 @@ void Steps::look_around() {
         !dead && shared_.line(r).left.load() != 0 && shared_.post(r, step_).flag.load() != step_;
     if (dead || gone) {
       check();  // it may have said why before it left
-      fail(Error(ErrorKind::peer, "rank " + std::to_string(r) + " (process " +
-                                      std::to_string(shared_.line(r).pid.load()) + ") " +
-                                      (dead ? "died" : "left") + " before it finished " + where() +
-                                      ": restart the job, or make a new communicator without it"));
+      return Error(ErrorKind::peer, "rank " + std::to_string(r) + " (process " +
+                                        std::to_string(shared_.line(r).pid.load()) + ") " +
+                                        (dead ? "died" : "left") + " before it finished " +
+                                        where() +
+                                        ": restart the job, or make a new communicator without it");
     }
   }
   const int64_t waited = now - wait_began_;
   const bool late = late_.count() > 0 && waited >= late_.count() && warned_ != wait_began_;
   const int64_t deadline = this->deadline(now);
-  if (!late && now < deadline) return;
+  if (!late && now < deadline) return std::nullopt;
   std::vector<uint32_t> absent;
   std::string missing;
   for (uint32_t r = 0; r < ranks_; ++r) {
@@ -216,14 +217,14 @@ void Steps::look_around() {
     warned_ = wait_began_;
     late_callback_(absent);
   }
-  if (now < deadline) return;
-  fail(Error(ErrorKind::peer,
-             "rank " + std::to_string(rank_) + " waited " +
-                 std::to_string(static_cast<double>(timeout_.count()) / 1e9).substr(0, 6) +
-                 " s in " + where() +
-                 (missing.empty() ? std::string(" for ranks that arrived and are slow")
-                                  : " for ranks that have not arrived: " + missing) +
-                 "; find out what they do, or raise the timeout of this communicator"));
+  if (now < deadline) return std::nullopt;
+  return Error(ErrorKind::peer,
+               "rank " + std::to_string(rank_) + " waited " +
+                   std::to_string(static_cast<double>(timeout_.count()) / 1e9).substr(0, 6) +
+                   " s in " + where() +
+                   (missing.empty() ? std::string(" for ranks that arrived and are slow")
+                                    : " for ranks that have not arrived: " + missing) +
+                   "; find out what they do, or raise the timeout of this communicator");
 }
 
 // Ranks that wait elsewhere do so for the others: the timeout begins anew when they begin, progress

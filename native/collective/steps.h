@@ -20,6 +20,7 @@
 #include <cstdint>
 #include <functional>
 #include <initializer_list>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -114,7 +115,10 @@ class Steps {
   void wait(Ready ready, std::initializer_list<Want> wants) {
     if (ready() || spin(ready)) return;
     nap_ = kShortestNap;
-    while (!sleep_once(ready, wants)) look_around();
+    while (!sleep_once(ready, wants)) {
+      // What a rank gave before it was lost may have come since.
+      if (const auto error = look_around(); error && !ready()) fail(*error);
+    }
     adapt_to_wait();
   }
 
@@ -220,9 +224,9 @@ class Steps {
         longer ? std::min(2 * spin_ns_, spin_limit_ns_) : std::max(spin_ns_ / 2, kShortestSpin);
   }
   void adapt_to_wait() noexcept;
-  // Throws if the deadline has passed, the communicator is broken, a rank is gone or calls something
-  // else.
-  void look_around();
+  // Why a wait is in vain, if the deadline has passed or a rank is gone. Throws if the communicator is
+  // broken or a rank calls something else.
+  std::optional<Error> look_around();
   int64_t deadline(int64_t now) const noexcept;
   [[noreturn]] void throw_broken() const;
   void check_signature(uint64_t step, uint32_t rank);

@@ -11,7 +11,9 @@
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <memory>
+#include <thread>
 
 #include "../forked.h"
 #include "../temporary.h"
@@ -371,6 +373,42 @@ TEST(Processes, AreToldWhoWasKilledInsideACall) {
   });
   EXPECT_EQ(results, (std::vector<int>{7, -SIGKILL, 7}));
   EXPECT_TRUE(directory.empty());
+}
+
+// Whether the process is dead, and nobody has waited for it yet.
+bool is_over(int process) {
+  std::ifstream file("/proc/" + std::to_string(process) + "/stat");
+  const std::string text((std::istreambuf_iterator<char>(file)), {});
+  return text.find(") Z ") != std::string::npos;
+}
+
+// Rank 1 gives what rank 0 waits for, and dies before rank 0 looks for ranks that have died.
+TEST(Processes, TakeWhatARankGaveBeforeItDied) {
+  const Directory directory;
+  void* const memory =
+      ::mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  ASSERT_NE(memory, MAP_FAILED);
+  const std::atomic_ref<int> waits(static_cast<int*>(memory)[0]);
+  const std::atomic_ref<int> giver(static_cast<int*>(memory)[1]);
+  CommunicatorConfig config = directory.config();
+  config.progress = [&] {
+    waits = 1;
+    const int64_t end = now_ns() + 60'000'000'000;
+    while (!is_over(giver) && now_ns() < end) std::this_thread::yield();
+  };
+  const auto results = run_processes(2, config, [&](Communicator& c) {
+    int value = 0;
+    if (c.rank() == 1) {
+      value = 5;
+      giver = ::getpid();
+      while (waits == 0) std::this_thread::yield();
+    }
+    c.broadcast(&value, sizeof value, 1);
+    if (c.rank() == 1) ::raise(SIGKILL);
+    return value;
+  });
+  ::munmap(memory, 4096);
+  EXPECT_EQ(results, (std::vector<int>{5, -SIGKILL}));
 }
 
 // An error whose text cannot be copied to the end: the rank dies after the first word of its end, and
