@@ -104,6 +104,7 @@ TEST(FileWindow, ReadsThroughJumpsWhereReadsTakeLong) {
     return 0;
   };
   const auto reader = storage.make_reader(ReaderKind::pread, 1);
+  // One that takes longer by chance counts for long: then it is tried once more.
   const auto reads_of_jumps = [&](uint64_t jump, uint64_t jumps) {
     FileWindow window(*reader, storage, 0);
     const uint64_t before = storage.ranges;
@@ -114,9 +115,13 @@ TEST(FileWindow, ReadsThroughJumpsWhereReadsTakeLong) {
     }
     return storage.ranges - before;
   };
-  EXPECT_LT(reads_of_jumps(100'000, 200), 30u);  // 20 MB, 2 MiB at a time
-  bytes_in_a_millisecond = 4 << 10;              // 220 ms for a jump: each is skipped
-  EXPECT_GE(reads_of_jumps(900'000, 20), 17u);
+  uint64_t reads = 30;  // 20 MB, 2 MiB at a time
+  for (int i = 0; i < 10 && reads >= 30; ++i) reads = reads_of_jumps(100'000, 200);
+  EXPECT_LT(reads, 30u);
+  bytes_in_a_millisecond = 4 << 10;  // 220 ms for a jump: each is skipped
+  reads = 0;
+  for (int i = 0; i < 10 && reads < 17; ++i) reads = reads_of_jumps(900'000, 20);
+  EXPECT_GE(reads, 17u);
 }
 
 TEST(FileWindow, SkipsJumpsInFilesOfThisMachine) {
