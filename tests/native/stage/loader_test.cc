@@ -941,6 +941,7 @@ TEST(Loader, AClaimEndsWithTheRun) {
   node.job = "ahead";
   node.dataset = source->fingerprint();
   node.tiers = {{tier::TierKind::file, uint64_t{1} << 63, folder.path(), false}};
+  node.shm_directory = folder.path();  // or another process that runs this has the same cache
   plan::Placement placement;
   placement.tier = {0, plan::kNoTier};
   placement.offset = {0, 0};
@@ -1005,8 +1006,8 @@ class NoMemoryAtFirst final : public FileSystem {
   std::atomic<bool> refused_{false};
 };
 
+// In which one depends on when the thread that gives back what is there of that piece has its turn.
 TEST(Loader, WhatATierHadNoMemoryForIsKeptInALaterEpoch) {
-  constexpr uint32_t kEpochs = 5;
   const TemporaryFolder shm;
   set_log_sink([](LogLevel, const std::string&) {});
   const auto source = std::make_shared<MemorySource>(100);
@@ -1017,22 +1018,26 @@ TEST(Loader, WhatATierHadNoMemoryForIsKeptInALaterEpoch) {
   node.tiers = {{tier::TierKind::ram, source->total_bytes(), "", false}};
   node.shm_directory = shm.path();
   node.files = &files;
-  LoaderConfig config = config_for(source, 10, kEpochs);
+  LoaderConfig config = config_for(source, 10, 1u << 20);
   // Far less than an epoch: a read of the first one is over before the third one begins.
   config.staging_bytes = 250;
   config.cache =
       tier::NodeCache::attach(node, source->sizes(), tier::fixed(in_the_first_tier(*source)));
-  std::array<uint64_t, kEpochs> from_tier{};
+  const auto deadline = std::chrono::steady_clock::now() + 60s;
+  uint64_t from_tier = 0, epochs = 0;
   {
     Loader loader(config);
-    for (uint32_t i = 0; i < 10 * kEpochs; ++i) {
-      const auto batch = loader.next(60s);
-      ASSERT_NE(batch, nullptr);
-      from_tier[batch->position.epoch] += batch->origins[size_t(Origin::ram)].samples;
+    for (; from_tier < 100 && std::chrono::steady_clock::now() < deadline; ++epochs) {
+      from_tier = 0;
+      for (int i = 0; i < 10; ++i) {
+        const auto batch = loader.next(60s);
+        ASSERT_NE(batch, nullptr);
+        from_tier += batch->origins[size_t(Origin::ram)].samples;
+      }
     }
   }
-  EXPECT_LT(from_tier[0], 100u);
-  EXPECT_EQ(from_tier[kEpochs - 1], 100u);
+  EXPECT_EQ(from_tier, 100u);
+  EXPECT_GT(epochs, 1u);
   config.cache.reset();
   set_log_sink({});
   EXPECT_TRUE(std::filesystem::is_empty(shm.path()));
