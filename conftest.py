@@ -119,6 +119,15 @@ def no_files_of_killed_launchers(pytestconfig: pytest.Config) -> Iterator[None]:
         shutil.rmtree(left, ignore_errors=True)
 
 
+@pytest.fixture(autouse=True)
+def unbroken_tables(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a narrow table of a benchmark breaks its words depends on what was measured."""
+    if "benchmarks" in request.path.parts:
+        from rich.console import Console
+
+        monkeypatch.setattr("nostall_bench.harness.console", lambda width=0: Console(width=1000))
+
+
 def write_jpeg(path: Path, value: int, size: tuple[int, int] = (40, 30)) -> None:
     """A JPEG whose content, and so whose length, depends on `value`."""
     random = np.random.default_rng(value)
