@@ -342,7 +342,7 @@ class Ranks:
     def run(self, steps: list[int], **more: Any) -> list[list[dict[str, Any]]]:
         """What each rank has said."""
         ranks = self.start(steps, **more)
-        outputs = [rank.communicate(timeout=100) for rank in ranks]
+        outputs = [rank.communicate(timeout=300) for rank in ranks]
         for rank, (_, words) in zip(ranks, outputs, strict=True):
             assert rank.returncode == 0, words
         return [[json.loads(line) for line in out.splitlines()] for out, _ in outputs]
