@@ -169,6 +169,7 @@ def test_loggers_get_what_the_loader_did(image_folder: Path, tmp_path: Path) -> 
             "WANDB_MODE": "offline",
             "WANDB_DIR": str(tmp_path),
             "WANDB_SILENT": "true",
+            "WANDB__SERVICE_WAIT": "300",  # seconds until its process has started
             "MLFLOW_ALLOW_FILE_STORE": "true",
             # Two threads of its file store that make one folder lose what one of them logs.
             "MLFLOW_ASYNC_LOGGING_THREADPOOL_SIZE": "1",
