@@ -1656,8 +1656,10 @@ def test_answers_that_are_cut_are_not_taken_for_damage(proxy: Proxy, make: Any) 
             ckpt.save(state_of(step), step)
         ckpt.wait(60)
     with make("other") as ckpt:
+        proxy.ranges.clear()  # of what was read back
         proxy.spoil = lambda number, answer: cut(answer, 100) if number < 2 else answer
         assert is_whole(ckpt.restore(), 2)
+        assert len(proxy.ranges) > 2
         # An older one is not restored while the newest is only out of reach.
         proxy.spoil = lambda number, answer: cut(answer, 100)
         with pytest.raises(UnreachableError, match=r"cannot read s3://.*rank-00000"):
