@@ -11,7 +11,13 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, InvalidStateError, ProcessPoolExecutor, wait
+from concurrent.futures import (
+    BrokenExecutor,
+    Future,
+    InvalidStateError,
+    ProcessPoolExecutor,
+    wait,
+)
 from concurrent.futures.process import BrokenProcessPool
 from io import BytesIO
 from multiprocessing import connection
@@ -401,8 +407,7 @@ class Processes:
     def submit(self, samples: Sequence[Any], contexts: Sequence[Any], share: int) -> list[Answer]:
         """Starts the work on the samples of a batch, `share` of them at a time.
 
-        Raises:
-            BrokenExecutor: a process died.
+        Where a process has died, also meanwhile, those that come too late have the error.
         """
         each = self._room  # another thread may learn of more meanwhile
         places = range(0, len(samples), share)
@@ -417,14 +422,23 @@ class Processes:
             begin += parcel.room
             of_task = range(place, min(place + share, len(samples)))
             at, room = marks + each * place, each * len(of_task)
-            future = self._pool.submit(_do, parcel.data, spans, given, out, task, at, room)
-            future.__class__ = _Task
-            if (manager := self._pool._executor_manager_thread) is not None:
-                self._manager = weakref.ref(manager)
+            future = self._sent(parcel.data, spans, given, out, task, at, room)
             self._spawn.keep(future)
             future.add_done_callback(_Held(memory, results))
             answers.append(Answer(future, task, of_task, results, self))
         return answers
+
+    def _sent(self, *task: Any) -> Future[_Reply]:
+        try:
+            future = self._pool.submit(_do, *task)
+        except BrokenExecutor as error:
+            future = _Task()
+            future.set_exception(error.with_traceback(None))  # whose frames refer to it
+            return future
+        future.__class__ = _Task
+        if (manager := self._pool._executor_manager_thread) is not None:
+            self._manager = weakref.ref(manager)
+        return future
 
     def close(self) -> None:
         """Ends the processes; tasks that have begun have some seconds to end."""

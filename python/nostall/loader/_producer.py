@@ -97,15 +97,21 @@ class Producer(Generic[_T]):
         if self._held_up:
             self._room.put(None)
 
-    def close(self) -> None:
-        """Ends the thread, and waits for its end."""
+    def end(self) -> bool:
+        """Ends the thread, and waits for its end; False where it does not."""
         if os.getpid() != self._process:
-            return
+            return False
         self._stop = True
         self._room.put(None)
         if threading.current_thread() is self._thread:
-            return  # it collects an iteration that was dropped, and ends by itself
+            return False  # it collects an iteration that was dropped, and ends by itself
         self._thread.join()
+        return True
+
+    def close(self) -> None:
+        """Ends the thread, and drops what it has put there."""
+        if not self.end():
+            return
         self._ready.clear()
         self._error = Stopped()  # an error that nobody took would keep this
         self._ended()

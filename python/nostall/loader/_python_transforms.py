@@ -344,12 +344,7 @@ class PythonStage:
         records, contexts = self._samples(batch), self._contexts(batch)
         parts: Sequence[Future[list[Any]] | Answer]
         if isinstance(self._executor, Processes):
-            try:
-                parts = self._executor.submit(records, contexts, share)
-            except BrokenExecutor as error:
-                unsent: Future[list[Any]] = Future()
-                unsent.set_exception(error)  # raised where results are taken
-                parts = [unsent]
+            parts = self._executor.submit(records, contexts, share)
         else:
             parts = [
                 self._executor.submit(
@@ -484,6 +479,7 @@ class PythonStage:
     def _worker_died(self, source: Source, feeder: Feeder) -> TransformError:
         """Drops the processes: the next iteration starts others."""
         executor = self._executor
+        feeder.end()  # it may be sending the batch whose sample it was
         works = [(work.batch.samples.tolist(), work.parts) for work in feeder.at_work]
         works.append(self._single)
         self.close()

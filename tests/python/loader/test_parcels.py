@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import BrokenExecutor, Future
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,35 @@ def test_a_close_ends_the_processes_that_a_pool_without_its_thread_leaves() -> N
     assert processes.crashed() == {}
 
 
+def _ends(samples: Sequence[Any], contexts: Sequence[Any]) -> list[Any]:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return []
+
+
+@pytest.mark.multi
+def test_a_process_may_end_before_all_of_a_batch_is_sent() -> None:
+    processes = _processes.Processes(1, _ends)
+    send, sent = processes._pool.submit, list[Future[Any]]()
+
+    def behind_its_end(*given: Any) -> Future[Any]:
+        if sent:
+            with pytest.raises(BrokenExecutor):
+                sent[0].result()
+        sent.append(send(*given))
+        return sent[-1]
+
+    processes._pool.submit = behind_its_end  # type: ignore[method-assign, assignment]
+    answers = processes.submit([1, 2], [3, 4], 1)
+    for answer in answers:
+        with pytest.raises(BrokenExecutor):
+            answer.result()
+    processes.close()
+    assert len(sent) == 1
+    ((pid, code),) = processes.crashed().items()
+    assert code == -signal.SIGKILL
+    assert [answer.worked_on([pid]) for answer in answers] == [(pid, 0), None]
+
+
 @pytest.mark.multi
 def test_a_program_that_closes_nothing_ends_without_a_word(
     image_folder: Path, tmp_path: Path
@@ -203,6 +233,6 @@ def test_a_program_that_closes_nothing_ends_without_a_word(
     script = tmp_path / "train.py"
     script.write_text(PROGRAM)
     command = [sys.executable, str(script), str(image_folder)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     samples = len(nostall.ImageFolder(image_folder, index=False))
     assert (run.returncode, run.stdout, run.stderr) == (0, f"{samples}\n", "")

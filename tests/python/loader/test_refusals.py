@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import nostall
 from nostall import _native
 from nostall import transforms as t
 from nostall.errors import CorruptionError, TransformError, UsageError
+from nostall.loader._python_transforms import PythonStage
 
 CROP = [t.RandomResizedCrop(16, scale=(0.1, 0.4)), t.RandomHorizontalFlip(), t.ToTensor()]
 
@@ -399,6 +401,38 @@ def test_a_callable_that_crashes_is_told_with_its_sample(image_folder: Path) -> 
             TransformError, match=rf"{name} \(sample 5\): their process was ended by SIGSEGV"
         ):
             list(loader)
+
+
+def waits_at_zero(raw: np.ndarray, context: nostall.Context) -> np.ndarray:
+    if context.sample == 0:
+        signal.pause()
+    return crashes_at_five(raw, context)
+
+
+@pytest.mark.multi
+def test_a_crash_is_told_with_its_sample_while_its_batch_is_sent(
+    image_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit, worker_died = PythonStage.submit, PythonStage._worker_died
+    heard = threading.Event()
+
+    def slowly(stage: PythonStage, batch: _native.Batch) -> Any:
+        work = submit(stage, batch)
+        assert 5 not in batch.samples or heard.wait(300)
+        return work
+
+    def hear(*given: Any) -> Any:
+        heard.set()
+        return worker_died(*given)
+
+    monkeypatch.setattr(PythonStage, "submit", slowly)
+    monkeypatch.setattr(PythonStage, "_worker_died", hear)
+    options: dict[str, Any] = {"workers": "processes", "threads": 2, "shuffle": False}
+    with (
+        make(image_folder, transforms=waits_at_zero, **options) as loader,
+        pytest.raises(TransformError, match=r"\(sample 5\): their process was ended by SIGSEGV"),
+    ):
+        next(iter(loader))
 
 
 def ends_its_process(raw: np.ndarray) -> np.ndarray:
