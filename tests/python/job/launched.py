@@ -46,10 +46,14 @@ for way in ways:
             exchanged = any(
                 stats.peers[name] for name in ("pushed", "received", "fetched", "served")
             )
+        folder = Path(out, way)
+        folder.mkdir(exist_ok=True)
+        result: dict[str, object] = {"seen": seen, "exchanged": exchanged, "peers": stats.peers}
+        result["place"] = [place.rank, place.local_rank]
+        Path(folder, f"{rank}.json").write_text(json.dumps(result))
+        # One that has closed is lost to a rank that a busy machine made late.
+        latest = time.monotonic() + 60
+        while len(list(folder.iterdir())) < place.world_size and time.monotonic() < latest:
+            time.sleep(0.005)
     if way == "mpi":
         MPI.COMM_WORLD.Barrier()
-    folder = Path(out, way)
-    folder.mkdir(exist_ok=True)
-    result: dict[str, object] = {"seen": seen, "exchanged": exchanged, "peers": stats.peers}
-    result["place"] = [place.rank, place.local_rank]
-    Path(folder, f"{rank}.json").write_text(json.dumps(result))
