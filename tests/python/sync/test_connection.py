@@ -172,7 +172,7 @@ ENDINGS = {
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_program_that_ends_amid_a_step_ends_as_it_meant(ending: str, mode: str) -> None:
     words = ["-c", ENDING, str(Path(__file__).parent), mode, ending]
-    ended = prefork.run(words, 60, whole=True)
+    ended = prefork.run(words, 800, whole=True)
     assert ended.returncode == ENDINGS[ending], ended.stderr
     assert "terminate" not in ended.stderr
 
