@@ -213,7 +213,7 @@ def test_a_killed_node_leaves_the_others_with_the_right_bytes(data: Path) -> Non
         extra={"copies": "next-use"},
     )
     for rank, process in enumerate(job.start()):
-        out, err = process.communicate(timeout=100)
+        out, err = process.communicate(timeout=800)
         if rank == 1:
             assert process.returncode == -signal.SIGKILL
             continue
@@ -226,7 +226,7 @@ def test_a_killed_node_leaves_the_others_with_the_right_bytes(data: Path) -> Non
 def refusals(data: Path, **more: Any) -> list[str]:
     said = []
     for process in Job(data, 2, epochs=1, **more).start():
-        said.append(process.communicate(timeout=100)[1])
+        said.append(process.communicate(timeout=800)[1])
         assert process.returncode != 0
     return said
 

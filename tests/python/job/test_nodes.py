@@ -94,7 +94,7 @@ def test_other_rules_read_more_than_once_but_give_the_same(
 @pytest.mark.multi
 def test_hdmlps_rule_has_no_owners_to_deal_samples_to(data: Path) -> None:
     job = Job(data, 2, epochs=1, extra={"sharing": "hdmlp", "assignment": "locality"})
-    said = [process.communicate(timeout=100)[1] for process in job.start()]
+    said = [process.communicate(timeout=800)[1] for process in job.start()]
     assert all("leave one of them out" in err for err in said)
 
 
@@ -141,7 +141,7 @@ def test_nodes_alone_read_more(data: Path) -> None:
 @pytest.mark.multi
 def test_a_node_that_is_to_stay_alone_makes_no_other_wait(data: Path) -> None:
     job = Job(data, 2, epochs=1, extra={"peers": "auto"}, per_rank={1: {"peers": "off"}})
-    said = [process.communicate(timeout=100) for process in job.start()]
+    said = [process.communicate(timeout=800) for process in job.start()]
     assert 'samples do not travel between nodes: rank 1: it has peers="off"' in said[0][1]
     for result in (json.loads(out.splitlines()[-1]) for out, _ in said):
         assert result["peers"] == {} and result["exchange"] is False
@@ -177,7 +177,7 @@ def test_a_killed_node_leaves_the_others_with_the_right_bytes(data: Path) -> Non
             extra={"compute": 0.002},
         )
         for rank, process in enumerate(job.start()):
-            out, err = process.communicate(timeout=100)
+            out, err = process.communicate(timeout=800)
             if rank == victim:
                 assert process.returncode == -signal.SIGKILL
                 continue
@@ -218,7 +218,7 @@ def test_a_node_that_hangs_is_left_and_comes_back(data: Path, tmp_path: Path) ->
         assert "comes from the source until it is reached again; no other node is reached" in said
         os.kill(second.pid, signal.SIGCONT)
         for process in (first, second):
-            out, err = process.communicate(timeout=100)
+            out, err = process.communicate(timeout=800)
             assert process.returncode == 0, err
             if process is first:
                 peers = json.loads(out.splitlines()[-1])["peers"]
@@ -233,7 +233,7 @@ def test_a_node_that_hangs_is_left_and_comes_back(data: Path, tmp_path: Path) ->
 def test_ranks_that_disagree_are_told_on_what(data: Path) -> None:
     started = Job(data, 2, per_rank={1: {"epochs": 4}}).start()
     for process in started:
-        _, err = process.communicate(timeout=100)
+        _, err = process.communicate(timeout=800)
         assert process.returncode != 0
         assert "epochs is 3 on rank 0 and 4 on rank 1" in err
 
@@ -242,7 +242,7 @@ def test_ranks_that_disagree_are_told_on_what(data: Path) -> None:
 def test_peers_on_fails_where_samples_cannot_travel(data: Path) -> None:
     job = Job(data, 2, environment={"NOSTALL_UCX_LIBRARY": "/nonexistent/nostall_ucx.so"})
     for process in job.start():
-        _, err = process.communicate(timeout=100)
+        _, err = process.communicate(timeout=800)
         assert process.returncode != 0
         why = "for NOSTALL_UCX_LIBRARY=/nonexistent/nostall_ucx.so is not there"
         assert f"samples cannot travel between nodes, {why}" in err

@@ -8,9 +8,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
+import itertools
 import os
 import random
 import signal
+import socket
 import sys
 import threading
 import time
@@ -31,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 
 import nostall.torch
 from nostall.errors import PeerError, UsageError
-from nostall.job._world import find_world
+from nostall.job._world import find_address, find_world
 from nostall.observe import trace
 from nostall.observe.report import _digest as digest
 from nostall.observe.timelines._stream import Source
@@ -1234,8 +1236,21 @@ def compiled() -> None:
         assert torch.equal(around(mine), function(mine * 2) + 1), function
 
 
+def has_free_ports(job: str) -> bool:
+    """Whether no process has the port that follows from a job's number, or the next one."""
+    os.environ["SLURM_JOB_ID"] = job
+    address = find_address(find_world())
+    assert address is not None
+    with socket.socket() as one, socket.socket() as other, suppress(OSError):
+        one.bind(("", address[1]))
+        other.bind(("", address[1] + 1))
+        return True
+    return False
+
+
 def launched() -> None:
     """Under srun `init` finds rank, world and address, and scripts that set RANK find the rest."""
+    store = dist.distributed_c10d._get_default_store()
     dist.destroy_process_group()
     os.environ.update(
         SLURM_PROCID=str(rank),
@@ -1243,10 +1258,12 @@ def launched() -> None:
         SLURM_LOCALID=str(rank),
         SLURM_STEP_TASKS_PER_NODE=str(size),
         SLURM_STEP_ID="0",
-        SLURM_JOB_ID=str(os.getppid()),
     )
     for name in ("RANK", "WORLD_SIZE"):
         del os.environ[name]
+    if rank == 0:
+        store.set("job", next(filter(has_free_ports, map(str, itertools.count(os.getpid())))))
+    os.environ["SLURM_JOB_ID"] = store.get("job").decode()
     nostall.torch.init(timeout=limit)
     assert (dist.get_rank(), dist.get_world_size()) == (rank, size)
     dist.barrier()
