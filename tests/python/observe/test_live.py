@@ -19,6 +19,7 @@ import prefork
 import pytest
 
 import nostall
+from nostall.base import _garbage
 from nostall.cli import _top as top
 from nostall.cli import main
 from nostall.errors import UsageError
@@ -43,6 +44,7 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that is not stopped answers, however late; other tests leave loaders in cycles."""
     monkeypatch.setattr(live, "_SECONDS", 60.0)
     gc.collect()
+    _garbage.await_all(None)  # closed in a thread of its own, a loader ends the listening late
 
 
 @pytest.fixture
