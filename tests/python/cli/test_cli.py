@@ -385,7 +385,7 @@ def test_doctor_says_what_keeps_ucx_from_being_used(variable: str, value: str, s
     # A process of its own: libraries stay loaded.
     done = subprocess.run(
         [sys.executable, "-m", "nostall", "doctor", "--fix-hints"],
-        env=environment, capture_output=True, text=True, timeout=100,
+        env=environment, capture_output=True, text=True, timeout=400,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     out = done.stdout

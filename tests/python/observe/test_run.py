@@ -1250,7 +1250,7 @@ def test_a_signal_ends_the_profiled_command_and_its_report_is_written(
         # As a terminal sends it, to the group of processes, and as `kill` does, to one.
         (os.killpg if number == signal.SIGINT else os.kill)(profile.pid, number)
         assert profile.stdout.readline() == "ends\n"
-        said, _ = profile.communicate("go\n", timeout=60)
+        said, _ = profile.communicate("go\n", timeout=400)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(profile.pid, signal.SIGKILL)

@@ -27,7 +27,7 @@ def test_what_a_campaign_lacks_fails_continuous_integration_alone(
         env=environment,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=400,
     )
     assert done.stdout.splitlines()[-1] == "  nth_call lacks a C compiler (no-such-compiler)"
     assert "0 campaigns ran, 0 failed; 1 could not run" in done.stdout

@@ -252,7 +252,7 @@ def test_examples(example: str) -> None:
         env={**os.environ, "PYTHONPATH": package},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=800,
         check=True,
     )
     assert "nostall" in done.stdout

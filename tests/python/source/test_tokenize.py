@@ -379,7 +379,7 @@ def test_work_that_was_killed_goes_on(tmp_path: Path) -> None:
     times = {path: path.stat().st_mtime_ns for path in whole}
     (tmp_path / "stop").unlink()
     runs = [
-        subprocess.run([*command, cache], check=True, capture_output=True, text=True, timeout=120)
+        subprocess.run([*command, cache], check=True, capture_output=True, text=True, timeout=400)
         for cache in ("cut", "whole")
     ]
     assert runs[0].stdout == runs[1].stdout
