@@ -66,7 +66,7 @@ def test_threads_that_get_no_processor_in_time_count(
 @pytest.mark.alone
 @pytest.mark.long
 @pytest.mark.multi
-def test_two_nodes_share_the_storages_bandwidth(image_folder: Path, tmp_path: Path) -> None:
+def test_two_nodes_share_the_storages_bandwidth(tmp_path: Path) -> None:
     if reason := missing():
         pytest.skip(f"slow storage: {reason}")
     out = tmp_path / "c.toml"
@@ -79,8 +79,12 @@ def test_two_nodes_share_the_storages_bandwidth(image_folder: Path, tmp_path: Pa
         "LOCAL_RANK": "0",
         "NOSTALL_UCX_TLS": "tcp",
     }
-    # So slow that a busy machine is fast beside it.
-    with SlowFS(image_folder, tmp_path / "mounts", 2e5, 3e5, 0.0, clients=2) as storage:
+    # Storage so slow, and files so large, that a busy machine is fast beside them.
+    data = tmp_path / "data"
+    data.mkdir()
+    for number in range(40):
+        (data / f"{number}").write_bytes(bytes(20_000))
+    with SlowFS(data, tmp_path / "mounts", 2e5, 3e5, 0.0, clients=2) as storage:
         started = [
             subprocess.Popen(
                 command(
