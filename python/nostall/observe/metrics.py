@@ -48,6 +48,7 @@ _CLIENT_SECONDS = 10.0
 # Until the next try, where a connection cannot be accepted.
 _PAUSE_SECONDS = 0.5
 
+_lock = threading.Lock()  # of the set: one that grows cannot be gone through
 _loaders: weakref.WeakSet[Observed] = weakref.WeakSet()
 _server: ThreadingHTTPServer | None = None
 _refused = False  # the port of the environment: warned of once
@@ -67,7 +68,8 @@ HELP = {
 def add(loader: Observed) -> None:
     """Called by loaders that start: serves their numbers from now on."""
     global _refused
-    _loaders.add(loader)
+    with _lock:
+        _loaders.add(loader)
     if _server is not None or _refused:
         return
     try:
@@ -81,6 +83,15 @@ def add(loader: Observed) -> None:
         logging.getLogger("nostall").warning(
             "%s; training goes on without metrics: set %s to a free port", error, VARIABLE
         )
+
+
+def _begin_anew() -> None:
+    """In a forked child, whose parent may have held the lock in another thread."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
 
 
 def serve(port: int = 9464, address: str | None = None) -> int:
@@ -188,7 +199,9 @@ def _handler() -> type[BaseHTTPRequestHandler]:
 
 def measured() -> Iterator[tuple[str, dict[str, str], float]]:
     """The numbers of all loaders of this process, each with its name and labels."""
-    for loader in sorted(_loaders, key=lambda x: x.name):
+    with _lock:
+        loaders = list(_loaders)
+    for loader in sorted(loaders, key=lambda x: x.name):
         labels = {"rank": str(loader.world.rank), "loader": loader.name}
         total, memory = loader.totals()
         yield "nostall_batches_total", labels, total.batches

@@ -12,9 +12,11 @@ import socket
 import time
 import urllib.error
 import urllib.request
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import prefork
 import pytest
@@ -185,6 +187,25 @@ def test_a_process_without_descriptors_does_not_spin(monkeypatch: pytest.MonkeyP
         server.get_request()
     assert paused == [metrics._PAUSE_SECONDS]
     monkeypatch.undo()
+
+
+def test_a_loader_that_begins_amid_a_scrape_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Begins:
+        name = "loader"
+
+    class Scraped(weakref.WeakSet[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            for one in super().__iter__():
+                assert not metrics._lock.acquire(blocking=False)
+                yield one
+
+    one, other = Begins(), Begins()
+    loaders = Scraped([one])
+    monkeypatch.setattr(metrics, "_loaders", loaders)
+    with pytest.raises(AttributeError):  # it has no numbers
+        metrics.text()
+    metrics.add(other)  # type: ignore[arg-type]
+    assert len(loaders) == 2
 
 
 def test_numbers_are_those_of_statistics() -> None:
