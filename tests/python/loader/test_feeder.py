@@ -22,6 +22,7 @@ from nostall.loader import _processes, _producer, _python_transforms
 from nostall.loader._ahead import Ahead
 from nostall.loader._feeder import Feeder
 from nostall.loader._python_transforms import PythonStage, Work
+from nostall.observe import _live
 
 
 class Gated(nostall.SampleReader):
@@ -151,8 +152,12 @@ def test_results_come_while_the_next_batch_is_being_sent_to_processes() -> None:
 
 
 @pytest.mark.parametrize("end", ["whole", "left", "failed", "read"])
-def test_a_loader_that_is_dropped_is_gone_at_once(end: str) -> None:
+def test_a_loader_that_is_dropped_is_gone_at_once(
+    end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its threads too, without the collector."""
+    # `nostall top` of another test process asks all processes: a thread would have the loader then.
+    monkeypatch.setattr(_live, "add", lambda loader: None)
 
     def fails(raw: Any) -> Any:
         if end == "failed" and raw[0] == 17:
