@@ -752,8 +752,8 @@ def test_an_abandoned_iterator_with_callables_does_not_disturb_the_next_one(
 def test_closing_from_another_thread_ends_the_wait(image_folder: Path) -> None:
     folder = nostall.ImageFolder(image_folder, index=False)
     for _ in range(10):
-        loader = nostall.DataLoader(
-            folder, 4, epochs=1000, transforms=STEPS, output="numpy", tiers=["ram:1MiB"]
+        loader = nostall.DataLoader(  # a thousand epochs may end before the close begins
+            folder, 4, epochs=10**6, transforms=STEPS, output="numpy", tiers=["ram:1MiB"]
         )
         ended: list[BaseException] = []
         first = threading.Event()
