@@ -460,7 +460,7 @@ def test_processes_end_when_their_user_is_killed(method: str) -> None:
     import select
 
     for fd in ended:
-        assert select.select([fd], [], [], 30)[0], "a maker outlives its user"
+        assert select.select([fd], [], [], 60)[0], "a maker outlives its user"
         os.close(fd)
 
 
@@ -520,7 +520,7 @@ def test_ranks_of_a_node_make_each_item_once(tmp_path: Path) -> None:
         )
         for rank in range(2)
     ]
-    made = [int(rank.communicate(60)[0]) for rank in ranks]
+    made = [int(rank.communicate(800)[0]) for rank in ranks]
     assert sum(made) == 40
     items = [int(i) for rank in range(2) for i in (tmp_path / f"{rank}").read_text().split()]
     assert sorted(items) == list(range(40))
