@@ -91,13 +91,15 @@ def test_an_epoch_takes_its_share_of_the_bytes_from_storage(folder: Path, togeth
     for rank in range(2):
         assert kept[rank]["samples"] == without[rank]["samples"]
     # What the processes asked the system for: all of the data set, or half of it and what is read of
-    # the next chunk before the epoch begins or ends.
+    # the next chunk before the epoch begins or ends; and what they look up meanwhile, as the memory
+    # that is free, which is the more the longer they take.
     chunk = TWO_CHUNKS / 2
+    beside = {"counted": 0, "read": sum(sum(r["read"]) - sum(r["counted"]) for r in kept)}
     for measured in ("read", "counted"):
         every = np.sum([rank[measured] for rank in without], axis=0)
         half = np.sum([rank[measured] for rank in kept], axis=0)
         assert every.sum() >= 4 * total, measured
-        assert (half <= total / 2 + 2 * chunk).all(), (measured, half / total)
+        assert (half <= total / 2 + 2 * chunk + beside[measured]).all(), (measured, half / total)
         assert half.sum() <= 4 * total * 0.6, (measured, half / total)
     assert all(rank["ram"] <= TWO_CHUNKS for rank in kept)
     # Nothing is read twice: a round, of two epochs, takes each file once.
