@@ -257,7 +257,7 @@ class BackgroundWriter:
         for thread in self._threads.values():
             thread.join(max(0.0, deadline - time.monotonic()))
         with self._lock:  # a thread that hanging storage keeps
-            if self._job is not None:
+            if self._job is not None and self._job.saved.level == "memory":
                 jobs.append(self._job)
             if self._draining is not None:
                 drains.append(self._draining)

@@ -343,6 +343,26 @@ def test_after_the_end_nothing_is_waited_for(
         ckpt._closer()
 
 
+def test_the_end_denies_no_save_that_is_safe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its writer still tidies up."""
+    release, go = BackgroundWriter._release, threading.Event()
+
+    def late(background: BackgroundWriter, job: Any) -> None:
+        assert go.wait(60)
+        release(background, job)
+
+    monkeypatch.setattr(BackgroundWriter, "_release", late)
+    with nostall.Checkpointer(tmp_path) as ckpt:
+        saved = ckpt.save(state_of(1), 1, level="fast")
+        try:
+            ckpt._background.stop(0.0)
+        finally:
+            go.set()
+    assert saved is not None and saved.problems == []
+
+
 @pytest.mark.parametrize("stopped", [True, False])
 def test_a_drain_that_outlives_its_checkpointer_completes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: bool

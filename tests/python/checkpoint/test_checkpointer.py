@@ -336,9 +336,7 @@ def test_a_weight_that_changes_before_the_update_gives_no_torn_checkpoint(
     average = {k: v.clone() for k, v in model.state_dict().items()}
     state = {"model": model, "optimizer": optimizer, "average": average}
     with nostall.Checkpointer(durable=tmp_path, fast=tmp_path / "fast") as ckpt:
-        ckpt._background.settings = dataclasses.replace(
-            ckpt._background.settings, gate_patience=60.0
-        )
+        ckpt._background._patience = lambda size: 600.0  # type: ignore[method-assign]
         if attached:
             ckpt.attach(optimizer)
         torn = []
@@ -427,7 +425,7 @@ def test_buckets_are_copied_as_updates_reach_them(tmp_path: Path) -> None:
 
 def test_a_window_that_is_long_enough_needs_no_copy(tmp_path: Path) -> None:
     weights = np.arange(3_000_000, dtype=np.float32)
-    with nostall.Checkpointer(durable=tmp_path) as ckpt:
+    with nostall.Checkpointer(durable=tmp_path, priority="normal") as ckpt:
         ckpt._window_seconds, ckpt._background.write_seconds = 100.0, 0.1
         saved = ckpt.save({"w": weights}, 1, window=True)
         assert saved is not None
