@@ -792,7 +792,7 @@ class World:
         for t in threads:
             t.start()
         for t in threads:
-            t.join(60)
+            t.join(300)  # of many saves together
         return results
 
 
