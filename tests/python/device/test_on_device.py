@@ -17,10 +17,13 @@ import nostall
 from nostall import transforms as t
 from nostall.torch import _device
 
-def labels(image_folder, **more):
+def loading(image_folder, **more):
     steps = [t.Resize((8, 8)), t.ToTensor()]
     source = nostall.ImageFolder(image_folder, index=False)
-    with nostall.DataLoader(source, 8, transforms=steps, tiers=[], **more) as loader:
+    return nostall.DataLoader(source, 8, transforms=steps, tiers=[], **more)
+
+def labels(image_folder, **more):
+    with loading(image_folder, **more) as loader:
         return [part for _, part in loader]
 
 def test_on_it(image_folder):
@@ -35,11 +38,18 @@ def test_without_a_wait(image_folder, monkeypatch):
     import simdev
     monkeypatch.setattr(_device.Sending, "wait_on", lambda self, stream: None)
     begin = _device.Sending.__init__
-    def slowly(self, to):
-        simdev.speed(0.01, stream=to.stream)
+    first = iter([True])
+    def held(self, to):
+        if next(first, False):
+            simdev.hold(to.stream)
         begin(self, to)
-    monkeypatch.setattr(_device.Sending, "__init__", slowly)
-    labels(image_folder)
+    monkeypatch.setattr(_device.Sending, "__init__", held)
+    with loading(image_folder) as loader:
+        running = iter(loader)
+        try:
+            next(running)  # while no thread has seen it copied
+        finally:
+            simdev.release_all()
 
 def test_of_a_process(image_folder):
     import prefork
