@@ -32,25 +32,28 @@ bool sleeps(int thread) {
   return end != std::string::npos && text[end + 2] == 'S';
 }
 
-// A process with a thread that ends so; it ends well once the thread sleeps.
-[[noreturn]] void end_beside(void (*how)()) {
+// A process with a thread that ends so; if `awaited`, it ends well once the thread sleeps.
+[[noreturn]] void end_beside(void (*how)(), bool awaited) {
   std::atomic<int> number = 0;
   std::thread([&] {
     number = static_cast<int>(::gettid());
     how();
   }).detach();
+  ::alarm(300);
+  // A thread that ends the process may sleep on its way there, for a lock.
+  while (!awaited) ::pause();
   while (number == 0 || !sleeps(number)) std::this_thread::yield();
   std::_Exit(0);
 }
 
 TEST(EndedThreads, SleepWhereTheyAreEnded) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
-  EXPECT_EXIT((keep(yes), end_beside(end_here)), testing::ExitedWithCode(0), "");
+  EXPECT_EXIT((keep(yes), end_beside(end_here, true)), testing::ExitedWithCode(0), "");
 }
 
 TEST(EndedThreads, AbortBeforeTheShutdown) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
-  EXPECT_EXIT((keep(no), end_beside(end_here)), testing::KilledBySignal(SIGABRT), "");
+  EXPECT_EXIT((keep(no), end_beside(end_here, false)), testing::KilledBySignal(SIGABRT), "");
 }
 
 TEST(EndedThreads, TheThreadThatEndsTheProgramAborts) {
