@@ -27,7 +27,6 @@ from campaigns.outcome import Outcome, Task
 
 FULL = "50 cases: 20 of a control group (twice where v2 has the controller), 30 of /dev/shm"
 SMALL = 0.1
-SECONDS = 240
 
 FRACTIONS = (0.25, 0.5, 0.9, 1.1)
 SHARED_MEMORY = ("absent", "4k", "64m", "read-only", "99% full")
@@ -143,10 +142,12 @@ def play(case: Case, data: Path, limit: int, directory: Path) -> tuple[list[str]
         "file": [f"{directory}/tier:{size + size // 8}"],
     }[case.tiers]
     script = [MOUNTS[case.shm]]
+    group = ControlGroup(case.version, limit) if case.version else None
     for rank in range(case.ranks):
         settings = {
             "data": str(data), "rank": rank, "ranks": case.ranks, "tiers": tiers, "model": MODEL,
             "growth": size // 2 // case.ranks if case.grows else 0,
+            "group": str(group.path) if group else "", "version": case.version,
             "job": f"memory {directory.name} {os.getpid()}", "out": f"{directory}/{rank}.json",
         }  # fmt: skip
         (directory / f"{rank}.settings").write_text(json.dumps(settings))
@@ -155,13 +156,11 @@ def play(case: Case, data: Path, limit: int, directory: Path) -> tuple[list[str]
             f"echo $? >{directory}/{rank}.status) &"
         )
     script.append("wait")
-    group = ControlGroup(case.version, limit) if case.version else None
-
     enter = "" if group is None else f"echo $$ >{group.procs}; "
     command = ["unshare", "-m", "--propagation", "private", "bash", "-c", enter + "\n".join(script)]
     process = subprocess.Popen(command, start_new_session=True)
     try:
-        process.wait(200)
+        process.wait(600)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()

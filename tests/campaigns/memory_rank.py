@@ -12,6 +12,21 @@ import numpy as np
 
 import nostall
 
+# Bytes that a training which grows leaves free, and seconds that it waits for them. The tiers keep an
+# eighth of the limit free, by a thread that looks four times a second and may stand still meanwhile.
+FREE, WAITS = 16 << 20, 60.0
+
+
+def room(group: Path, version: int) -> int:
+    """Bytes until the control group is full, after pages of files that were read once have gone."""
+    limit, used, cached = (
+        ("memory.max", "memory.current", "inactive_file")
+        if version == 2
+        else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    )
+    stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    return int((group / limit).read_text()) - int((group / used).read_text()) + int(stat[cached])
+
 
 def main() -> None:
     given: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
@@ -26,9 +41,15 @@ def main() -> None:
         for epoch in loader.epochs():
             if epoch.index == 2:
                 model.append(np.ones(given["model"], np.uint8))
+                end = time.monotonic() + WAITS
                 for _ in range(given["growth"] >> 20):
+                    while (
+                        room(Path(given["group"]), given["version"]) < FREE
+                        and time.monotonic() < end
+                    ):
+                        time.sleep(0.02)
                     model.append(np.ones(1 << 20, np.uint8))
-                    time.sleep(0.02)  # as a training grows, which waits for nothing
+                    time.sleep(0.02)
             for batch, _ in epoch:
                 for sample in batch:
                     words = sample.view(np.uint64)
