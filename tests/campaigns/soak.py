@@ -1,10 +1,9 @@
 """One job of two ranks that loads batches, reduces and saves checkpoints for a long time.
 
 The promise: nothing grows with the number of batches, collectives and checkpoints. Each rank counts
-its descriptors, threads, Python objects and private memory at equal distances. Descriptors and threads
-must be the same at each count of the second half, objects and memory must not grow by more than a few
-a thousand batches. At scale 1 the slope of the memory over time, by least squares with its error, must
-be below 1 MB an hour.
+its descriptors, threads, Python objects and private memory at equal distances. In the second half
+descriptors and threads must not grow, objects and memory by no more than a few a thousand batches. At
+scale 1 the slope of the memory over time, by least squares with its error, must be below 1 MB an hour.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from campaigns.outcome import Outcome, Task
 
 FULL = "2 ranks, 2 h, 1,000,000 batches, 100,000 collectives and 1,000 checkpoints of each"
 SMALL = 0.02
-SECONDS = 200
 
 RANKS = 2
 SAMPLES = 64
@@ -48,15 +46,16 @@ def judge(rank: int, counts: list[dict[str, Any]], long: bool) -> tuple[list[str
     first, last = half[0], half[-1]
     batches = last["batches"] - first["batches"]
     wrong = []
-    for what in ("descriptors", "threads"):
-        if len({c[what] for c in half}) > 1:
-            wrong.append(f"rank {rank}: {what} went from {first[what]} to {last[what]}")
-    # The least of the later counts: what comes and goes between two of them is no growth.
+    # The least of the later counts: what comes and goes between two of them, as the files that a tier
+    # reads the limits of memory from, is no growth.
     quarter = len(half) // 2
     grown = {
         what: min(c[what] for c in half[quarter:]) - min(c[what] for c in half[:quarter])
-        for what in ("objects", "bytes")
+        for what in ("descriptors", "threads", "objects", "bytes")
     }
+    for what in ("descriptors", "threads"):
+        if grown[what] > 0:
+            wrong.append(f"rank {rank}: {grown[what]} {what} more after {batches} batches")
     if grown["objects"] > OBJECTS_PER_THOUSAND_BATCHES * batches / 1000:
         wrong.append(f"rank {rank}: {grown['objects']} objects more after {batches} batches")
     if grown["bytes"] > BYTES_PER_BATCH * batches:
