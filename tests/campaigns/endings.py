@@ -27,7 +27,6 @@ import torch_server
 
 FULL = "200 programs of two ranks, 18 endings in turn"
 SMALL = 0.09
-SECONDS = 600
 
 # The exit statuses of rank 0 and rank 1; None where it depends on who is first.
 ENDINGS: dict[str, tuple[int | None, int | None]] = {
@@ -83,7 +82,7 @@ def run(task: Task) -> Outcome:
     statuses: dict[str, int] = {}
     for ending in itertools.islice(itertools.cycle(ENDINGS), task.count(200, len(ENDINGS))):
         seed, nodes = draw.randrange(1 << 30), draw.choice([1, 1, 2])
-        ended = torch_server.run("end", 2, 100, ENDING=ending, SEED=str(seed), NODES=str(nodes))
+        ended = torch_server.run("end", 2, 300, ENDING=ending, SEED=str(seed), NODES=str(nodes))
         outcome.cases += 1
         case = f"{ending!r}, seed {seed}, {nodes} nodes"
         if tuple(ended.statuses) != ENDINGS[ending]:

@@ -31,7 +31,6 @@ from nostall.job import _cluster as cluster
 
 FULL = "10,000 flipped bytes where samples lie, 200 between nodes, 100 stale kept tiers"
 SMALL = 0.1
-SECONDS = 300.0
 
 SAMPLES, BATCH = 256, 16
 PLACES = ("source", "ram", "file", "kept")

@@ -34,7 +34,6 @@ from campaigns.outcome import Outcome, Task
 
 FULL = "10,000 histories of up to five jobs with six saves each"
 SMALL = 0.02
-SECONDS = 120.0
 
 HISTORIES = 10_000
 LEVELS = {"fast": 1, "durable": 2}
@@ -227,7 +226,7 @@ class Job:
             orders["durable"],
             keep=nostall.Keep(orders["last"], every=orders["every"]),
             priority="normal",
-            timeout=10,
+            timeout=60,
             threads=1,
             **(world if self.ranks > 1 else {}),
         )

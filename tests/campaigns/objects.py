@@ -33,7 +33,6 @@ from campaigns.outcome import Outcome, Task
 
 FULL = "2,000 histories of up to five jobs with six saves each"
 SMALL = 0.01
-SECONDS = 300.0
 
 HISTORIES = 2_000
 BUCKET = "checkpoints"

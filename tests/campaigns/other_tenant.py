@@ -28,7 +28,6 @@ from campaigns.outcome import Outcome, Task
 
 FULL = "86 plants"
 SMALL = 0.3
-SECONDS = 240
 
 VICTIM, ATTACKER, THIRD = 61001, 61002, 61003
 SAMPLES, BYTES = 12, 3000

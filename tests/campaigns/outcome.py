@@ -17,6 +17,12 @@ class Task:
         """How many cases of `full` this task runs, at least `least`."""
         return max(least, round(full * self.scale))
 
+    def patience(self, promised: float) -> float:
+        """Seconds to wait for what is promised within `promised`: a minute more at small scales, which
+        run beside other tests, on machines that do much else.
+        """
+        return promised if self.scale >= 1 else promised + 60
+
 
 @dataclass
 class Outcome:

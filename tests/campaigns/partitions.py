@@ -35,7 +35,6 @@ from nostall_bench import slowfs
 
 FULL = "100 faults of 0.1 to 60 s in jobs of 3 and 8 nodes"
 SMALL = 0.02
-SECONDS = 150.0
 
 HEALED = 30.0
 CLOSE = 0.05
@@ -256,7 +255,7 @@ class Job:
         self.switch.cut.clear()
         for rank in self.ranks:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                rank.process.wait(20)
+                rank.process.wait(60)
             rank.process.kill()
             rank.process.wait()
         self._undo.close()
@@ -270,7 +269,7 @@ class Job:
 
     def settle(self) -> str:
         """Waits until all nodes have read all once and read nothing from the source any more."""
-        end = time.monotonic() + 90
+        end = time.monotonic() + 300
         while time.monotonic() < end:
             if why := self.ended():
                 return why
@@ -301,7 +300,9 @@ class Job:
                 process.send_signal(signal.SIGCONT)
 
 
-def one(job: Job, kind: str, node: int, seconds: float) -> tuple[str, float, float]:
+def one(
+    job: Job, kind: str, node: int, seconds: float, patience: float
+) -> tuple[str, float, float]:
     """What is wrong, the seconds until all was as before, and the greatest share in between."""
     before = [rank.recent(3) for rank in job.ranks]
     begun = time.monotonic()
@@ -309,7 +310,7 @@ def one(job: Job, kind: str, node: int, seconds: float) -> tuple[str, float, flo
         time.sleep(seconds)
     healed = time.monotonic()
     most = max((rank.share(begun) or 0.0) for rank in job.ranks)
-    while time.monotonic() < healed + HEALED + 2:
+    while time.monotonic() < healed + patience + 2:
         if why := job.ended():
             return why, 0, most
         now = time.monotonic()
@@ -360,7 +361,7 @@ def run(task: Task) -> Outcome:
                 least = 0.1 if done % 2 else min(TIME_LIMIT + 1, longest)
                 seconds = least * (longest / least) ** (rng.random() if done else 1)
                 job.switch.loss = rng.choice((0.0, 0.01))
-                wrong, took, share = one(job, kind, node, seconds)
+                wrong, took, share = one(job, kind, node, seconds, task.patience(HEALED))
                 slowest, most = max(slowest, took), max(most, share)
                 outcome.cases += 1
                 done += 1

@@ -31,7 +31,6 @@ from nostall.job._stream import Listener, connect
 
 FULL = "2,000 meetings of 2 to 4 ranks among 1 to 40 strangers"
 SMALL = 0.02
-SECONDS = 120.0
 
 LIMIT = 60.0
 OTHER_USER = 54321
@@ -132,9 +131,13 @@ def overheard(told: list[bytes]) -> str:
     return ""
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+@contextlib.contextmanager
+def own_port() -> Iterator[int]:
+    """A port that no other program is given meanwhile, and where rank 0 can listen (SO_REUSEADDR)."""
+    with socket.socket() as holds:
+        holds.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holds.bind(("127.0.0.1", 0))
+        yield int(holds.getsockname()[1])
 
 
 def meet(env: dict[str, str], world: int, rng: random.Random) -> str:
@@ -161,7 +164,12 @@ def meet(env: dict[str, str], world: int, rng: random.Random) -> str:
 
 
 def by_socket(rng: random.Random, _: Path) -> str:
-    port, key = free_port(), secrets.token_hex(8)
+    with own_port() as port:
+        return by_port(rng, port)
+
+
+def by_port(rng: random.Random, port: int) -> str:
+    key = secrets.token_hex(8)
     env = {"NOSTALL_RENDEZVOUS": f"tcp://127.0.0.1:{port}", "NOSTALL_SECRET": key}
     heard: list[bytes] = []
     purpose = "rendezvous campaign"
