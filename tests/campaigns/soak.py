@@ -2,8 +2,9 @@
 
 The promise: nothing grows with the number of batches, collectives and checkpoints. Each rank counts
 its descriptors, threads, Python objects and private memory at equal distances. In the second half
-descriptors and threads must not grow, objects and memory by no more than a few a thousand batches. At
-scale 1 the slope of the memory over time, by least squares with its error, must be below 1 MB an hour.
+threads must be the same at each count, descriptors must not grow, and objects and memory must grow by
+no more than a few a thousand batches. At scale 1 the slope of the memory over time, by least squares
+with its error, must be below 1 MB an hour.
 """
 
 from __future__ import annotations
@@ -46,16 +47,19 @@ def judge(rank: int, counts: list[dict[str, Any]], long: bool) -> tuple[list[str
     first, last = half[0], half[-1]
     batches = last["batches"] - first["batches"]
     wrong = []
+    if len({c["threads"] for c in half}) > 1:
+        wrong.append(f"rank {rank}: threads went from {first['threads']} to {last['threads']}")
     # The least of the later counts: what comes and goes between two of them, as the files that a tier
     # reads the limits of memory from, is no growth.
     quarter = len(half) // 2
     grown = {
         what: min(c[what] for c in half[quarter:]) - min(c[what] for c in half[:quarter])
-        for what in ("descriptors", "threads", "objects", "bytes")
+        for what in ("descriptors", "objects", "bytes")
     }
-    for what in ("descriptors", "threads"):
-        if grown[what] > 0:
-            wrong.append(f"rank {rank}: {grown[what]} {what} more after {batches} batches")
+    if grown["descriptors"] > 0:
+        wrong.append(
+            f"rank {rank}: {grown['descriptors']} descriptors more after {batches} batches"
+        )
     if grown["objects"] > OBJECTS_PER_THOUSAND_BATCHES * batches / 1000:
         wrong.append(f"rank {rank}: {grown['objects']} objects more after {batches} batches")
     if grown["bytes"] > BYTES_PER_BATCH * batches:
