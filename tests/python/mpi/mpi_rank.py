@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
@@ -547,12 +548,25 @@ def threads() -> None:
         comm.Free()
 
 
+def tell_in_file() -> None:
+    """What this rank prints goes to a file: a launcher may lose what comes just before an abort."""
+    told = os.open(os.environ["TOLD"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(told, 2)
+
+
 def killed() -> None:
     data = np.ones(1 << 16)
+    tell_in_file()
     world.Allreduce(MPI.IN_PLACE, data)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    world.Allreduce(MPI.IN_PLACE, data)
+    try:
+        world.Allreduce(MPI.IN_PLACE, data)
+    except MPI.Exception:
+        # A launcher may end the other survivor when the first ends.
+        while Path(os.environ["TOLD"]).read_text().count("\n") < size - 1:
+            time.sleep(0.01)
+        os._exit(3)  # MPI_Finalize may wait for the dead rank
 
 
 def buffers() -> None:
@@ -638,9 +652,7 @@ def absent() -> None:
     if rank == 1:
         time.sleep(60)  # rank 0 ends the job
         os._exit(7)
-    # A launcher may lose what a rank printed just before it aborted.
-    with open(os.environ["TOLD"], "w") as told:
-        os.dup2(told.fileno(), 2)
+    tell_in_file()
     try:
         world.Allreduce(MPI.IN_PLACE, np.ones(10))
     except MPI.Exception as error:
