@@ -12,6 +12,7 @@
 // and get the result after. Sums are combined in the order of ranks.
 #include <algorithm>
 #include <bit>
+#include <exception>
 #include <vector>
 
 #include "collective/algorithms.h"
@@ -29,8 +30,11 @@ class Pairs {
     steps_.check_arrived(step);
     step_ = step;
   }
-  // Every rank posted in this step; nothing of it is read later.
-  ~Pairs() { steps_.finish_early(step_); }
+  // Every rank posted in this step; nothing of it is read later. After an exception others may still
+  // wait for what this rank was to send.
+  ~Pairs() {
+    if (std::uncaught_exceptions() == exceptions_) steps_.finish_early(step_);
+  }
   Pairs(const Pairs&) = delete;
   Pairs& operator=(const Pairs&) = delete;
 
@@ -94,6 +98,7 @@ class Pairs {
 
   Steps& steps_;
   SharedMemory& shared_;
+  const int exceptions_ = std::uncaught_exceptions();
   uint64_t step_ = 0;
 };
 
