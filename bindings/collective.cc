@@ -345,7 +345,7 @@ void bind_collective(nb::module_& m) {
       .def(
           "end_with_program",
           [](Communicator& self, const std::string& what) {
-            self.end_with_program(Error(
+            self.end_from_here(Error(
                 ErrorKind::peer,
                 "rank " + std::to_string(self.rank()) + " " + what + "; make a new communicator"));
           },

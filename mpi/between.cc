@@ -143,7 +143,7 @@ void check_between(CommunicatorState& state, const char* operation, int result) 
   PMPI_Error_string(result, text.data(), &length);
   const Error error = error_of(error_class, std::string("the MPI's part of ") + operation +
                                                 " between nodes failed: " + text.data());
-  state.node->end(error);
+  state.node->end_from_here(error);
   throw error;
 }
 
@@ -168,7 +168,7 @@ void Lookout::look() {
                         std::to_string(static_cast<double>(most) / 1e9).substr(0, 6) +
                         " s for other nodes in " + operation_ +
                         "; find out what their ranks do, or raise NOSTALL_MPI_TIMEOUT");
-  state_.node->end(error);
+  state_.node->end_from_here(error);
   throw error;
 }
 
@@ -186,10 +186,12 @@ void give_up(CommunicatorState& state, std::vector<MPI_Request>& requests) noexc
 void LeaderRequests::wait(size_t index) {
   const collective::Elsewhere elsewhere(*state_.node);
   Lookout lookout(state_, operation_);
-  for (int done = 0; done == 0; lookout.look()) {
+  for (;; lookout.look()) {
+    int done = 0;
     const int result = PMPI_Test(&requests_[index], &done, MPI_STATUS_IGNORE);
     if (result != MPI_SUCCESS) requests_[index] = MPI_REQUEST_NULL;
     check_between(state_, operation_, result);
+    if (done != 0) return;
   }
 }
 

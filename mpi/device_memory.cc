@@ -65,7 +65,7 @@ std::optional<Error> device_error(CommunicatorState& state, std::initializer_lis
       "rank " + std::to_string(state.rank) +
           " calls a collective with a buffer in memory of a GPU, which nostall does not "
           "read: set NOSTALL_MPI=off on all ranks, or copy it to the host first");
-  state.node->end(why);
+  state.node->end_from_here(why);
   return why;
 }
 

@@ -67,7 +67,7 @@ void gather(CommunicatorState& state, const Gathering& call, MPI_Comm comm) {
                                           std::to_string(bytes_of(call.count, call.from)) +
                                           " bytes to an allgather that has " +
                                           std::to_string(mine) + " of it; make both the same");
-    state.node->end(why);
+    state.node->end_from_here(why);
     throw why;
   }
   Packed own(in_place ? place_of(call, rank) : const_cast<void*>(call.send),

@@ -498,7 +498,7 @@ bool Communicator::end(const Error& why) noexcept {
   return !impl_->memory.is_forked_child() && impl_->steps.end_at_once(why);
 }
 
-bool Communicator::end_with_program(const Error& why) noexcept {
+bool Communicator::end_from_here(const Error& why) noexcept {
   return !impl_->memory.is_forked_child() && impl_->steps.end_from_here(why);
 }
 

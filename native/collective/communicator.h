@@ -135,7 +135,7 @@ class Communicator {
   // time; false if the communicator had ended before.
   bool end(const Error& why) noexcept;
   // As above, but calls that this rank has completed may still end well on the others.
-  bool end_with_program(const Error& why) noexcept;
+  bool end_from_here(const Error& why) noexcept;
   // Leaves as the destructor does, while memory of allocate() may keep this alive: ranks that still
   // wait for this one get an error that says so. No call of this rank may follow.
   void leave() noexcept;

@@ -50,10 +50,10 @@ void two_level_allreduce(Communicator& node, Leaders* leaders, const TwoLevelMes
   try {
     run(node, leaders, message, options);
   } catch (const Error& error) {
-    if (leaders != nullptr) node.end(error);
+    if (leaders != nullptr) node.end_from_here(error);
     throw;
   } catch (const std::exception& error) {
-    if (leaders != nullptr) node.end(Error(ErrorKind::peer, error.what()));
+    if (leaders != nullptr) node.end_from_here(Error(ErrorKind::peer, error.what()));
     throw;
   }
 }

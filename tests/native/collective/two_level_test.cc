@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <memory>
@@ -186,6 +187,66 @@ TEST(TwoLevel, ALeaderThatNeverReturnsIsAnError) {
                            "arrived: 0"),
             std::string::npos)
       << errors[1];
+}
+
+// Rank 1 waits for the first part of call 1 until the leader, which has completed that call, fails in
+// call 2.
+TEST(TwoLevel, ALeaderThatFailsLeavesTheCallsThatItCompletedWhole) {
+  class FailingLeaders final : public Leaders {
+   public:
+    explicit FailingLeaders(std::function<void()> wait) : wait_(std::move(wait)) {}
+    std::byte* begin(const TwoLevelMessage& message) override {
+      if (calls_++ > 0) throw Error(ErrorKind::peer, "the network is down");
+      return message.out;
+    }
+    void start(uint32_t) override {}
+    void finish(uint32_t) override { wait_(); }
+
+   private:
+    const std::function<void()> wait_;
+    int calls_ = 0;
+  };
+  const std::string job = fresh_job();
+  std::atomic<bool> reduced = false, waits = false, failed = false;
+  std::vector<int> completed(2);
+  std::vector<std::string> told(2);
+  const auto run = [&](uint32_t rank) {
+    CommunicatorConfig config = config_of(job, rank, 2);
+    if (rank == 1) {
+      config.progress = [&] {
+        if (!reduced) return;
+        waits = true;
+        waits.notify_all();
+        failed.wait(false);
+      };
+    }
+    Communicator node(config);
+    const Reducer sum(Op::sum, DataType::int64);
+    std::vector<int64_t> data(1000, 1);
+    auto* const place = reinterpret_cast<std::byte*>(data.data());
+    FailingLeaders leaders([&] {
+      reduced = true;
+      waits.wait(false);
+    });
+    try {
+      for (;; ++completed[rank]) {
+        two_level_allreduce(node, rank == 0 ? &leaders : nullptr,
+                            {place, place, data.size(), &sum, 2});
+        EXPECT_EQ(data.back(), 2);
+      }
+    } catch (const Error& error) {
+      told[rank] = error.what();
+    }
+    failed = true;
+    failed.notify_all();
+  };
+  std::thread other(run, 1);
+  run(0);
+  other.join();
+  EXPECT_EQ(completed, (std::vector<int>{1, 1}));
+  for (const std::string& error : told) {
+    EXPECT_NE(error.find("the network is down"), std::string::npos) << error;
+  }
 }
 
 TEST(TwoLevel, PartsAreBounded) {
