@@ -169,7 +169,7 @@ class BackgroundWriter:
         if stopping:
             self._leave(drain)
         elif problem:
-            self._postpone(drain, IoError(problem))
+            self._postpone(drain, IoError(problem), gone=False)
 
     def hurry(self, saved: Saved, level: Level) -> None:
         """Speeds up what leads to that level, for a waiting thread: no rate, gate or low priority."""
@@ -344,11 +344,11 @@ class BackgroundWriter:
                 # A thread that sees the level also sees the drain, and one that sees how the drain
                 # ended the level.
                 with self._lock:
+                    saved._reach("fast")
                     if whole is not None:
                         self.submit_drain(Drain(whole, saved))
                     else:
                         saved._miss("durable")
-                    saved._reach("fast")
             self._release(job)
             with self._lock:  # in the thread that may wait for the durable storage, if there is one
                 alone = bool(self._start("drain"))
@@ -515,7 +515,7 @@ class BackgroundWriter:
                 self._leave(drain)
                 return
             except Exception as error:
-                self._postpone(drain, error)
+                self._postpone(drain, error, self._is_gone(drain.manifest))
             finally:
                 with self._lock:
                     self._draining = None
@@ -533,10 +533,9 @@ class BackgroundWriter:
             drain.saved.problems.append(words)
             drain.saved._miss("durable")
 
-    def _postpone(self, drain: Drain, error: Exception) -> None:
+    def _postpone(self, drain: Drain, error: Exception, gone: bool) -> None:
         """Tries a drain once more, when the storage has taken another one or somebody waits."""
         assert self.fast is not None and self.durable is not None
-        gone = self._is_gone(drain.manifest)
         stays = "is whole no more" if gone else "stays"
         problem = (
             f"the checkpoint of step {drain.manifest.step} {stays} in {self.fast.root}: it cannot be "

@@ -217,6 +217,35 @@ def test_a_save_goes_on_without_threads(tmp_path: Path, monkeypatch: pytest.Monk
     assert steps_in(tmp_path / "durable") == [1, 2, 3, 4]
 
 
+def test_a_save_is_safe_before_its_drain_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a drain without a thread is given up without a look at the storage, which may hang."""
+    start, miss, levels = threading.Thread.start, Saved._miss, []
+
+    def start_or_fail(thread: threading.Thread) -> None:
+        if thread.name == "nostall-checkpoint-drain":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def see_level(saved: Saved, *missed: Any) -> None:
+        levels.append((saved.level, missed))
+        miss(saved, *missed)
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_fail)
+    monkeypatch.setattr(Saved, "_miss", see_level)
+    monkeypatch.setattr(BackgroundWriter, "_is_gone", Raising(AssertionError("a look")))
+    with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable") as ckpt:
+        saved = ckpt.save(state_of(1), 1)
+        assert saved is not None
+        with pytest.raises(IoError, match="no thread can be started"):
+            saved.wait("durable", 60)
+        assert saved.level == "fast" and levels == [("fast", ("durable",))]
+        monkeypatch.undo()
+        ckpt.wait(60)
+    assert steps_in(tmp_path / "durable") == [1]
+
+
 def test_retention_needs_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -371,7 +400,7 @@ def test_a_drain_that_outlives_its_checkpointer_completes_nothing(
     reading, go_on = threading.Event(), threading.Event()
     refused: list[Exception] = []
 
-    def postpone(self: BackgroundWriter, _: Any, error: Exception) -> None:
+    def postpone(self: BackgroundWriter, _: Any, error: Exception, *__: Any) -> None:
         refused.append(error)
         self._stopping = True
 
@@ -2039,6 +2068,19 @@ def test_a_word_that_rank_0_takes_before_its_rename_is_looked_at_is_left(
     monkeypatch.setattr(os, "rename", rename_and_say_no)
     assert store._leave_word(manifest, 1, b"word") == ""
     assert taken == [(1, b"word")]
+
+
+def test_a_word_that_cannot_be_left_beside_a_checkpoint_without_its_part_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path, "durable")
+    store.prepare(1)
+    manifest = Manifest(1, "aaaaaaaa-000001", 2, ())
+    parts = (Part(0, part_name(0, manifest.id), 0, ()),)
+    store.publish(dataclasses.replace(manifest, parts=parts))
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(os, "rename", Raising(full))
+    assert "No space left" in store._leave_word(manifest, 1, b"word")
 
 
 def test_a_word_whose_removal_is_not_answered_may_be_taken(
