@@ -1064,7 +1064,8 @@ class Store:
                 if taken.name in self._names(manifest.step):
                     return ""
                 # Rank 0 removes what it has taken once the checkpoint is complete.
-                if self.find(manifest.step, manifest.id) is not None:
+                found = self.find(manifest.step, manifest.id)
+                if found is not None and any(part.rank == rank for part in found.parts):
                     return ""
         return reason
 
