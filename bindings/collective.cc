@@ -345,9 +345,8 @@ void bind_collective(nb::module_& m) {
       .def(
           "end_with_program",
           [](Communicator& self, const std::string& what) {
-            self.end_from_here(Error(
-                ErrorKind::peer,
-                "rank " + std::to_string(self.rank()) + " " + what + "; make a new communicator"));
+            self.end_from_here(Error(ErrorKind::peer, "rank " + std::to_string(self.rank()) + " " +
+                                                          what + "; make a new communicator"));
           },
           nb::arg("what"), no_gil, "As abort, but others may end the calls that it has completed.")
       .def("leave", &Communicator::leave, no_gil)

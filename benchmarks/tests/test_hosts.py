@@ -41,7 +41,7 @@ def test_ranks_of_a_host_have_its_name_mount_and_memory(
         "grep -o 'nsb.*' /proc/self/cgroup | head -1"
     )
     with hosts.Hosts(2, MEMORY, folder) as on:
-        on.run(["sh", "-c", f'echo "$({words})" | tr "\\n" " "'], 2, mounts, log=log, timeout=60)
+        on.run(["sh", "-c", f'echo "$({words})" | tr "\\n" " "'], 2, mounts, log=log, timeout=400)
         names = on.names
     said = [f"{name} of host {i} 0 {name}" for i, name in enumerate(names) for _ in range(2)]
     found = log.read_text()
@@ -60,7 +60,7 @@ def test_a_job_that_takes_more_than_a_hosts_memory_says_so(
         hosts.Hosts(2, MEMORY, folder) as on,
         pytest.raises(UsageError, match=f"killed for a host's memory of {MEMORY} bytes: see"),
     ):
-        on.run(command, 1, mounts, log=folder / "log", timeout=60)
+        on.run(command, 1, mounts, log=folder / "log", timeout=400)
 
 
 @NEEDS

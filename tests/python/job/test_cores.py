@@ -83,7 +83,7 @@ def run(words: list[str], env: dict[str, str], bound: bool) -> str:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         check=True,
-        timeout=100,
+        timeout=400,
         text=True,
     ).stdout
 

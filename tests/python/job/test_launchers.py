@@ -49,13 +49,16 @@ seeds = []
 def kill_in(number):
     """In that start rank 1 is killed when rank 0 has begun to meet it."""
     if start == number and rank == 0:
+        agents.set("loaded", "")  # it has removed what its last meeting left
         agents.wait(["begin"])
     elif start == number:
+        agents.wait(["loaded"])
         before = agents.num_keys()
         agents.set("begin", "")
         while agents.num_keys() < before + 2:
             time.sleep(0.001)
-        agents.delete_key("begin")
+        for key in ("begin", "loaded"):
+            agents.delete_key(key)
         os.kill(os.getpid(), signal.SIGKILL)
 
 def load():
@@ -85,7 +88,7 @@ def test_ranks_that_are_killed_at_a_meeting_meet_in_the_next_start(
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     command += ["--max-restarts=3", "--monitor-interval=0.1", "--no-python"]
     command += prefork.command(["-c", KILLED, image_folder, tmp_path], torch=True)
-    run = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=800)
     assert run.returncode == 0, run.stderr
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert first == second and first[0] == 3 and len(set(first[1])) == 4

@@ -326,7 +326,7 @@ def test_processes_of_one_rank_share_their_node(image_folder: Path, tmp_path: Pa
     command += ["--master-addr=127.0.0.1", f"--master-port={free_port()}", "--no-python"]
     script = Path(__file__).with_name("parted.py")
     command += prefork.command([script, image_folder, tmp_path], torch=True)
-    run = subprocess.run(command, capture_output=True, text=True, timeout=250, env=clean())
+    run = subprocess.run(command, capture_output=True, text=True, timeout=800, env=clean())
     assert run.returncode == 0, run.stderr
     read = {
         way: [json.loads(path.read_text()) for path in sorted((tmp_path / way).iterdir())]

@@ -252,7 +252,7 @@ def test_mpich_itself() -> None:
         subprocess.Popen([mpiexec, "-n", "2", *rank], stdout=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    said = [sorted(job.communicate(timeout=100)[0].splitlines()) for job in jobs]
+    said = [sorted(job.communicate(timeout=400)[0].splitlines()) for job in jobs]
     for lines in said:
         assert [line.split()[:2] for line in lines] == [["0", "2"], ["1", "2"]]
         assert lines[0].split(" ", 2)[2] == lines[1].split(" ", 2)[2]

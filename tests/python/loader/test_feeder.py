@@ -454,7 +454,7 @@ else:
 @pytest.mark.parametrize("output", ["numpy", "jax"])
 def test_a_program_may_end_while_callables_are_fed(where: str, output: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", LEFT, where, output], capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", LEFT, where, output], capture_output=True, text=True, timeout=400
     )
     assert done.returncode == 0, done.stderr
     assert "terminate" not in done.stderr

@@ -258,9 +258,9 @@ class Wrong(torch.optim.SGD):
         raise ValueError("the user's optimizer failed")
 def late():
     servers = nt.ParameterServers(model, sgd(lr=0.1), staleness=0)
-    dist.barrier()  # meeting has longer, on all ranks
-    servers._shard._timeout = 2.0
     model.weight.grad = torch.ones_like(model.weight)
+    dist.barrier()  # meeting has longer, on all ranks
+    servers._shard._timeout = 5.0
     if rank < 2:
         told = tell(servers.step)
         ended[rank] = 1
@@ -315,7 +315,7 @@ def test_what_one_rank_does_wrong_is_told_to_all(tmp_path: Path) -> None:
         assert ("rank 2 cannot serve its parameters" in told["make"]) == (rank != 2)
         assert "the optimizer of a server failed: ValueError" in told["wrong"]
         # The ranks that were late learn of it from servers, if these have not ended by then.
-        words = "PeerError" if rank >= 2 else "rank 2 has not given gradient 0 for 2 s"
+        words = "PeerError" if rank >= 2 else "rank 2 has not given gradient 0 for 5 s"
         assert words in told["late"]
 
 
