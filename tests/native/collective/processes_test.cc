@@ -428,7 +428,7 @@ TEST(Processes, AreToldWhoDiedWhileItSaidWhyItEnds) {
   const Directory directory;
   const auto results = run_processes(3, directory.config(), [](Communicator& c) {
     c.barrier();
-    if (c.rank() == 1) c.end_with_program(Deadly());
+    if (c.rank() == 1) c.end_from_here(Deadly());
     for (int call = 0; call < 2; ++call) {
       try {
         c.barrier();
@@ -491,7 +491,7 @@ TEST(Processes, FinishWhatARankCompletedBeforeItsProgramEnded) {
       bool was_told = false;
       std::thread third([&] { was_told = told(); });
       while (!waits) std::this_thread::yield();
-      c.end_with_program(Error(ErrorKind::peer, "rank 0 ends its program"));
+      c.end_from_here(Error(ErrorKind::peer, "rank 0 ends its program"));
       third.join();
       c.leave();
       std::ofstream(ended).put('x');

@@ -270,7 +270,7 @@ const Scenario kScenarios[]{
        c.reduce(&sum_of, &sum_of, 1, sum(), 0);
        c.broadcast(&word, sizeof word, last);
        if (c.rank() == last) {
-         c.end_with_program(Error(ErrorKind::peer, "the last rank ends"));
+         c.end_from_here(Error(ErrorKind::peer, "the last rank ends"));
          c.leave();
          return true;
        }
