@@ -116,15 +116,16 @@ int Queue::start(std::function<int()> operation, MPI_Request* request) {
 }
 
 void Queue::run_until(uint64_t number) {
-  for (;;) {
-    const MutexLock one_at_a_time(running_);
-    std::shared_ptr<Entry> next;
-    {
-      const MutexLock lock(mutex_);
-      if (finished_ >= number) return;
-      next = waiting_.front();
-      waiting_.pop_front();
+  MutexLock lock(mutex_);
+  while (finished_ < number) {
+    if (running_) {  // also a later entry than this thread may wait for
+      ended_.wait(lock);
+      continue;
     }
+    running_ = true;
+    const std::shared_ptr<Entry> next = waiting_.front();
+    waiting_.pop_front();
+    lock.unlock();
     next->operation();
     {
       Requests& all = requests();
@@ -134,8 +135,10 @@ void Queue::run_until(uint64_t number) {
     under_way().fetch_sub(1, std::memory_order_relaxed);
     // From here on the program may free the request, and its handle may be used again.
     PMPI_Grequest_complete(next->request);
-    const MutexLock lock(mutex_);
+    lock.lock();
+    running_ = false;
     ++finished_;
+    ended_.notify_all();
   }
 }
 

@@ -53,13 +53,13 @@ class Queue : public std::enable_shared_from_this<Queue> {
   void serve();
 
   mutable Mutex mutex_;
-  Condition more_;
+  Condition more_, ended_;  // something was started; an entry has run
   std::deque<std::shared_ptr<Entry>> waiting_ NOSTALL_GUARDED_BY(mutex_);
   uint64_t started_ NOSTALL_GUARDED_BY(mutex_) = 0;
   uint64_t finished_ NOSTALL_GUARDED_BY(mutex_) = 0;
   bool ends_ NOSTALL_GUARDED_BY(mutex_) = false;
+  bool running_ NOSTALL_GUARDED_BY(mutex_) = false;  // a thread runs an entry
   std::thread thread_ NOSTALL_GUARDED_BY(mutex_);
-  Mutex running_;  // held by the thread that runs an entry
 };
 
 // Returns when the request has run, if it is one of ours; helps.

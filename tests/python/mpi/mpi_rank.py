@@ -418,6 +418,25 @@ def background() -> None:
     other.Free()
 
 
+def started_later() -> None:
+    """A wait for one call waits for no later one, which other ranks start when that wait has ended."""
+    first, second = np.ones(10_000), np.ones(10_000)
+    for _ in range(500):
+        first[:] = second[:] = 1
+        waits = world.Iallreduce(MPI.IN_PLACE, first)
+        if rank == 0:
+            later = world.Iallreduce(MPI.IN_PLACE, second)
+            waits.Wait()
+            for other in range(1, size):
+                world.send("waited", other)
+        else:
+            waits.Wait()
+            world.recv(source=0)
+            later = world.Iallreduce(MPI.IN_PLACE, second)
+        later.Wait()
+        assert (first == size).all() and (second == size).all()
+
+
 def every_kind() -> None:
     """All collectives, blocking and not; the test knows what each rank gives."""
     counts = [r + 1 for r in range(size)]
@@ -648,7 +667,7 @@ def killed_with_child() -> None:
 
 def absent() -> None:
     """A rank that does not come, once."""
-    world.Barrier()
+    world.alltoall([0] * size)  # the MPI's own, which waits for as long as it takes
     if rank == 1:
         time.sleep(60)  # rank 0 ends the job
         os._exit(7)

@@ -156,6 +156,40 @@ def test_nonblocking_calls_are_left_to_the_mpi_on_demand(which: str) -> None:
     assert counted(result.stderr)["background"] == 0
 
 
+@pytest.mark.parametrize("which", MPIS)
+def test_a_wait_waits_for_no_later_call(which: str) -> None:
+    program = [sys.executable, str(RANK), "started_later"]
+    result = run(which, 2, program, NOSTALL_MPI_TIMEOUT="60")
+    assert "all right" in result.stdout, result.stderr
+    assert counted(result.stderr)["background"] == 1000
+
+
+_LEVELS = """
+import os, mpi4py
+first = os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "0"
+mpi4py.rc.thread_level = "multiple" if first else "funneled"
+import numpy as np
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+for comm in (world, world.Dup()):
+    for _ in range(2):
+        total = np.ones(20_000)
+        comm.Iallreduce(MPI.IN_PLACE, total).Wait()
+        assert (total == comm.size).all()
+        comm.Barrier()
+assert world.gather(MPI.Query_thread()) in (None, [MPI.THREAD_MULTIPLE, MPI.THREAD_FUNNELED])
+if world.rank == 0:
+    print("all right", flush=True)
+"""
+
+
+@pytest.mark.parametrize("which", MPIS)
+def test_ranks_may_ask_for_different_levels_of_threads(which: str) -> None:
+    result = run(which, 2, [sys.executable, "-c", _LEVELS], timeout=400)
+    assert "all right" in result.stdout, result.stderr
+    assert counted(result.stderr)["background"] == 0
+
+
 def test_nonblocking_calls_complete_where_the_system_gives_no_thread() -> None:
     result = run("mpich", 2, [sys.executable, str(RANK), "threadless"])
     assert "all right" in result.stdout, result.stderr
@@ -223,7 +257,7 @@ def test_a_death_or_an_absence_ends_the_job_and_leaves_no_memory(
             memory.await_end_of_processes()
             assert memory.unnamed_bytes_that_stay() == 0
     words = told.read_text()
-    assert "in allreduce (call 2) for ranks that have not arrived: 1" in words
+    assert "in allreduce (call 1) for ranks that have not arrived: 1" in words
     assert "rank 0 was told of an error of class MPI_ERR_OTHER" in words
 
 
@@ -287,10 +321,10 @@ def test_an_absence_on_one_node_ends_the_waiting_on_the_other(which: str) -> Non
 @pytest.mark.parametrize("between", ["allreduce", "arrival"])
 @pytest.mark.parametrize(("which", "ranks"), [("openmpi", 2), ("mpich", 4)])
 def test_a_node_that_does_not_come_is_an_error(which: str, ranks: int, between: str) -> None:
-    settings = {"TEST_NODES": "2", "NOSTALL_MPI_BETWEEN": between, "NOSTALL_MPI_TIMEOUT": "3"}
+    settings = {"TEST_NODES": "2", "NOSTALL_MPI_BETWEEN": between, "NOSTALL_MPI_TIMEOUT": "6"}
     result = run(which, ranks, [sys.executable, str(RANK), "absent_node"], **settings)
     assert "all right" in result.stdout, result.stdout + result.stderr
-    assert "rank 0 waited 3.0000 s for other nodes in allreduce" in result.stderr
+    assert "rank 0 waited 6.0000 s for other nodes in allreduce" in result.stderr
 
 
 def test_a_revocation_reaches_those_who_wait_on_other_nodes() -> None:
@@ -340,12 +374,11 @@ for _ in range(2):
     grid = np.full((8, 5), float(comm.rank))
     comm.Bcast([grid, 1, column], 1)
     assert (grid[:, 0] == 1).all() and (grid[:, 1:] == comm.rank).all()
-rank = comm.rank
+if comm.rank == 0:
+    print("all right", flush=True)  # a launcher may kill a rank that has finalized
 comm.Free()
 group.Free()
 session.Finalize()
-if rank == 0:
-    print("all right", flush=True)
 """
 
 
@@ -600,7 +633,7 @@ def test_a_program_without_memory_for_records_goes_on(tmp_path: Path) -> None:
 
 
 _GIVES_BACK = """
-import threading
+import os, threading, time
 from mpi4py import MPI
 first, second, third = (MPI.COMM_SELF.Dup() for _ in range(3))
 called, may_end = threading.Event(), threading.Event()
@@ -616,6 +649,8 @@ for _ in range(2000):
     second.Barrier()
 may_end.set()
 worker.join()
+while os.path.exists(f"/proc/self/task/{worker.native_id}"):  # Python's thread ends before the system's
+    time.sleep(0.001)
 for _ in range(50):
     second.Barrier()
 for _ in range(10):
