@@ -204,9 +204,10 @@ bool join_node(CommunicatorState& state, MPI_Comm node, bool is_world) {
   config.rank = static_cast<uint32_t>(state.node_rank);
   config.ranks = static_cast<uint32_t>(state.node_ranks);
   config.arena_bytes = is_world ? shared_bytes() : 0;
-  config.timeout = timeout();
-  state.timeout_ns = config.timeout.count();
   config.join_timeout = std::chrono::minutes(1);
+  state.timeout_ns = timeout().count();
+  // The program's own limit holds from the end of set_up on.
+  config.timeout = std::max(std::chrono::nanoseconds(state.timeout_ns), config.join_timeout);
   config.progress = [&state] { progress(state); };
   const bool few = config.ranks < 1024;
   int joined = few && has_descriptors() ? 1 : 0;
@@ -282,13 +283,14 @@ bool set_up_nodes(CommunicatorState& state, MPI_Comm comm) {
   } catch (const Error& error) {
     std::fprintf(stderr, "nostall: a communicator of several nodes was not made: %s\n",
                  error.what());
-    return false;
+    mine[0] = -1;  // the others are in the call below
   }
   std::vector<int> all(2 * static_cast<size_t>(state.ranks));
   if (PMPI_Allgather(mine.data(), 2, MPI_INT, all.data(), 2, MPI_INT, comm) != MPI_SUCCESS) {
     return false;
   }
   for (size_t r = 0; r < all.size(); r += 2) {
+    if (all[r] < 0) return false;
     state.node_of.push_back(all[r]);
     state.node_rank_of.push_back(all[r + 1]);
   }
@@ -307,9 +309,10 @@ bool set_up(CommunicatorState& state, MPI_Comm comm) {
   }
   const bool asked = join_node(state, node, comm == MPI_COMM_WORLD);
   PMPI_Comm_free(&node);
-  std::array<int, 2> agreed{state.node ? 1 : 0, state.node_ranks == state.ranks ? 1 : 0};
+  std::array<int, 3> agreed{state.node ? 1 : 0, state.node_ranks == state.ranks ? 1 : 0,
+                            nonblocking_from() != ~uint64_t{0} ? 1 : 0};
   if (!asked ||
-      PMPI_Allreduce(MPI_IN_PLACE, agreed.data(), 2, MPI_INT, MPI_MIN, comm) != MPI_SUCCESS) {
+      PMPI_Allreduce(MPI_IN_PLACE, agreed.data(), 3, MPI_INT, MPI_MIN, comm) != MPI_SUCCESS) {
     return false;
   }
   if (agreed[0] == 0) {
@@ -318,7 +321,10 @@ bool set_up(CommunicatorState& state, MPI_Comm comm) {
     return true;
   }
   state.one_node = agreed[1] == 1;
-  return state.one_node || set_up_nodes(state, comm);
+  state.background = agreed[2] == 1;
+  if (!state.one_node && !set_up_nodes(state, comm)) return false;
+  state.node->set_timeout(std::chrono::nanoseconds(state.timeout_ns));
+  return true;
 }
 
 // The attribute of a communicator that gets no state, a revoked one for example: its end is noticed

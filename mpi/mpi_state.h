@@ -49,6 +49,7 @@ struct CommunicatorState {
   int64_t timeout_ns = 0;                          // its timeout
   int node_rank = 0, node_ranks = 1;
   bool one_node = true;
+  bool background = false;           // all its ranks let threads call the MPI (nonblocking.h)
   MPI_Comm comm = MPI_COMM_NULL;     // the program's, while it exists
   MPI_Comm leaders = MPI_COMM_NULL;  // node rank 0 of every node; null on the others
   // Of all ranks where there are several nodes: that it has ended (between.h).

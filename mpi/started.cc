@@ -14,9 +14,10 @@ namespace {
 // The state of a communicator whose nonblocking calls may be ours: decided by what is the same on
 // all its ranks.
 CommunicatorState* background_state(MPI_Comm comm, uint64_t bytes) {
-  if (bytes < nonblocking_from() || bytes > 0x7fffffff) return nullptr;
   CommunicatorState* state = known_state_of(comm);
-  return state != nullptr && state->passed == Fallback::no && state->one_node ? state : nullptr;
+  const bool ours = state != nullptr && state->passed == Fallback::no && state->one_node &&
+                    state->background && bytes >= nonblocking_from() && bytes <= 0x7fffffff;
+  return ours ? state : nullptr;
 }
 
 int start(CommunicatorState& state, std::function<void()> run, MPI_Request* request) {
