@@ -98,7 +98,7 @@ void listen(CommunicatorState& state) noexcept {
     return;
   }
   state.notified.store(true);  // the rank that notified this one notifies all
-  state.node->end(error_of(notice.error_class, notice.why.data()));
+  state.node->end_from_here(error_of(notice.error_class, notice.why.data()));
 }
 
 bool has_ended(CommunicatorState& state) noexcept {

@@ -44,7 +44,7 @@ inline int failed(CommunicatorState& state, MPI_Comm comm, const Error& error) {
 inline int failed_without_memory(CommunicatorState& state, MPI_Comm comm) {
   const Error why(ErrorKind::io, "rank " + std::to_string(state.rank) +
                                      " has no memory for its part of a collective call");
-  if (state.node) state.node->end(why);
+  if (state.node) state.node->end_from_here(why);
   return failed(state, comm, why);
 }
 

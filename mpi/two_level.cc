@@ -117,7 +117,7 @@ class LeaderMessages final : public collective::Messages {
       const size_t now = queue_.size() + leaving_.size();
       if (now < left) restart();
       left = now;
-      lookout_.look();
+      if (left > 0) lookout_.look();
     }
   }
   // After this rank has waited for its own node.

@@ -41,7 +41,7 @@ class Messages {
   // into += from, or into = from where `first`.
   virtual void fold(std::byte* into, const std::byte* from, uint64_t count, bool first) = 0;
   virtual void copy(std::byte* into, const std::byte* from, uint64_t bytes) = 0;
-  // Memory for what is received, until the allreduce is done.
+  // Memory for messages, until the last of them has ended.
   virtual std::byte* scratch(uint64_t bytes) = 0;
 };
 
@@ -144,7 +144,7 @@ class NodeAllreduce {
   std::byte* const out_;
   const std::function<void(uint32_t)> finished_;
   std::vector<std::vector<bool>> seen_;
-  std::vector<uint8_t> rows_;  // as sent: a byte a rank
+  uint8_t* const rows_;  // as sent: a byte a rank; messages may outlast this
   std::vector<bool> present_, sendable_, late_;
   std::vector<uint32_t> owners_, place_;  // place among owners, by rank
   uint32_t present_count_ = 0, finished_chunks_ = 0, opened_ = 0;

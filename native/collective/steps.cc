@@ -20,7 +20,7 @@ constexpr int64_t kLookNs = 50'000'000;
 constexpr int64_t kLongNs = 1'000'000;
 constexpr std::chrono::nanoseconds kSlice{kLookNs};
 // In which a rank that ends the communicator writes down why, on a busy machine too.
-constexpr int64_t kWordsNs = 5'000'000'000;
+constexpr int64_t kWordsNs = 60'000'000'000;
 // In which a rank that waited elsewhere in vain says so, before those who wait for it blame it.
 constexpr int64_t kGraceNs = 5'000'000'000;
 
