@@ -32,10 +32,10 @@ struct Job {
     config.ranks = 2;
     config.window_bytes = 16 << 10;
     config.arena_bytes = 4 << 10;
-    std::thread first([this] { const SharedMemory shared(config, 10s); });
+    std::thread first([this] { const SharedMemory shared(config, 60s); });
     SharedMemoryConfig second = config;
     second.rank = 1;
-    const SharedMemory shared(second, 10s);
+    const SharedMemory shared(second, 60s);
     first.join();
     memory.resize(kDamaged);
     std::memcpy(memory.data(), &shared.header(), kDamaged);

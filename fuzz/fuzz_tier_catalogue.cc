@@ -49,7 +49,7 @@ struct Job {
         sizes, [](uint64_t s) { return s == 7; }, sizes[7]);
     const auto cache = NodeCache::attach(config, sizes, fixed(placement));
     Handover asks("tiers " + config.shm_directory + " " + config.job, 1, 2);
-    const auto files = asks.ask(std::chrono::steady_clock::now() + 10s);
+    const auto files = asks.ask(std::chrono::steady_clock::now() + 60s);
     if (files.size() != 6) std::abort();
     catalogue.resize(std::filesystem::file_size("/proc/self/fd/" + std::to_string(files[0].get())));
     FileSystem::real().pread(files[0].get(), catalogue, 0);

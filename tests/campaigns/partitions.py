@@ -150,15 +150,16 @@ class Switch:
 @dataclass
 class Rank:
     process: subprocess.Popen[str]
-    # (time, samples so far, of these from the source, nodes that are reached, epoch)
-    said: list[tuple[float, int, int, int, int]] = field(default_factory=list)
+    # (time, samples so far, of these from the source, nodes that are reached, epoch, its own time)
+    said: list[tuple[float, int, int, int, int, float]] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
 
     def read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             s = json.loads(line)
-            self.said.append((time.monotonic(), s["samples"], s["source"], s["nodes"], s["epoch"]))
+            told = s["samples"], s["source"], s["nodes"], s["epoch"], s["at"]
+            self.said.append((time.monotonic(), *told))
 
     def read_errors(self) -> None:
         assert self.process.stderr is not None
@@ -179,7 +180,7 @@ class Rank:
         return part(since[::-1])
 
 
-def part(said: list[tuple[float, int, int, int, int]]) -> float | None:
+def part(said: list[tuple[float, int, int, int, int, float]]) -> float | None:
     if len(said) < 2 or said[-1][1] == said[0][1]:
         return None
     return (said[-1][2] - said[0][2]) / (said[-1][1] - said[0][1])
@@ -330,9 +331,9 @@ def one(
     for number, rank in enumerate(job.ranks):
         if kind == "stopped" and number == node:
             continue
-        times = [said[0] for said in rank.said if said[0] >= begun - 1]
+        times = [said[5] for said in rank.said if said[0] >= begun - 1]
         gap = max((b - a for a, b in itertools.pairwise(times)), default=0.0)
-        if gap > GAP:
+        if gap > GAP + min(5.0, patience - HEALED):
             return f"rank {number} had no batch for {gap:.1f} s", 0, most
     return "", time.monotonic() - 2 - healed, most
 

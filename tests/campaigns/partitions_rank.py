@@ -51,6 +51,7 @@ def main(s: dict) -> None:
                 total, _ = loader.totals()
                 peers = loader.stats().peers
                 said = {
+                    "at": told,
                     "epoch": epoch.index,
                     "source": total.origins["source"].samples,
                     "samples": total.samples,

@@ -154,7 +154,7 @@ def loop_of(file: int) -> Iterator[str]:
         with open("/dev/loop-control", "rb") as control:
             number = fcntl.ioctl(control, 0x4C82)
         device = f"/dev/loop{number}"
-        if not os.path.exists(device):
+        with contextlib.suppress(FileExistsError):
             os.mknod(device, stat.S_IFBLK | 0o600, os.makedev(7, number))
         opened = os.open(device, os.O_RDWR | os.O_CLOEXEC)
         ends_with_last_user = 4

@@ -47,8 +47,8 @@ def judge(rank: int, counts: list[dict[str, Any]], long: bool) -> tuple[list[str
     first, last = half[0], half[-1]
     batches = last["batches"] - first["batches"]
     wrong = []
-    if len({c["threads"] for c in half}) > 1:
-        wrong.append(f"rank {rank}: threads went from {first['threads']} to {last['threads']}")
+    if len(threads := {c["threads"] for c in half}) > 1:
+        wrong.append(f"rank {rank}: threads were {' and '.join(map(str, sorted(threads)))}")
     # The least of the later counts: what comes and goes between two of them, as the files that a tier
     # reads the limits of memory from, is no growth.
     quarter = len(half) // 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,4 +24,6 @@ def test_a_worker_is_killed_and_no_sample_is_missed(tmp_path: Path) -> None:
         )
         assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     assert "the same batches" in done.stdout
-    assert "The actor is dead because its worker process has died" in done.stdout + done.stderr
+    # Ray says what it sees first: the death, or what the other worker or a poll sees of it.
+    told = "actor is dead|actor is temporarily unavailable|connection (closed|reset) by peer"
+    assert re.search(told, done.stdout + done.stderr, re.IGNORECASE)

@@ -55,6 +55,7 @@ SchedulerType=sched/builtin
 SchedulerParameters=batch_sched_delay=0,sched_interval=1
 SwitchType=switch/none
 KillWait=300
+MessageTimeout=100
 MpiDefault=none
 SlurmdParameters=config_overrides
 NodeName={nodes[0]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4 State=UNKNOWN
