@@ -70,7 +70,8 @@ class LeaderMessages final : public collective::Messages {
     give_up(state_, leaving_);
     if (receives_.requests().empty() && leaving_.empty()) return;
     // The MPI may use it as long as it lasts.
-    keep(std::make_shared<std::deque<Buffer>>(std::move(memory_)));
+    keep(std::make_shared<std::pair<std::deque<Buffer>, std::deque<std::vector<uint8_t>>>>(
+        std::move(memory_), std::move(words_)));
   }
   LeaderMessages(const LeaderMessages&) = delete;
   LeaderMessages& operator=(const LeaderMessages&) = delete;

@@ -38,7 +38,7 @@ NodeAllreduce::NodeAllreduce(const NodeAllreduceShape& shape, Messages& messages
       out_(out),
       finished_(std::move(finished)),
       seen_(shape.ranks, std::vector<bool>(shape.ranks, false)),
-      rows_(reinterpret_cast<uint8_t*>(messages.scratch(uint64_t{shape.ranks} * shape.ranks))),
+      rows_(messages.words(uint64_t{shape.ranks} * shape.ranks)),
       present_(shape.ranks, false),
       sendable_(shape.ranks, false),
       late_(shape.ranks, false),

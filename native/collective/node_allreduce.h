@@ -23,6 +23,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <vector>
 
@@ -41,8 +42,13 @@ class Messages {
   // into += from, or into = from where `first`.
   virtual void fold(std::byte* into, const std::byte* from, uint64_t count, bool first) = 0;
   virtual void copy(std::byte* into, const std::byte* from, uint64_t bytes) = 0;
-  // Memory for messages, until the last of them has ended.
+  // Memory for what is received, until the allreduce is done.
   virtual std::byte* scratch(uint64_t bytes) = 0;
+  // Memory of the host for announcements, until the last message has ended.
+  uint8_t* words(uint64_t bytes) { return words_.emplace_back(bytes).data(); }
+
+ protected:
+  std::deque<std::vector<uint8_t>> words_;
 };
 
 // Elements [begin, begin + count) of something.
