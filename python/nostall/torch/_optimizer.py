@@ -79,6 +79,7 @@ class GradientSync:
         self.options, self.ranks, self.passes = options, ranks, passes
         self.members = list(range(ranks.ranks))
         self._parameters = [p for _, p in named]
+        self._forms = [_form(p) for p in self._parameters]
         self._names = [n for n, _ in named]
         signs = (*_SIGNS, NOT_FINITE) if options.check_finite else _SIGNS
         self._signs = torch.zeros(len(signs), device="cpu")
@@ -108,13 +109,18 @@ class GradientSync:
         self.replans = 0
         # Hooks must not keep this object alive: the parameters hold them.
         me = weakref.ref(self)
-        self._hooks = [
-            handle
+        # Those of the node run after all hooks of the parameter, whenever these were registered.
+        self._nodes = {
+            i: torch.autograd.graph.get_gradient_edge(p).node
             for i, p in enumerate(self._parameters)
             if p.requires_grad
+        }
+        self._hooks = [
+            handle
+            for i, node in self._nodes.items()
             for handle in (
-                p.register_hook(_hook(me, i, GradientSync.admit)),
-                p.register_post_accumulate_grad_hook(_hook(me, i, GradientSync.ready)),
+                self._parameters[i].register_hook(_hook(me, i, GradientSync.admit)),
+                node.register_hook(_hook(me, i, GradientSync.ready)),
             )
         ]
         _all.add(self)
@@ -153,7 +159,7 @@ class GradientSync:
 
     # ------------------------------------------------------------------ while backward runs
 
-    def admit(self, i: int, _: torch.Tensor) -> None:
+    def admit(self, i: int) -> None:
         """Called before autograd adds to the gradient of parameter i: it may be under reduction."""
         if i in self._submitted and _accumulates(self._parameters[i]):
             self._refuse_again(i)
@@ -167,8 +173,9 @@ class GradientSync:
                 "after each backward pass whose gradients may be left out"
             )
 
-    def ready(self, i: int, parameter: torch.Tensor) -> None:
+    def ready(self, i: int) -> None:
         """Called when parameter i has its gradient."""
+        parameter = self._parameters[i]
         if not parameter.requires_grad:
             return  # frozen amid the step: autograd adds nothing, but calls
         self._refuse_again(i)  # what `admit` cannot see: backward() of the parameter itself
@@ -186,6 +193,12 @@ class GradientSync:
         self._give(i, gradient)
 
     def _give(self, i: int, gradient: torch.Tensor) -> None:
+        if (now := _form(gradient)) != (then := self._forms[i]):
+            raise UsageError(
+                f"the gradient of {self._names[i]} is {now[0]} x {now[1]} on {now[2]}, and was "
+                f"{then[0]} x {then[1]} on {then[2]} when the DistributedOptimizer was made: make "
+                "it again, with the same arguments"
+            )
         if self.options.check_finite:
             self._check_finite(i, gradient.detach())
         self._submit(i, gradient)
@@ -228,8 +241,9 @@ class GradientSync:
                 if self.options.check_finite:
                     self._check_finite(i, gradient.detach().coalesce().values())
                 self._submit_nothing(i)
-            # Accumulated in fewer passes than announced, or in no_sync(): it counts all the same.
-            elif gradient is not None and i in self._accumulated:
+            # The optimizer would use it, so it counts: of fewer passes than announced, of no_sync(), of
+            # an earlier step, or the program's own.
+            elif gradient is not None:
                 self._ready_order.append(i)
                 self._give(i, gradient)
             else:
@@ -250,16 +264,10 @@ class GradientSync:
         return bool(self._given([len(self._parameters) + sign])[0])
 
     def wait(self) -> None:
-        """Waits for all reductions; gradients that no rank had are None again.
-
-        If no rank has run backward since the last step, gradients stay as they are, so that another
-        step does the same as on one rank.
-        """
+        """Waits for all reductions; gradients that no rank had are None."""
         self._wait()
         self._refuse_not_finite()
-        numbers = range(len(self._parameters))
-        if self._given(numbers).any():
-            self._store(numbers)
+        self._store(range(len(self._parameters)))
         self._end()
 
     def _refuse_not_finite(self) -> None:
@@ -379,7 +387,15 @@ class GradientSync:
             values = part.values().contiguous().view(torch.uint8)
             mine[i] = (part.indices().numpy(), values.numpy())
         everyone = [_unpack(b) for b in self.engine.all_gather(_pack(mine))]
-        for i in sorted({i for rank in everyone for i in rank}):
+        numbers = sorted({i for rank in everyone for i in rank})
+        for i in numbers:
+            if self._given([i])[0]:  # all ranks see it
+                self._settle()
+                raise UsageError(
+                    f"the gradient of {self._names[i]} is sparse on some ranks and dense on others: "
+                    "give its module sparse=False"
+                )
+        for i in numbers:
             parts = [rank[i] for rank in everyone if i in rank]
             indices = torch.from_numpy(np.concatenate([p[0] for p in parts], axis=1))
             kind, shape = self._parameters[i].dtype, self._parameters[i].shape
@@ -521,13 +537,17 @@ class GradientSync:
             self._release()
 
 
+def _form(tensor: torch.Tensor) -> tuple[int, torch.dtype, torch.device]:
+    return tensor.numel(), tensor.dtype, tensor.device
+
+
 def _hook(
-    me: weakref.ref[GradientSync], i: int, call: Callable[[GradientSync, int, torch.Tensor], None]
-) -> Callable[[torch.Tensor], None]:
-    def hook(tensor: torch.Tensor) -> None:
+    me: weakref.ref[GradientSync], i: int, call: Callable[[GradientSync, int], None]
+) -> Callable[..., None]:
+    def hook(*_: object) -> None:
         sync = me()
         if sync is not None:
-            call(sync, i, tensor)
+            call(sync, i)
 
     torch.utils.hooks.unserializable_hook(hook)
     return hook

@@ -891,3 +891,146 @@ for step in range(100):
     first, second = run_ranks(2, MODEL + code, check=False)
     assert "PeerError" in first and "rank 1" in first
     assert second == ""
+
+
+OWN = """
+def make(module, threshold=8 << 20, momentum=0.0, **more):
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0, momentum=momentum)
+    options = nt.SyncOptions(threshold=threshold)
+    return nt.DistributedOptimizer(optimizer, module.named_parameters(), options, **more)
+class Two(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = torch.nn.Parameter(torch.ones(2))
+        self.b = torch.nn.Parameter(torch.ones(2))
+result = {}
+
+# The program's own gradient.
+two = Two()
+optimizer = make(two)
+for p in two.parameters():
+    p.grad, = torch.autograd.grad((p * (rank + 1)).sum(), [p])
+optimizer.step()
+result["own"] = two.a.tolist()
+
+# Zeros, of a parameter that no rank uses any more.
+def unused(distributed, **more):
+    two = Two()
+    optimizer = torch.optim.SGD(two.parameters(), lr=0.1, momentum=0.9)
+    if distributed:
+        optimizer = nt.DistributedOptimizer(optimizer, two.named_parameters(), **more)
+    for step in range(4):
+        optimizer.zero_grad(set_to_none=False)
+        (two.a.sum() + (two.b.sum() if step == 0 else 0)).backward()
+        optimizer.step()
+    return two.b.tolist()
+result["unused"] = [unused(False), unused(True), unused(True, overlap_update=True)]
+
+# Passes that are each reduced and add up; b is in the second on rank 0 alone, in the third nowhere.
+two = Two()
+optimizer = make(two)
+kept = []
+for ways in ("ab", "ab" if rank == 0 else "a", "a"):
+    sum(getattr(two, way).sum() for way in ways).backward()
+    optimizer.synchronize()
+    kept.append(two.b.grad.tolist())
+result["passes"] = kept
+
+# A step without backward, by group too.
+def again(**more):
+    two = Two()
+    optimizer = make(two, threshold=1, **more)
+    for step in range(2):
+        optimizer.zero_grad()
+        ((rank + 1) * (two.a + two.b)).sum().backward()
+        optimizer.step()
+    optimizer.step()
+    return two.a.tolist()
+result["again"] = [again(), again(overlap_update=True)]
+
+# A hook that was registered later.
+def clamp(p):
+    p.grad.clamp_(-1, 1)
+two = Two()
+optimizer = make(two, threshold=1)
+for step in range(2):
+    optimizer.zero_grad()
+    if step == 1:
+        two.a.register_post_accumulate_grad_hook(clamp)
+    ((10 if rank == 0 else 0.5) * (two.a + two.b)).sum().backward()
+    optimizer.synchronize()
+result["hook"] = [two.a.grad.tolist(), two.b.grad.tolist()]
+"""
+
+
+@pytest.mark.multi
+def test_gradients_count_that_the_optimizer_would_use() -> None:
+    for result in run_ranks(2, MODEL + OWN):
+        assert result["own"] == [-0.5] * 2
+        alone, *together = result["unused"]
+        for b in together:
+            assert b == pytest.approx(alone)
+        assert result["passes"] == [[1.0] * 2, [1.5] * 2, [1.5] * 2]
+        assert result["again"] == [[1 - 3 * 1.5] * 2] * 2
+        assert result["hook"] == [[0.75] * 2, [5.25] * 2]
+
+
+OTHER_KIND = """
+from nostall.errors import UsageError
+def told(step):
+    try:
+        step()
+    except UsageError as error:
+        return str(error)
+def changed(change, **options):
+    net = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = nt.DistributedOptimizer(
+        optimizer, net.named_parameters(), nt.SyncOptions(**options))
+    change(net)
+    def step():
+        kind = net.weight.dtype
+        net(torch.ones(3, 4, dtype=kind)).sum().backward()
+        optimizer.step()
+    return told(step)
+result = [
+    changed(change, **options)
+    for options in ({}, {"views": False}, {"compression": "bf16"}, {"mode": "negotiated"})
+    for change in (torch.nn.Module.double, torch.nn.Module.bfloat16)
+]
+"""
+
+
+@pytest.mark.multi
+def test_a_gradient_of_another_type_than_at_the_start_is_refused() -> None:
+    told, _ = run_ranks(2, MODEL + OTHER_KIND)
+    assert len(told) == 8
+    for words, kind in zip(told, ["float64", "bfloat16"] * 4, strict=True):
+        assert f"x torch.{kind} on cpu, and was" in words
+        assert words.endswith("make it again, with the same arguments")
+
+
+MIXED = """
+from nostall.errors import UsageError
+table = torch.nn.Embedding(10, 4, sparse=True)
+optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+optimizer = nt.DistributedOptimizer(optimizer, table.named_parameters())
+before = table.weight.detach().clone()
+if rank == 0:
+    table(torch.tensor([1])).sum().backward()
+else:
+    (table(torch.tensor([1])) @ table.weight.T).sum().backward()
+try:
+    optimizer.step()
+except UsageError as error:
+    result = [str(error), bool((table.weight == before).all())]
+"""
+
+
+@pytest.mark.multi
+def test_rows_on_one_rank_and_a_dense_gradient_on_another_are_refused() -> None:
+    told = (
+        "the gradient of weight is sparse on some ranks and dense on others: give its module "
+        "sparse=False"
+    )
+    assert run_ranks(2, MODEL + MIXED) == [[told, True]] * 2
