@@ -288,8 +288,8 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
     the file is read.
 
     Raises, while loading:
-        CorruptionError: bytes do not match their checksums; the part and the block are named. Tensors
-            of a device may have been filled in part.
+        CorruptionError: a part or a manifest is damaged; it is named, and the block whose bytes do not
+            match their checksum. Tensors of a device may have been filled in part.
         UsageError: there is no such checkpoint, or the ranks find different ones.
     """
 
@@ -317,11 +317,18 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """What the checkpoint holds, from its manifest."""
-        chosen = [m for m in candidates(self._store, self.step) if self._id in (None, m.id)]
+        found, problems = candidates(self._store, self.step)
+        chosen = [m for m in found if self._id in (None, m.id)]
         if not chosen:
             of = "" if self.step is None else f" of step {self.step}"
             of += "" if self._id is None else f" and save {self._id}"
+            if problems:
+                raise CorruptionError(
+                    f"no checkpoint{of} in {self._store.root} can be loaded: {'; '.join(problems)}"
+                )
             raise UsageError(f"there is no checkpoint{of} in {self._store.root}")
+        if self.step is None:
+            _warn_of(problems)
         self.step, self._manifest = chosen[0].step, chosen[0]
         assert self._manifest is not None
         return _metadata_from_json(self._manifest.extra["dcp"])
@@ -482,16 +489,22 @@ def _left_of(
             yield first, last
 
 
-def candidates(store: Store, step: int | None = None) -> list[Manifest]:
+def candidates(store: Store, step: int | None = None) -> tuple[list[Manifest], list[str]]:
     """Complete checkpoints of torch.distributed.checkpoint, best first: of the current branch, or of
-    all if a step is asked for."""
+    all if a step is asked for. And what a look at names and sizes shows to be damaged."""
     found = view([store], step)
     manifests = [
         store.find(choice.step, choice.id)
         for choice in found.choices
         if step is not None or on_branch(choice, found.top)
     ]
-    return [m for m in manifests if m and isinstance(m.extra, dict) and "dcp" in m.extra]
+    ours = [m for m in manifests if m and isinstance(m.extra, dict) and "dcp" in m.extra]
+    return ours, found.problems
+
+
+def _warn_of(problems: Iterable[str]) -> None:
+    for problem in problems:
+        _log.warning("passing over a checkpoint: %s", problem)
 
 
 def load(state: dict[str, Any], root: str | os.PathLike[str], **options: Any) -> int | None:
@@ -509,18 +522,22 @@ def load(state: dict[str, Any], root: str | os.PathLike[str], **options: Any) ->
     """
     store = open_store(root, "durable")
     mine: list[tuple[int, str]] = []
+    wrong: list[str] = []
     failure = ""
     try:
-        mine = [(m.step, m.id) for m in candidates(store)]
+        manifests, wrong = candidates(store)
+        mine = [(m.step, m.id) for m in manifests]
     except (Error, OSError) as error:
         failure = str(error)
-    gathered: list[tuple[list[tuple[int, str]], str]] = _gather((mine, failure), options)
-    for rank, (_, words) in enumerate(gathered):
+    gathered: list[tuple[list[tuple[int, str]], list[str], str]]
+    gathered = _gather((mine, wrong, failure), options)
+    for rank, (_, _, words) in enumerate(gathered):
         if words:
             raise IoError(f"rank {rank} cannot list the checkpoints in {os.fspath(root)}: {words}")
-    found = [saves for saves, _ in gathered]
+    problems = list(dict.fromkeys(problem for _, wrong, _ in gathered for problem in wrong))
+    _warn_of(problems)
+    found = [saves for saves, _, _ in gathered]
     _refuse_different(store, [saves[0] if saves else None for saves in found])
-    problem = ""
     for i, (step, id) in enumerate(found[0]):
         _refuse_different(store, [saves[i] if i < len(saves) else None for saves in found])
         try:
@@ -535,10 +552,13 @@ def load(state: dict[str, Any], root: str | os.PathLike[str], **options: Any) ->
             if any(isinstance(one, UnreachableError) for one in damage):
                 raise UnreachableError(problem) from None
             _log.warning("passing over the checkpoint of step %d: %s", step, problem)
-    if not problem and any(candidates(store, step) for step in store.steps()):
-        problem = "all checkpoints there are of branches that were given up"
-    if problem:
-        raise CorruptionError(f"no checkpoint in {os.fspath(root)} can be loaded: {problem}")
+            problems.append(problem)
+    if not problems and any(candidates(store, step)[0] for step in store.steps()):
+        problems = ["all checkpoints there are of branches that were given up"]
+    if problems:
+        raise CorruptionError(
+            f"no checkpoint in {os.fspath(root)} can be loaded: {'; '.join(problems)}"
+        )
     return None
 
 

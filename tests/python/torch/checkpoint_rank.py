@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
-from nostall.errors import UsageError
+from nostall.errors import CorruptionError, UsageError
 from nostall.torch.checkpoint import StorageReader, StorageWriter, load
 
 home, mode = Path(sys.argv[1]), sys.argv[2]
@@ -44,6 +44,17 @@ def load_from_directories_that_differ() -> None:
         assert re.search(r"rank 0: step 7 \(save .*rank 1: step 7", str(error)), error
     else:
         raise AssertionError("not refused: a save of another directory")
+    # What one rank alone finds damaged is told on all.
+    dist.barrier()
+    if rank == 1:
+        for part in (home / "newer").glob("step-*/rank-*"):
+            part.unlink()
+    try:
+        load({"n": 0}, home / ("none", "newer")[rank])
+    except CorruptionError as error:
+        assert re.search("step-0*7/rank-00000.* does not exist; .*step-0*8/", str(error)), error
+    else:
+        raise AssertionError("not told: damage that another rank has found")
 
 
 def save_to_directories_that_differ() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,38 @@ def test_damage_is_found_and_passed_over(
     other.write_bytes(pickle.dumps(print)[: other.stat().st_size].ljust(other.stat().st_size))
     with pytest.raises(CorruptionError):
         load(state, tmp_path / "c")
+
+
+@pytest.mark.parametrize("damage", ["a short part", "no part", "the manifest"])
+def test_damage_that_needs_no_reading_is_told(
+    group: None, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    save(tmp_path, [1, 2])
+
+    def spoil(step: int) -> Path:
+        directory = Store(tmp_path, "durable").directory(step)
+        (part,) = directory.glob("*.safetensors")
+        if damage == "a short part":
+            os.truncate(part, 10)
+        elif damage == "no part":
+            part.unlink()
+        else:
+            part = directory / "manifest.json"
+            part.write_bytes(b"{")
+        return part
+
+    newest = spoil(2)
+    state = blank()
+    assert load(state, tmp_path) == 1 and state["step"] == 1
+    assert f"passing over a checkpoint: {newest}" in caplog.text
+    caplog.clear()
+    dcp.load(state, storage_reader=StorageReader(tmp_path))
+    assert f"passing over a checkpoint: {newest}" in caplog.text
+    with pytest.raises(CorruptionError, match=f"no checkpoint of step 2 .*{newest}"):
+        StorageReader(tmp_path, 2).read_metadata()
+    oldest = spoil(1)
+    with pytest.raises(CorruptionError, match=f"{oldest}.*{newest}"):
+        load(state, tmp_path)
 
 
 def test_an_id_without_a_step_and_an_empty_directory(group: None, tmp_path: Path) -> None:
