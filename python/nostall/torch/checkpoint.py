@@ -83,10 +83,10 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
         threads: number of threads that copy.
         fast: with a URL, a directory on fast storage, where each rank's part lies until it is uploaded.
 
-    The step is the number at the end of ``checkpoint_id``. A step below the newest one begins a
-    branch: later steps are superseded, and the rules of `keep` hold for that branch by itself. Use one
-    writer for all saves, because it keeps its memory. Only one job at a time may write into a
-    directory.
+    The step is the number at the end of ``checkpoint_id``, which each save needs. A step below the
+    newest one begins a branch: later steps are superseded, and the rules of `keep` hold for that branch
+    by itself. Use one writer for all saves, because it keeps its memory. Only one job at a time may
+    write into a directory.
     """
 
     def __init__(
@@ -105,6 +105,7 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
         self._keep = keep if isinstance(keep, Keep) else Keep(keep)
         self._snapshot = _native.Snapshot(threads)
         self._streams: dict[Any, Any] = {}  # of copies, by device
+        self._given: int | None = None  # by `reset`, for the save that begins next
         self._step = -1
         self._owned = False
         self._recognized = False  # on a rank that leaves the owning to the coordinator
@@ -118,10 +119,18 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
             raise UsageError(
                 f'checkpoint_id must end with the step, as "120" or "run/120", not {checkpoint_id!r}'
             )
-        self._step = step
+        self._given = step
 
     def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **__: Any) -> None:
-        """The coordinator takes the directory at its first save."""
+        """The coordinator takes the directory at its first save.
+
+        Raises:
+            UsageError: this save has no id.
+        """
+        step, self._given = self._given, None
+        if step is None:
+            raise UsageError("give checkpoint_id=, which ends with the step, to each save")
+        self._step = step
         if is_coordinator and not self._owned:
             self._store.own()
             self._store.clean()

@@ -299,6 +299,7 @@ def test_distributed_checkpoints_of_torch(
 
     for one in (writer, other):
         one.reset("4")
+        one.set_up_storage_writer(one is writer)
     given = writer.prepare_global_plan([plan, plan])
     monkeypatch.setattr(_native, "SnapshotWrite", upload_first)
     writer.write_data(given[0], planner).wait()

@@ -234,6 +234,20 @@ def test_an_id_without_a_step_and_an_empty_directory(group: None, tmp_path: Path
     assert load(blank(), tmp_path / "none") is None
 
 
+def test_a_save_without_an_id_is_refused_and_replaces_none(group: None, tmp_path: Path) -> None:
+    writer = StorageWriter(tmp_path)
+    for before in ([], [1]):
+        for step in before:
+            dcp.save(state_of(step), checkpoint_id=str(step), storage_writer=writer)
+        with pytest.raises(dcp.api.CheckpointException, match="give checkpoint_id="):
+            dcp.save(state_of(2), storage_writer=writer)
+        assert [e.step for e in Store(tmp_path, "durable").entries()] == before
+        assert len(list(tmp_path.glob("step-*"))) == len(before)
+    writer.close()
+    state = blank()
+    assert load(state, tmp_path) == 1 and state["step"] == 1
+
+
 def run_ranks(home: Path, mode: str, world: int) -> None:
     words = [RANK, str(home), mode, str(world)]
     ranks = [
