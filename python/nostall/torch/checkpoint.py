@@ -18,6 +18,7 @@ import logging
 import os
 import re
 import secrets
+import threading
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -47,7 +48,7 @@ from nostall.checkpoint._device import DeviceCopies
 from nostall.checkpoint._drain import read_back
 from nostall.checkpoint._format import Manifest, Part
 from nostall.checkpoint._landing import Way, read_head, read_rest, way_to
-from nostall.checkpoint._lineage import Lineage
+from nostall.checkpoint._lineage import Lineage, Ranges
 from nostall.checkpoint._open import check_places, open_store
 from nostall.checkpoint._place import Pacing, Place, UnreachableError, scarce_is_away
 from nostall.checkpoint._restore import describe, on_branch, view
@@ -74,6 +75,14 @@ _FORMATS = {
 }
 
 
+class _Saving(threading.local):
+    """The save that a thread is at: torch calls the writer for all of it in one thread."""
+
+    given: int | None = None  # by `reset`, for the save that begins next
+    step = -1
+    number: tuple[int, Ranges] = (-1, ())  # and what it gives up: the coordinator's
+
+
 class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
     """Writes checkpoints into a directory that all ranks see, or below a URL on an object store.
 
@@ -85,8 +94,9 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
 
     The step is the number at the end of ``checkpoint_id``, which each save needs. A step below the
     newest one begins a branch: later steps are superseded, and the rules of `keep` hold for that branch
-    by itself. Use one writer for all saves, because it keeps its memory. Only one job at a time may
-    write into a directory.
+    by itself. Use one writer for all saves, because it keeps its memory. Several may be under way, as
+    those of ``dcp.async_save``, in the order in which they begin; one at a time writes. Only one job at
+    a time may write into a directory.
     """
 
     def __init__(
@@ -105,11 +115,13 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
         self._keep = keep if isinstance(keep, Keep) else Keep(keep)
         self._snapshot = _native.Snapshot(threads)
         self._streams: dict[Any, Any] = {}  # of copies, by device
-        self._given: int | None = None  # by `reset`, for the save that begins next
-        self._step = -1
+        self._saving = _Saving()
+        self._writing = threading.Lock()  # the snapshot is of one save at a time
+        self._changing = threading.Lock()  # what the coordinator has and knows of the directory
         self._owned = False
         self._recognized = False  # on a rank that leaves the owning to the coordinator
-        self._begun: tuple[int, str] | None = None  # step and id of a save that is not complete
+        # The steps of saves that are not complete, and the threads that are or were at them, by id.
+        self._begun: dict[str, tuple[int, threading.Thread]] = {}
         self._lineage: Lineage | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -119,7 +131,7 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
             raise UsageError(
                 f'checkpoint_id must end with the step, as "120" or "run/120", not {checkpoint_id!r}'
             )
-        self._given = step
+        self._saving.given = step
 
     def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **__: Any) -> None:
         """The coordinator takes the directory at its first save.
@@ -127,21 +139,28 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
         Raises:
             UsageError: this save has no id.
         """
-        step, self._given = self._given, None
+        saving = self._saving
+        step, saving.given = saving.given, None
         if step is None:
             raise UsageError("give checkpoint_id=, which ends with the step, to each save")
-        self._step = step
-        if is_coordinator and not self._owned:
-            self._store.own()
-            self._store.clean()
-            self._lineage = lineage_of([self._store], [self._store])
-            self._owned = True
+        saving.step = step
+        if not is_coordinator:
+            return
+        with self._changing:
+            if self._lineage is None or not self._owned:
+                self._store.own()
+                self._store.clean()
+                self._lineage = lineage_of([self._store], [self._store])
+                self._owned = True
+            saving.number = self._lineage.save(step)
 
     def close(self) -> None:
-        """Removes the parts of a save that failed, and lets other jobs write into the directory."""
-        self._remove_incomplete()
-        self._store.disown()
-        self._owned = self._recognized = False
+        """Removes the parts of saves that are not complete, and lets other jobs write into the
+        directory."""
+        with self._changing:
+            self._remove_incomplete(list(self._begun))
+            self._store.disown()
+            self._owned = self._recognized = False
 
     def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
         """As it is."""
@@ -149,25 +168,29 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
 
     def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
         """Gives all ranks the id of this save, and each rank its number."""
-        self._remove_incomplete()  # no rank is at it any more, and none has begun the next one
         id = f"{secrets.token_hex(4)}-000000"
-        self._begun = self._step, id
+        me = threading.current_thread()
+        with self._changing:
+            # No rank is at these any more, and none has begun this one.
+            over = [i for i, (_, it) in self._begun.items() if it is me or not it.is_alive()]
+            self._remove_incomplete(over)
+            self._begun[id] = self._saving.step, me
         return [
             dataclasses.replace(plan, storage_data={"id": id, "part": i, "parts": len(plans)})
             for i, plan in enumerate(plans)
         ]
 
-    def _remove_incomplete(self) -> None:
-        """Removes the parts of a save that some rank could not write or that could not be completed."""
-        if not self._owned or self._begun is None:
-            return
-        (step, id), self._begun = self._begun, None
-        try:
-            if self._store.lacks(Manifest(step, id, 1, ())):
-                self._store.remove(step, id)
-                self._store.discard(step, part_name(0, id))  # and with it the directory of the step
-        except (Error, OSError) as error:
-            _log.warning("parts of step %d that is not complete stay: %s", step, error)
+    def _remove_incomplete(self, ids: Iterable[str]) -> None:
+        """Removes the parts of saves that some rank could not write or that could not be completed."""
+        for id in ids:
+            step, _ = self._begun.pop(id)
+            try:
+                if self._store.lacks(Manifest(step, id, 1, ())):
+                    self._store.remove(step, id)
+                    # And with it the directory of the step.
+                    self._store.discard(step, part_name(0, id))
+            except (Error, OSError) as error:
+                _log.warning("parts of step %d that is not complete stay: %s", step, error)
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's part; the future completes when it is on its device."""
@@ -194,35 +217,8 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
                 key += f"#{i}"
             values[key] = data
             keys.append(key)
-        copies = DeviceCopies(self._streams, {})  # of all tensors on a device at once, and one wait
-        tree, leaves = encode(state, copies.host)
-        if copies:
-            leaves = copies.enqueue(torch, leaves)
-        leaves = files.layout(leaves)
-        pieces = [(leaf.address, leaf.nbytes) for leaf in leaves]
-        copies.await_all()
-        self._snapshot.begin(files.header(tree, leaves), pieces)
-        self._snapshot.finish()
-        name = part_name(where["part"], where["id"])
-        if self._fast is None:
-            path = self._store.prepare(self._step) / name
-        else:  # not in a directory of the step, which another rank might remove
-            with io_errors("make the directory", self._fast):
-                refuse_unmounted(self._fast)
-                self._fast.mkdir(parents=True, exist_ok=True)
-            path = self._fast / name
-        priority = _native.Priority.normal
-        try:
-            written = _native.SnapshotWrite(
-                self._snapshot, str(path), threads=2, priority=priority
-            ).run()
-        except BaseException:
-            with contextlib.suppress(OSError):
-                path.unlink()
-            raise
-        part = Part(where["part"], name, written.size, tuple(written.crcs))
-        if self._fast is not None:
-            part = self._upload(path, part, where["id"])
+        with self._writing:
+            part = self._write(state, where["part"], where["id"])
         note = {"id": where["id"], "parts": where["parts"], "part": part.to_dict()}
         done.set_result(
             [
@@ -240,9 +236,40 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
         )
         return done
 
+    def _write(self, state: dict[str, dict[str, Any]], rank: int, id: str) -> Part:
+        """Takes the state to its device as the part of a rank."""
+        copies = DeviceCopies(self._streams, {})  # of all tensors on a device at once, and one wait
+        tree, leaves = encode(state, copies.host)
+        if copies:
+            leaves = copies.enqueue(torch, leaves)
+        leaves = files.layout(leaves)
+        pieces = [(leaf.address, leaf.nbytes) for leaf in leaves]
+        copies.await_all()
+        self._snapshot.begin(files.header(tree, leaves), pieces)
+        self._snapshot.finish()
+        name = part_name(rank, id)
+        if self._fast is None:
+            path = self._store.prepare(self._saving.step) / name
+        else:  # not in a directory of the step, which another rank might remove
+            with io_errors("make the directory", self._fast):
+                refuse_unmounted(self._fast)
+                self._fast.mkdir(parents=True, exist_ok=True)
+            path = self._fast / name
+        priority = _native.Priority.normal
+        try:
+            written = _native.SnapshotWrite(
+                self._snapshot, str(path), threads=2, priority=priority
+            ).run()
+        except BaseException:
+            with contextlib.suppress(OSError):
+                path.unlink()
+            raise
+        part = Part(rank, name, written.size, tuple(written.crcs))
+        return part if self._fast is None else self._upload(path, part, id)
+
     def _upload(self, path: Path, part: Part, id: str) -> Part:
         """Takes a part from the fast directory to the store."""
-        step, store = self._step, self._store
+        step, store = self._saving.step, self._store
         name = store.part_name(part, id)
         try:
             store.copy(path, step, name, part, Pacing()).run()
@@ -260,25 +287,28 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
             raise UsageError("there is nothing to save: the state is empty on all ranks")
         parts = sorted((Part.from_dict(n["part"]) for n in notes), key=lambda p: p.rank)
         places = {r.index: (r.storage_data["part"], r.storage_data["key"]) for r in written}
-        assert self._lineage is not None
-        sequence, abandoned = self._lineage.save(self._step)
-        manifest = Manifest(
-            step=self._step,
-            id=notes[0]["id"],
-            world_size=notes[0]["parts"],
-            parts=tuple(parts),
-            extra={"dcp": _metadata_to_json(metadata, places)},
-            sequence=sequence,
-            abandoned=abandoned,
-        )
-        if missing := self._store.missing(manifest):
-            raise IoError(
-                f"step {self._step} is not saved: {missing}. All ranks must write into one "
-                f"{self._store.root}: is it shared by all nodes, and mounted on each?"
+        step, id = self._saving.step, notes[0]["id"]
+        sequence, abandoned = self._saving.number
+        with self._changing:
+            if id not in self._begun:
+                raise IoError(f"step {step} is not saved: its writer was closed meanwhile")
+            manifest = Manifest(
+                step=step,
+                id=id,
+                world_size=notes[0]["parts"],
+                parts=tuple(parts),
+                extra={"dcp": _metadata_to_json(metadata, places)},
+                sequence=sequence,
+                abandoned=abandoned,
             )
-        self._store.publish(manifest)
-        self._begun = None
-        Cleaner(None, self._store, Settings(self._keep)).retain(set())
+            if missing := self._store.missing(manifest):
+                raise IoError(
+                    f"step {step} is not saved: {missing}. All ranks must write into one "
+                    f"{self._store.root}: is it shared by all nodes, and mounted on each?"
+                )
+            self._store.publish(manifest)
+            del self._begun[id]
+            Cleaner(None, self._store, Settings(self._keep)).retain(set())
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,94 @@ def test_async_save(group: None, tmp_path: Path) -> None:
     dcp.async_save(state_of(4), checkpoint_id="4", storage_writer=writer).result()
     state = blank()
     assert load(state, tmp_path / "c") == 4 and state["step"] == 4
+
+
+class Gate:
+    """Holds the first that comes until another one has ended, or waits for what the first has."""
+
+    def __init__(self) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def hold(self) -> None:
+        if not self.reached.is_set():
+            self.reached.set()
+            assert self.opened.wait(600)
+
+
+class HeldWriter(StorageWriter):
+    """Holds the first save at one place."""
+
+    def __init__(self, root: Path, place: str) -> None:
+        super().__init__(root)
+        self.gate, self._place = Gate(), place
+
+    def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
+        if self._place == "before it has an id":
+            self.gate.hold()
+        plans = super().prepare_global_plan(plans)
+        if self._place == "with an id":
+            self.gate.hold()
+        return plans
+
+    def finish(self, *args: Any, **named: Any) -> None:
+        if self._place == "before it is complete":
+            self.gate.hold()
+        super().finish(*args, **named)
+
+
+class Queue:
+    """A lock that opens a gate where somebody has to wait."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate, self._lock = gate, threading.Lock()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self._gate.opened.set()
+            self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+@pytest.mark.parametrize(
+    "place", ["before it has an id", "with an id", "while it writes", "before it is complete"]
+)
+def test_saves_that_are_under_way_at_a_time_keep_steps_and_data_apart(
+    group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    writer = HeldWriter(tmp_path, place)
+    write = _native.SnapshotWrite
+
+    def held(*args: Any, **options: Any) -> Any:
+        writer.gate.hold()
+        return write(*args, **options)
+
+    if place == "while it writes":
+        monkeypatch.setattr(_native, "SnapshotWrite", held)
+        monkeypatch.setattr(writer, "_writing", Queue(writer.gate), raising=False)
+    first = dcp.async_save(state_of(10), checkpoint_id="10", storage_writer=writer)
+    assert writer.gate.reached.wait(600)
+    second = dcp.async_save(state_of(20), checkpoint_id="20", storage_writer=writer)
+    second.add_done_callback(lambda _: writer.gate.opened.set())
+    second.result(), first.result()
+    writer.close()
+    for step in (10, 20):
+        state = blank()
+        dcp.load(state, storage_reader=StorageReader(tmp_path, step))
+        assert state["step"] == step and torch.equal(state["model"]["w"], whole() + step)
+    assert load(blank(), tmp_path) == 20  # what began first is its past, not a branch
+
+
+def test_a_save_that_is_under_way_at_a_close_leaves_nothing(group: None, tmp_path: Path) -> None:
+    writer = HeldWriter(tmp_path, "before it is complete")
+    first = dcp.async_save(state_of(1), checkpoint_id="1", storage_writer=writer)
+    assert writer.gate.reached.wait(600)
+    writer.close()
+    writer.gate.opened.set()
+    with pytest.raises(dcp.api.CheckpointException, match="writer was closed meanwhile"):
+        first.result()
+    assert not list(tmp_path.glob("step-*"))
 
 
 @pytest.mark.parametrize("then", ["the next save", "the end"])
