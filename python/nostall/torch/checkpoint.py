@@ -167,7 +167,16 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
         return plan
 
     def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
-        """Gives all ranks the id of this save, and each rank its number."""
+        """Gives all ranks the id of this save, and each rank its number.
+
+        Raises:
+            UsageError: a planner lets some rank write by the plan of an earlier save, with its id.
+        """
+        if not all(plan.usable for plan in plans):
+            raise UsageError(
+                "this save planner takes its plan from an earlier save, which is not supported: give "
+                "DefaultSavePlanner without enable_plan_caching"
+            )
         id = f"{secrets.token_hex(4)}-000000"
         me = threading.current_thread()
         with self._changing:

@@ -337,6 +337,28 @@ def test_a_save_without_an_id_is_refused_and_replaces_none(group: None, tmp_path
     assert load(state, tmp_path) == 1 and state["step"] == 1
 
 
+def test_a_plan_of_an_earlier_save_is_refused(group: None, tmp_path: Path) -> None:
+    writer = StorageWriter(tmp_path, keep=1)
+    # For the process torch keeps plans by the name of the class.
+    kind = type(tmp_path.name, (dcp.DefaultSavePlanner,), {})
+
+    def save(step: int) -> None:
+        planner = kind(enable_plan_caching=True)
+        dcp.save(state_of(step), checkpoint_id=str(step), storage_writer=writer, planner=planner)
+
+    save(1)
+    for step in (2, 3):
+        with pytest.raises(dcp.api.CheckpointException, match="without enable_plan_caching"):
+            save(step)
+    dcp.save(state_of(4), checkpoint_id="4", storage_writer=writer)
+    with pytest.raises(dcp.api.CheckpointException, match="without enable_plan_caching"):
+        save(4)
+    writer.close()
+    state = blank()
+    assert load(state, tmp_path) == 4 and torch.equal(state["model"]["w"], whole() + 4)
+    assert [e.step for e in Store(tmp_path, "durable").entries()] == [4]
+
+
 def run_ranks(home: Path, mode: str, world: int) -> None:
     words = [RANK, str(home), mode, str(world)]
     ranks = [
