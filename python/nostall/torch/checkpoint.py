@@ -332,6 +332,7 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
 class StorageReader(dcp.StorageReader):  # type: ignore[misc]
     """Reads the checkpoint of `step`, or the newest complete one, of a directory or below a URL.
 
+    Without `step`, each load takes the newest one that is there then; the attribute `step` says which.
     Of several saves of one step, `id` is that of the one to read. Tensors of a device are filled while
     the file is read.
 
@@ -352,7 +353,8 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
         self._store = open_store(root, "durable")
         self._threads = threads
         self._id = id
-        self.step = step
+        self._wanted = step
+        self.step = step  # wanted, then found
         self._manifest: Manifest | None = None
         self._places: dict[MetadataIndex, tuple[int, str]] = {}
         self._streams: dict[Any, Any] = {}  # of copies, by device
@@ -361,21 +363,21 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
         """Takes the step from an id that has one."""
         step = _step_of(checkpoint_id)
         if step is not None:
-            self.step = step
+            self._wanted = self.step = step
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """What the checkpoint holds, from its manifest."""
-        found, problems = candidates(self._store, self.step)
+        found, problems = candidates(self._store, self._wanted)
         chosen = [m for m in found if self._id in (None, m.id)]
         if not chosen:
-            of = "" if self.step is None else f" of step {self.step}"
+            of = "" if self._wanted is None else f" of step {self._wanted}"
             of += "" if self._id is None else f" and save {self._id}"
             if problems:
                 raise CorruptionError(
                     f"no checkpoint{of} in {self._store.root} can be loaded: {'; '.join(problems)}"
                 )
             raise UsageError(f"there is no checkpoint{of} in {self._store.root}")
-        if self.step is None:
+        if self._wanted is None:
             _warn_of(problems)
         self.step, self._manifest = chosen[0].step, chosen[0]
         assert self._manifest is not None

@@ -116,6 +116,16 @@ def test_async_save(group: None, tmp_path: Path) -> None:
     assert load(state, tmp_path / "c") == 4 and state["step"] == 4
 
 
+def test_a_reader_loads_what_is_newest_at_each_load(group: None, tmp_path: Path) -> None:
+    reader, state = StorageReader(tmp_path), blank()
+    for step in (1, 2):
+        save(tmp_path, [step])
+        dcp.load(state, storage_reader=reader)
+        assert (state["step"], reader.step) == (step, step)
+    dcp.load(state, checkpoint_id="1", storage_reader=reader)
+    assert (state["step"], reader.step) == (1, 1)
+
+
 class Gate:
     """Holds the first that comes until another one has ended, or waits for what the first has."""
 
