@@ -593,10 +593,9 @@ def load(state: dict[str, Any], root: str | os.PathLike[str], **options: Any) ->
         try:
             dcp.load(state, storage_reader=StorageReader(root, step, id=id), **options)
             return step
-        except (Error, dcp.api.CheckpointException) as error:
-            failures = getattr(error, "failures", {0: (error, None)})
-            damage = [f[0] for f in failures.values() if isinstance(f[0], Error)]
-            if len(damage) < len(failures):
+        except dcp.api.CheckpointException as error:
+            damage = [f[0] for f in error.failures.values() if isinstance(f[0], Error)]
+            if len(damage) < len(error.failures):
                 raise
             problem = "; ".join(dict.fromkeys(map(str, damage)))
             if any(isinstance(one, UnreachableError) for one in damage):

@@ -126,6 +126,23 @@ def test_a_reader_loads_what_is_newest_at_each_load(group: None, tmp_path: Path)
     assert (state["step"], reader.step) == (1, 1)
 
 
+def test_what_an_object_of_the_state_refuses_is_no_damage(group: None, tmp_path: Path) -> None:
+    class Loader:
+        def state_dict(self) -> dict[str, Any]:
+            return {"place": 7}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise UsageError("this is the place in another data set")
+
+    writer = StorageWriter(tmp_path)
+    for step in (1, 2):
+        state = {"w": whole(), "loader": Loader()}
+        dcp.save(state, checkpoint_id=str(step), storage_writer=writer)
+    writer.close()
+    with pytest.raises(UsageError, match="another data set"):
+        load(state, tmp_path)
+
+
 class Gate:
     """Holds the first that comes until another one has ended, or waits for what the first has."""
 
