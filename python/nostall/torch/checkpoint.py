@@ -67,6 +67,7 @@ from nostall.errors import CorruptionError, Error, IoError, UsageError
 __all__ = ["StorageReader", "StorageWriter", "load"]
 
 _log = logging.getLogger("nostall")
+_LOOKS = 10  # for checkpoints that another job does not retire before they are read
 _STEP = re.compile(r"0*(\d+)/?$")
 _FORMATS = {
     "contiguous": torch.contiguous_format,
@@ -568,8 +569,34 @@ def load(state: dict[str, Any], root: str | os.PathLike[str], **options: Any) ->
         CorruptionError: there are checkpoints, and all are damaged, or of branches that were given
             up: `StorageReader` loads such a one by its step.
         UsageError: the ranks find different checkpoints, as in directories that are not shared.
-        IoError: they cannot be listed, or an object store does not answer.
+        IoError: they cannot be listed, an object store does not answer, or the job that saves there
+            removes each one before it is read.
     """
+    for _ in range(_LOOKS):
+        with contextlib.suppress(_RetiredError):
+            return _load(state, root, options)
+    raise IoError(
+        f"no checkpoint in {os.fspath(root)} stayed until it was read, in {_LOOKS} attempts: let the "
+        "job that saves there keep more (keep=)"
+    )
+
+
+class _RetiredError(Exception):
+    """A checkpoint that was listed is not there any more."""
+
+
+def _is_retired(store: Store, step: int, id: str) -> bool:
+    """Whether it is certainly not there."""
+    try:
+        return store.find(step, id) is None
+    except (Error, OSError):
+        return False
+
+
+def _load(
+    state: dict[str, Any], root: str | os.PathLike[str], options: dict[str, Any]
+) -> int | None:
+    """As `load`, of what is there now; all ranks raise _RetiredError alike."""
     store = open_store(root, "durable")
     mine: list[tuple[int, str]] = []
     wrong: list[str] = []
@@ -594,6 +621,8 @@ def load(state: dict[str, Any], root: str | os.PathLike[str], **options: Any) ->
             dcp.load(state, storage_reader=StorageReader(root, step, id=id), **options)
             return step
         except dcp.api.CheckpointException as error:
+            if any(_gather(_is_retired(store, step, id), options)):
+                raise _RetiredError from error
             damage = [f[0] for f in error.failures.values() if isinstance(f[0], Error)]
             if len(damage) < len(error.failures):
                 raise

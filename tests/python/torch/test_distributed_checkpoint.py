@@ -143,6 +143,38 @@ def test_what_an_object_of_the_state_refuses_is_no_damage(group: None, tmp_path:
         load(state, tmp_path)
 
 
+@pytest.mark.parametrize("place", ["read_metadata", "read_data"])
+def test_a_load_follows_a_job_that_retires_what_it_has_found(
+    group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    writer, steps = StorageWriter(tmp_path, keep=1), iter(range(1, 1000))
+
+    def save_next() -> None:
+        step = next(steps)
+        dcp.save(state_of(step), checkpoint_id=str(step), storage_writer=writer)
+
+    saves = 1
+    read = getattr(StorageReader, place)
+
+    def retired_first(*args: Any) -> Any:
+        nonlocal saves
+        if saves:
+            saves -= 1
+            save_next()
+        return read(*args)
+
+    save_next()
+    state = blank()
+    monkeypatch.setattr(StorageReader, place, retired_first)
+    assert load(state, tmp_path) == 2 and state["step"] == 2
+    saves = 500
+    with pytest.raises(IoError, match="stayed until it was read, in 10 attempts"):
+        load(state, tmp_path)
+    saves = 0
+    writer.close()
+    assert load(state, tmp_path) == state["step"] > 2
+
+
 class Gate:
     """Holds the first that comes until another one has ended, or waits for what the first has."""
 
