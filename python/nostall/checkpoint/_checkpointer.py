@@ -504,7 +504,8 @@ class Checkpointer:
     ) -> Restored | None:
         """Restores the newest complete and undamaged checkpoint, from the fast tier if it is there.
 
-        All ranks restore the same one. Damaged ones are passed over with a warning that says what is
+        Saves that have returned are written first; it waits for them at most `patience` seconds. All
+        ranks restore the same one. Damaged ones are passed over with a warning that says what is
         damaged. Nothing is unpickled. Tensors of a device are filled while the file is read.
 
         Args:
@@ -535,6 +536,12 @@ class Checkpointer:
         """
         self._check_process()
         self.before_update()  # for restoring changes the state as well
+        # What `save` has returned for counts: each rank waits until its own part is written.
+        if not self._background.wait(drained=False, timeout=self._options.patience):
+            _log.warning(
+                "a save is not written after %g s, its storage hangs: the restore looks for what is",
+                self._options.patience,
+            )
         stores = [s for s in (self.fast, self.durable) if s is not None]
         search = Search(
             stores,

@@ -552,6 +552,52 @@ def test_the_newest_is_restored_from_the_fast_tier(tmp_path: Path) -> None:
             ckpt.restore(9)
 
 
+@pytest.mark.parametrize("tiers", [("fast", "durable"), ("durable",)])
+def test_a_restore_sees_every_save_that_has_returned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiers: tuple[str, ...]
+) -> None:
+    prepare, hurry, awaited = Store.prepare, BackgroundWriter._hurry_writer, threading.Event()
+
+    def late(store: Store, step: int) -> Path:
+        assert awaited.wait(60)
+        return prepare(store, step)
+
+    def note(background: BackgroundWriter, number: int) -> None:
+        hurry(background, number)
+        awaited.set()
+
+    monkeypatch.setattr(Store, "prepare", late)
+    monkeypatch.setattr(BackgroundWriter, "_hurry_writer", note)
+    state = state_of(1)
+    with nostall.Checkpointer(**{tier: tmp_path / tier for tier in tiers}) as ckpt:
+        try:
+            ckpt.save(state, 1)
+            state["weights"][:] = np.nan
+            found = ckpt.restore(into=state)
+        finally:
+            awaited.set()
+        assert found is not None and found.step == 1 and (state["weights"] == 1).all()
+
+
+def test_a_restore_waits_no_longer_for_a_save_than_its_patience(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    prepare, over = Store.prepare, threading.Event()
+
+    def hang(store: Store, step: int) -> Path:
+        assert step == 1 or over.wait(60)
+        return prepare(store, step)
+
+    monkeypatch.setattr(Store, "prepare", hang)
+    with nostall.Checkpointer(tmp_path, patience=0.1) as ckpt:
+        ckpt.save(state_of(1), 1, level="fast")
+        ckpt.save(state_of(2), 2)
+        found = ckpt.restore()
+        over.set()
+        assert found is not None and found.step == 1
+    assert "not written after 0.1 s" in caplog.text
+
+
 def test_a_drain_goes_on_at_the_next_start(tmp_path: Path) -> None:
     fast, durable = tmp_path / "fast", tmp_path / "durable"
     with nostall.Checkpointer(fast=fast, level="fast") as ckpt:
