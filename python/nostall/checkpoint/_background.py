@@ -23,6 +23,7 @@ from nostall.base._words import words_of
 from nostall.checkpoint._cleaner import Cleaner
 from nostall.checkpoint._drain import copy_all, find_copy, read_back
 from nostall.checkpoint._format import Manifest, Part
+from nostall.checkpoint._lineage import is_past
 from nostall.checkpoint._nodes import Nodes
 from nostall.checkpoint._place import Copy, LostStoreError, Pacing
 from nostall.checkpoint._saved import Drain, Job, Level, Saved, Settings
@@ -515,7 +516,10 @@ class BackgroundWriter:
                 self._leave(drain)
                 return
             except Exception as error:
-                self._postpone(drain, error, self._is_gone(drain.manifest))
+                if again := self._saved_again(drain.manifest):
+                    self._skip(drain, again)
+                else:
+                    self._postpone(drain, error, self._is_gone(drain.manifest))
             finally:
                 with self._lock:
                     self._draining = None
@@ -528,9 +532,14 @@ class BackgroundWriter:
             f"the checkpoint of step {drain.manifest.step} stays in {self.fast.root}: the next start "
             f"copies it to {self.durable.root}"
         )
-        _log.info("%s", words)
+        self._skip(drain, words)
+
+    @staticmethod
+    def _skip(drain: Drain, reason: str) -> None:
+        """Ends a drain that does not take place, and that nobody misses."""
+        _log.info("%s", reason)
         if drain.saved is not None:
-            drain.saved.problems.append(words)
+            drain.saved.problems.append(reason)
             drain.saved._miss("durable")
 
     def _postpone(self, drain: Drain, error: Exception, gone: bool) -> None:
@@ -579,15 +588,30 @@ class BackgroundWriter:
         except (Error, OSError):
             return False
 
+    def _saved_again(self, manifest: Manifest) -> str:
+        """Why a checkpoint that cannot be copied is not missed, or "": a later save of its step, which
+        continues it, is complete and has taken its place."""
+        assert self.fast is not None and self.durable is not None
+        for store in (self.fast, self.durable):
+            try:
+                entries = store.saves(manifest.step)
+            except (Error, OSError):
+                return ""
+            if any(entry.id in ("", manifest.id) for entry in entries):
+                return ""  # a damaged manifest may be its own
+            for later in (e.manifest for e in entries if e.manifest is not None and not e.damage):
+                past = is_past(manifest.sequence, later.sequence, later.abandoned)
+                if past and later.order > manifest.order:
+                    return f"step {manifest.step} was saved again before this save was copied"
+        return ""
+
     def _drain(self, drain: Drain) -> None:
         fast, durable, manifest = self.fast, self.durable, drain.manifest
         assert fast is not None and durable is not None
         if reason := self._superseded(manifest):
             if self.rank == 0 and manifest.world_size > 1 and not drain.alone:
                 durable.abort(manifest, reason)
-            if drain.saved is not None:
-                drain.saved.problems.append(reason)
-                drain.saved._miss("durable")
+            self._skip(drain, reason)
             self._retain()
             return
         alone, whole, failed = drain.alone or manifest.world_size == 1, False, ""

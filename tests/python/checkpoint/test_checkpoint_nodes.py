@@ -1190,6 +1190,37 @@ def test_a_leftover_without_a_good_copy_stays(
     assert Store(tmp_path / "durable", "durable").manifests() == []
 
 
+def test_what_is_saved_again_before_it_is_copied_is_missed_on_no_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NOSTALL_HOST", "127.0.0.1")
+    make, prepare, replaced = (
+        checkpointer_of(tmp_path, world_size=2),
+        Store.make_step,
+        threading.Event(),
+    )
+
+    def late(store: Store, step: int) -> None:
+        assert store.kind == "fast" or replaced.wait(60)
+        prepare(store, step)
+
+    def work(rank: int, gather: Any) -> list[str]:
+        with make(rank, gather, durable=tmp_path / "durable") as ckpt:
+            first = ckpt.save({"value": 1}, 1)
+            second = ckpt.save({"value": 2}, 1, level="fast")
+            gather(b"")
+            replaced.set()
+            for _ in range(2):
+                ckpt.wait(60)
+            assert first is not None and second is not None and second.level == "durable"
+            gather(b"")  # all listen until here
+            return first.problems
+
+    monkeypatch.setattr(Store, "make_step", late)
+    again = ["step 1 was saved again before this save was copied"]
+    assert World(2).run(work) == [again, again]
+
+
 def test_a_manifest_that_may_be_there_is_not_certainly_missing(tmp_path: Path) -> None:
     first, second = some_nodes(tmp_path, 2)
     manifest = Manifest(5, "aaaaaaaa-000001", 2, ())

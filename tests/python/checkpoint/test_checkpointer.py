@@ -536,6 +536,29 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("step-*/*.safetensors"))) == 1
 
 
+def test_a_save_that_is_replaced_before_it_is_copied_is_not_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, replaced = Store.make_step, threading.Event()
+
+    def late(store: Store, step: int) -> None:
+        if store.kind == "durable":
+            assert replaced.wait(60)
+        make(store, step)
+
+    monkeypatch.setattr(Store, "make_step", late)
+    with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable") as ckpt:
+        first = ckpt.save(state_of(1), 100)
+        second = ckpt.save(state_of(2), 100, level="fast", force=True)
+        replaced.set()
+        ckpt.wait(60)
+        assert first is not None and second is not None and second.level == "durable"
+        assert first.level == "fast"
+        assert first.problems == ["step 100 was saved again before this save was copied"]
+    (kept,) = Store(tmp_path / "durable", "test").manifests()
+    assert kept.id == second.id
+
+
 def test_the_newest_is_restored_from_the_fast_tier(tmp_path: Path) -> None:
     fast, durable = tmp_path / "fast", tmp_path / "durable"
     with nostall.Checkpointer(fast, durable, level="durable") as ckpt:
