@@ -52,7 +52,7 @@ from nostall.job._world import AllGather, find_world
 from nostall.observe import trace
 
 _log = logging.getLogger("nostall")
-# Checkpointers are numbered within the process; ranks make them in the same order.
+# Checkpointers by which ranks meet are numbered within the process; ranks make them in the same order.
 _made = itertools.count()
 # In the history of a checkpointer; of saves that are safe nowhere more stay, to tell since when.
 _KEPT_SAVES, _KEPT_UNSAFE = 100, 1000
@@ -124,7 +124,8 @@ class Checkpointer:
         settings = self._settings(keep if isinstance(keep, Keep) else Keep(keep))
         world = find_world(rank=chosen.rank, world_size=chosen.world_size, job=chosen.job)
         self.rank, self.world_size = world.rank, world.world_size
-        self._name = f"checkpointer {next(_made)}"
+        meets = self.world_size > 1 and chosen.gather is None
+        self._name = f"checkpointer {next(_made)}" if meets else ""
         self._gathered = itertools.count()
         self._threads = chosen.threads or min(8, cores_of_rank(world.most_here))
         self.fast = Store(fast, "fast") if fast is not None else None

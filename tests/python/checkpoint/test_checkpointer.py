@@ -22,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import prefork
 import pytest
 
 import nostall
@@ -1654,6 +1655,30 @@ def test_a_state_that_one_rank_refuses_to_load_ends_the_restore_of_all(tmp_path:
             return found and found.step
 
     assert World(2).run(work) == [2, 2]
+
+
+@pytest.mark.multi
+def test_a_checkpointer_of_one_rank_alone_keeps_no_ranks_from_meeting(tmp_path: Path) -> None:
+    code = f"""
+import sys
+import nostall
+home, rank = {str(tmp_path)!r}, int(sys.argv[1])
+if rank == 0:
+    best = nostall.Checkpointer(f"{{home}}/best", rank=0, world_size=1, job="test")
+    own = nostall.Checkpointer(
+        f"{{home}}/own", rank=0, world_size=2, job="test", gather=lambda mine: [mine, mine]
+    )
+with nostall.Checkpointer(f"{{home}}/all", rank=rank, world_size=2, job="test", timeout=120) as ckpt:
+    ckpt.save({{"rank": rank}}, 1, level="fast")
+"""
+    env = {**os.environ, "NOSTALL_RENDEZVOUS": str(tmp_path / "rendezvous")}
+    ranks = [
+        prefork.Process(["-c", code, str(rank)], env=env, stderr=prefork.PIPE) for rank in range(2)
+    ]
+    for rank in ranks:
+        _, words = rank.communicate(timeout=300)
+        assert rank.returncode == 0, words
+    assert steps_in(tmp_path / "all") == [1]
 
 
 def test_ranks_that_cannot_find_each_other_say_so(tmp_path: Path) -> None:
