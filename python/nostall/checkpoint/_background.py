@@ -82,7 +82,7 @@ class BackgroundWriter:
         self._snapshots: list[_native.Snapshot] = []
         self._newest = -1  # the number of the last job
         self._urgent = -1  # some thread waits for jobs up to this number
-        self._urgent_drains: set[str] = set()
+        self._awaited: set[Saved] = set()  # some thread waits, or waited, for their drain
         self._waiting = 0  # threads that wait for all drains
         self._writing: tuple[int, _native.SnapshotWrite] | None = None
         self._copying: tuple[str, Copy] | None = None
@@ -141,7 +141,7 @@ class BackgroundWriter:
             if awaited != "memory":
                 self._urgent = max(self._urgent, job.number)
             if awaited == "durable":
-                self._urgent_drains.add(job.saved.id)
+                self._await(job.saved)
             now = time.monotonic()
             if self._submitted:
                 self._interval = now - self._submitted
@@ -176,17 +176,18 @@ class BackgroundWriter:
         """Speeds up what leads to that level, for a waiting thread: no rate, gate or low priority."""
         with self._lock:
             if level == "durable":
-                self._urgent_drains.add(saved.id)
-            numbers = [job.number for job in self._jobs if job.saved is saved]
-            if self._writing is not None:
-                numbers.append(self._writing[0])
-        if numbers:
-            self._hurry_writer(max(numbers))
-        if level == "durable":
-            with self._lock:
-                copying = self._copying
-            if copying is not None:
-                copying[1].hurry()
+                self._await(saved)
+            jobs = [job for job in (*self._jobs, self._job) if job is not None]
+        for job in jobs:
+            if job.saved is saved:
+                self._hurry_writer(job.number)
+
+    def _await(self, saved: Saved) -> None:
+        """Speeds up its drain, and those before it; inside the lock."""
+        self._awaited = {one for one in (*self._awaited, saved) if not one._is_over("durable")}
+        if self._copying is not None:
+            self._copying[1].hurry()
+        self._lock.notify_all()
 
     def _hurry_writer(self, number: int) -> None:
         with self._lock:
@@ -220,9 +221,12 @@ class BackgroundWriter:
             finally:
                 self._waiting -= drained
 
-    def _is_urgent(self, manifest: Manifest) -> bool:
-        """Whether a thread waits until it is drained."""
-        return bool(self._waiting) or manifest.id in self._urgent_drains
+    def _is_urgent(self) -> bool:
+        """Whether a thread waits for a drain: those before it hold it up."""
+        return bool(self._waiting) or any(not one._is_over("durable") for one in self._awaited)
+
+    def _priority(self, urgent: bool) -> _native.Priority:
+        return _PRIORITY["normal" if urgent else self.settings.priority]
 
     def undrained(self) -> tuple[list[str], bool]:
         """Why checkpoints stay on the fast tier, and whether one of them is tried again; of those that
@@ -457,7 +461,7 @@ class BackgroundWriter:
             snapshot,
             str(path),
             rate=settings.rate if slow else 0,
-            priority=_PRIORITY["normal" if urgent else settings.priority],
+            priority=self._priority(urgent),
             threads=settings.writes_in_flight if not slow else 1,
             gate=self.gate if not urgent else None,
             gate_patience=self._patience(snapshot.size),
@@ -721,7 +725,7 @@ class BackgroundWriter:
                     self._copy_here(drain, part, name)
                 elif self.durable.is_directory:
                     target = self.durable.directory(drain.manifest.step) / name
-                    nodes.fetch(drain.manifest.step, part, node, target, self._pace(drain))
+                    nodes.fetch(drain.manifest.step, part, node, target, self._pace())
                 else:
                     self._fetch_and_copy(drain, part, name, node)
                 return
@@ -739,19 +743,19 @@ class BackgroundWriter:
         path = self.fast.prepare(step) / part.name
         own = path.exists()  # and damaged
         try:
-            nodes.fetch(step, part, node, path, self._pace(drain))
+            nodes.fetch(step, part, node, path, self._pace())
             self._copy_here(drain, part, name)
         finally:
             if not own:
                 self.fast.discard(step, part.name)
 
-    def _pace(self, drain: Drain) -> Callable[[int], None]:
+    def _pace(self) -> Callable[[int], None]:
         """Called with the bytes received so far: waits to keep the rate."""
         began = time.monotonic()
 
         def wait(bytes: int) -> None:
             def hurried() -> bool:
-                return self._stopping or self._is_urgent(drain.manifest)
+                return self._stopping or self._is_urgent()
 
             with self._lock:
                 if self.settings.rate:
@@ -765,11 +769,10 @@ class BackgroundWriter:
     def _copy_here(self, drain: Drain, part: Part, name: str) -> None:
         assert self.fast is not None and self.durable is not None
         source = self.fast.directory(drain.manifest.step) / part.name
-        urgent = self._is_urgent(drain.manifest)
-        priority = _PRIORITY["normal" if urgent else self.settings.priority]
+        urgent = self._is_urgent()
         pacing = Pacing(
             rate=0 if urgent else self.settings.rate,
-            priority=priority,
+            priority=self._priority(urgent),
             gate=self.gate if not urgent else None,
             gate_patience=self._patience(part.size),
             considerate=self.settings.windows and not urgent,
@@ -779,7 +782,7 @@ class BackgroundWriter:
             if self._stopping:  # even a copy that is stopped at once makes its file anew
                 raise StoppedError("the checkpointer is closed")
             self._copying = (drain.manifest.id, copy)
-            if self._is_urgent(drain.manifest):
+            if self._is_urgent():
                 copy.hurry()
         try:
             copy.run()
@@ -787,6 +790,7 @@ class BackgroundWriter:
             with self._lock:
                 self._copying = None
         if self.settings.verify:
+            priority = self._priority(self._is_urgent())
             read_back(self.durable, drain.manifest.step, part, name, priority)
         if self._stopping:  # meanwhile: the directories may be another checkpointer's
             raise StoppedError("the checkpointer is closed")

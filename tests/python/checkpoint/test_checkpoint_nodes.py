@@ -1167,9 +1167,9 @@ def test_a_leftover_without_a_good_copy_stays(
         part.write_bytes(bytes(part.stat().st_size))
     pace = BackgroundWriter._pace
 
-    def noted(self: BackgroundWriter, drain: Drain) -> Any:
+    def noted(self: BackgroundWriter) -> Any:
         paced.set()
-        return pace(self, drain)
+        return pace(self)
 
     def drain(rank: int, gather: Any) -> None:
         rate = "1B" if what == "stopped" else None

@@ -976,6 +976,38 @@ def test_a_wait_hurries_the_drain_that_comes_and_the_one_under_way(
         assert saved is not None and saved.level == "durable"
 
 
+def test_a_wait_for_a_drain_hurries_those_before_it(tmp_path: Path) -> None:
+    state = {"w": np.zeros(1_000_000)}  # of two blocks
+    with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable", rate=1) as ckpt:
+        before = [ckpt.save(state, step, level="fast") for step in (1, 2)]
+        ckpt.save(state, 3, level="durable")
+        assert all(saved is not None and saved.level == "durable" for saved in before)
+        assert not ckpt._background._is_urgent()
+
+
+def test_a_wait_hurries_a_save_that_the_writer_has_just_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare, hurry = Store.prepare, BackgroundWriter.hurry
+    begun, hurried = threading.Event(), threading.Event()
+
+    def late(store: Store, step: int) -> Path:
+        begun.set()
+        assert hurried.wait(60)
+        return prepare(store, step)
+
+    def note(background: BackgroundWriter, saved: Saved, level: Any) -> None:
+        hurry(background, saved, level)
+        hurried.set()
+
+    monkeypatch.setattr(Store, "prepare", late)
+    monkeypatch.setattr(BackgroundWriter, "hurry", note)
+    with nostall.Checkpointer(durable=tmp_path, rate=1) as ckpt:
+        saved = ckpt.save({"w": np.zeros(1_000_000)}, 1)  # of two blocks
+        assert saved is not None and begun.wait(60)
+        saved.wait("durable", 60)
+
+
 def test_a_wait_hurries_no_later_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rates: queue.Queue[int] = queue.Queue()
     write = _native.SnapshotWrite
