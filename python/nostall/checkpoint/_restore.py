@@ -7,6 +7,7 @@ import copy
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -316,9 +317,12 @@ def _as_it_was(value: Any, saved: Any) -> Any:
         if not value.committed:
             return jax.numpy.asarray(array)
         return jax.make_array_from_callback(array.shape, value.sharding, array.__getitem__)
-    if isinstance(value, Mapping) and isinstance(saved, dict) and value.keys() == saved.keys():
+    if isinstance(value, Mapping) and isinstance(saved, dict):
         made = copy.copy(saved)  # with the versions of a module's
-        made.update((key, _as_it_was(value[key], one)) for key, one in saved.items())
+        if isinstance(value, defaultdict):
+            made = defaultdict(value.default_factory, saved)
+        for key in saved.keys() & value.keys():
+            made[key] = _as_it_was(value[key], saved[key])
         return made
     for kind, make in ((tuple, partial(_tuple_as, value)), (list, list)):
         if isinstance(value, kind) and isinstance(saved, kind) and len(value) == len(saved):

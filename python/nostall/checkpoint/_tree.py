@@ -13,7 +13,7 @@ import json
 import math
 import sys
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -159,6 +159,8 @@ class _Encoder:
         versions = getattr(value, "_metadata", None)
         if isinstance(versions, Mapping):
             return {"$dict": self._pairs(value, path), "$metadata": _without_arrays(versions)}
+        if isinstance(value, Counter):  # as MultiStepLR's milestones, which a plain dict cannot be
+            return {"$dict": self._pairs(value, path), "$counter": True}
         if all(type(key) is str and not key.startswith("$") for key in value):
             return {key: self.encode(v, (*path, key)) for key, v in value.items()}
         return {"$dict": self._pairs(value, path)}
@@ -366,6 +368,8 @@ def decode(tree: Any, arrays: Mapping[str, Stored], placed: Mapping[str, Any] | 
             return tuple(build(v) for v in node["$tuple"])
         if "$dict" in node:
             values = {build(key): build(v) for key, v in node["$dict"]}
+            if "$counter" in node:
+                return Counter(values)
             if "$metadata" not in node:
                 return values
             state = OrderedDict(values)  # as a module's own, which a plain dict cannot be

@@ -314,6 +314,48 @@ def test_modules_and_optimizers_save_and_load_themselves(tmp_path: Path) -> None
     assert isinstance(first["model"].state_dict(), collections.OrderedDict)
 
 
+def test_schedules_with_counts_go_on_after_a_restore(tmp_path: Path) -> None:
+    def training() -> dict[str, Any]:
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+        warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4)
+        drops = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3, 3], 0.5)
+        schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, drops], [4])
+        return {"optimizer": optimizer, "schedule": schedule}
+
+    def rates(training: dict[str, Any], steps: int) -> list[float]:
+        found = []
+        for _ in range(steps):
+            training["optimizer"].step()
+            training["schedule"].step()
+            found.append(training["optimizer"].param_groups[0]["lr"])
+        return found
+
+    first, second = training(), training()
+    with nostall.Checkpointer(durable=tmp_path) as ckpt:
+        rates(first, 3)
+        ckpt.save(first, 3)
+        ckpt.restore(into=second)
+    assert rates(second, 6) == rates(first, 6)
+
+
+def test_counters_and_dictionaries_with_defaults_stay_such(tmp_path: Path) -> None:
+    def state(**counts: int) -> dict[str, Any]:
+        seen = collections.defaultdict(list, {"a": [Pair(1, counts["a"])]})
+        seen.update({name: [count] for name, count in counts.items() if name != "a"})
+        return {"counts": collections.Counter(counts), "seen": seen}
+
+    saved, into = state(a=2, b=3), state(a=1)
+    with nostall.Checkpointer(durable=tmp_path) as ckpt:
+        ckpt.save(saved, 1)
+        ckpt.restore(into=into)
+        found = ckpt.restore()
+    assert found is not None and type(found.state["seen"]) is dict
+    assert found.state["counts"].most_common() == [("b", 3), ("a", 2)]
+    assert into == saved
+    assert type(into["counts"]) is collections.Counter and type(into["seen"]["a"][0]) is Pair
+    assert into["seen"]["new"] == []
+
+
 def test_a_module_is_a_state_and_is_not_called(tmp_path: Path) -> None:
     model = torch.nn.Linear(4, 3)
     model.register_forward_pre_hook(lambda *_: pytest.fail("the module was called"))
