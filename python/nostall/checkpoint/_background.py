@@ -314,7 +314,8 @@ class BackgroundWriter:
         if job.snapshot is not None:
             snapshot, job.snapshot, job.leaves, job.window = job.snapshot, None, None, None
             job.saved.copied_bytes = snapshot.copied_bytes
-            self.add_snapshot(snapshot)
+            if not job.spare:
+                self.add_snapshot(snapshot)
 
     def _persist(self, job: Job) -> None:
         saved = job.saved

@@ -150,6 +150,10 @@ class Checkpointer:
         for snapshot in self._snapshots:
             self._background.add_snapshot(snapshot)
         self._saves = itertools.count()
+        self._saving = False  # a call of `save` has a snapshot, or is about to
+        self._unfinished: _native.Snapshot | None = (
+            None  # which the writer has, and that call fills
+        )
         self._pid = os.getpid()
         self._history: deque[Saved] = deque(maxlen=_KEPT_UNSAFE)
         self._window: SaveWindow | DeviceWindow | None = None
@@ -327,6 +331,30 @@ class Checkpointer:
     ) -> Saved:
         began = time.perf_counter()
         self.before_update()
+        # A signal's handler may save within a save, which stands still until the handler returns.
+        within, self._saving = self._saving, True
+        if self._unfinished is not None:
+            self._unfinished.finish()
+        try:
+            saved = self._begin_save(state, step, metric, wanted, window, spare=within)
+        finally:
+            self._saving = within
+        if wanted != "memory":
+            saved.wait(wanted, self._options.timeout + 10)
+        saved.seconds = time.perf_counter() - began
+        self._failures.check(self._history, self._is_complete)
+        return saved
+
+    def _begin_save(
+        self,
+        state: Any,
+        step: int,
+        metric: SupportsFloat | None,
+        wanted: Level,
+        window: bool,
+        spare: bool,
+    ) -> Saved:
+        """Copies the state, and gives it to the writer."""
         number = next(self._saves)
         id = f"{self._run}-{number:06d}"
         sequence, abandoned = self._lineage.save(step)
@@ -340,7 +368,7 @@ class Checkpointer:
             abandoned=abandoned,
         )
         saved = Saved(step, id, 0)
-        job = Job(saved, manifest, None, number)
+        job = Job(saved, manifest, None, number, spare=spare)
         snapshot = leaves = None
         try:
             job.manifest = dataclasses.replace(manifest, metric=_as_number(metric))
@@ -354,16 +382,14 @@ class Checkpointer:
             self._tell_others(job, error)
             raise
         try:
+            self._unfinished = snapshot
             self._background.submit(job, awaited=wanted)
             self._remember(saved)
         finally:  # also of an interrupt: the writer waits for the blocks
             if snapshot is not None:
                 snapshot.finish()
-        if wanted != "memory":
-            del leaves
-            saved.wait(wanted, self._options.timeout + 10)
-        saved.seconds = time.perf_counter() - began
-        self._failures.check(self._history, self._is_complete)
+            self._unfinished = None
+        del leaves
         return saved
 
     def _tell_others(self, job: Job, error: BaseException) -> None:
@@ -407,7 +433,8 @@ class Checkpointer:
         leaves = files.layout(leaves, guarded)
         head = files.header(tree, leaves)
         began = time.perf_counter()
-        snapshot = self._background.take_snapshot()
+        take = self._background.take_snapshot
+        snapshot = _native.Snapshot(self._threads) if job.spare else take()
         job.saved.waited_seconds = time.perf_counter() - began
         if snapshot is None:
             job.failed = (
@@ -439,7 +466,8 @@ class Checkpointer:
         except BaseException:
             self._window = None
             snapshot.finish()  # no thread reads the leaves any more
-            self._background.add_snapshot(snapshot)
+            if not job.spare:
+                self._background.add_snapshot(snapshot)
             raise
         job.snapshot = snapshot
         job.saved.bytes = snapshot.size

@@ -248,6 +248,7 @@ class Job:
     arriving: DeviceCopies | None = None  # what the snapshot is made of, once it is copied
     leaves: Any = None  # keeps the memory that is read in place, until the job is done
     complete: Manifest | None = None  # once it is, where the storage may not have it
+    spare: bool = False  # its snapshot is one more than the checkpointer keeps
 
 
 @dataclasses.dataclass

@@ -1577,6 +1577,37 @@ def test_progress_is_told_at_the_end_where_no_thread_is_to_be_had(
     assert found is not None and told == [(found.manifest.size, found.manifest.size)]
 
 
+@pytest.mark.parametrize("where", ["take_snapshot", "submit"])
+def test_a_handler_of_a_signal_saves_within_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    work, saves = getattr(BackgroundWriter, where), []
+
+    def interrupted(background: BackgroundWriter, *arguments: Any, **options: Any) -> Any:
+        result = work(background, *arguments, **options)
+        if not saves:
+            saves.append(None)
+            signal.raise_signal(signal.SIGUSR1)
+        return result
+
+    def handle(*_: Any) -> None:
+        saves.append(ckpt.save(state_of(2), 2, level="durable"))
+
+    monkeypatch.setattr(BackgroundWriter, where, interrupted)
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable", patience=0.1) as ckpt:
+            outer = ckpt.save(state_of(1), 1, level="fast")
+            assert outer is not None and outer.problems == []
+            ckpt.wait(60)
+            assert saves[1].level == outer.level == "durable"
+            assert len(ckpt._background._snapshots) == 1
+            found = ckpt.restore()
+            assert found is not None and found.step == found.state["step"] == 2
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 @pytest.mark.parametrize("level", ["fast", "durable"])
 def test_an_interrupt_after_the_copy_has_begun_leaves_a_whole_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: Any
