@@ -332,6 +332,7 @@ void bind_nodes(nb::module_& m) {
       .def_rw("job", &NodeSpec::job)
       .def_rw("local_rank", &NodeSpec::local_rank)
       .def_rw("local_world", &NodeSpec::local_world)
+      .def_rw("loads", &NodeSpec::loads)
       .def_rw("tiers", &NodeSpec::tiers)
       .def_rw("node", &NodeSpec::node)
       .def_rw("nodes", &NodeSpec::nodes)
@@ -439,8 +440,12 @@ void bind_loader(nb::module_& m) {
   nb::class_<PyLoader>(m, "Loader", "The staging buffer of one rank (native/stage/loader.h).")
       .def(
           "__init__",
-          [](PyLoader* self, const PyLoaderConfig& config, const stage::NodeSpec& node,
+          [](PyLoader* self, const PyLoaderConfig& config, stage::NodeSpec& node,
              const peer::ExchangeConfig& peers, bindings::PyTransport* transport) {
+            node.waiting = [] {
+              const nb::gil_scoped_acquire gil;
+              if (PyErr_CheckSignals() != 0) throw nb::python_error();
+            };
             // Made there too: a loader that fails leaves the tiers.
             new (self) PyLoader(bindings::without_gil([&] {
               stage::LoaderConfig attached =

@@ -131,6 +131,7 @@ std::string arguments_of(const plan::JobSpec& job, const source::Source& source,
   }
   line("order", order);
   line("scheme", std::to_string(static_cast<int>(job.scheme)));
+  line("states loaded", std::to_string(node.loads));
   line("first batch", std::to_string(begin.batch) + " of epoch " + std::to_string(begin.epoch));
   std::string tiers;
   for (const tier::TierSpec& spec : node.tiers) {
@@ -309,6 +310,8 @@ NodeTiers attach_node_cache(const plan::JobSpec& job, uint32_t rank, const sourc
   config.any_member = node.any_member;
   config.dataset = source.fingerprint();
   config.plan = Fnv(plan::fingerprint(job)).number(begin.epoch).number(begin.batch).value();
+  config.loads = node.loads;
+  config.waiting = node.waiting;
   config.arguments = arguments_of(job, source, node, begin);
   config.tiers = node.tiers;
   config.stamp = source.stamp();

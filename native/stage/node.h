@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -34,9 +35,11 @@ struct NodeSpec {
   uint32_t node = 0;                  // this node's number among `nodes`
   plan::Nodes nodes;                  // all that share what they keep; empty: this one is alone
   std::vector<std::vector<tier::TierSpec>> all_tiers;  // of every node, for Sharing::hdmlp
+  uint64_t loads = 0;       // of states, before this start: tier::NodeCacheConfig
   bool any_member = false;  // processes that come and go: tier::NodeCacheConfig
   plan::CopyRule copies = plan::CopyRule::fixed;  // of others' samples, where those have owners
   bool locality = false;  // ranks take what they own, not what the plan deals them: plan/locality.h
+  std::function<void()> waiting{};  // is called while ranks wait: tier::NodeCacheConfig
 };
 
 // This node's part of the cache.

@@ -3,7 +3,9 @@
 // Attaching (meet): ranks take turns (base/handover.h). The first one creates catalogue, arena and
 // tier files, reads what kept tiers hold, and offers all descriptors; later ones ask for them, map
 // them, and compare fingerprints. Each rank then holds a lock on its own byte of the catalogue
-// file. A rank that cannot share files works without tiers (go_without).
+// file. A rank that cannot share files works without tiers (go_without). A rank that goes on from a state
+// makes the cache anew when those that have not loaded it yet have left (await_late); until then it
+// holds none of their files, for with a kept tier's it would have its lock.
 //
 // States: one word per sample, changed by compare-and-swap. The word of a sample that is filling
 // names the claiming rank. A waiter sleeps on one of kBuckets futex words; publish, abandon and
@@ -42,7 +44,9 @@
 #include <filesystem>
 #include <iterator>
 #include <new>
+#include <ranges>
 #include <string_view>
+#include <thread>
 #include <utility>
 
 #include "base/fnv.h"
@@ -182,6 +186,21 @@ Kept read_shared_list(const Descriptor& file, size_t tiers) {
     }
   }
   return kept;
+}
+
+// The header of a catalogue; nothing if the file is too short for one.
+Mapping head_of(const Descriptor& catalog) {
+  struct stat status {};
+  if (::fstat(catalog.get(), &status) != 0)
+    throw io_error("cannot examine", "the catalogue", errno);
+  if (static_cast<uint64_t>(status.st_size) < sizeof(CatalogHeader)) return {};
+  return Mapping::map(reopen(catalog.get()).take(), "the catalogue", sizeof(CatalogHeader)).take();
+}
+
+constexpr uint64_t kLayout =
+    kCatalogMagic ^ kCatalogVersion ^ (uint64_t{sizeof(CatalogHeader)} << 32);
+uint64_t layout_of(const CatalogHeader& h) {
+  return h.magic ^ h.version ^ (uint64_t{h.layout_bytes} << 32);
 }
 
 class NodeCacheImpl final : public NodeCache {
@@ -479,6 +498,8 @@ class NodeCacheImpl final : public NodeCache {
   bool is_read(const Leaving& leaving) const;
   bool give_back(uint64_t chunk);
   void meet(const Placer& place, std::chrono::nanoseconds timeout);
+  bool is_late(const Descriptor& catalog) const;
+  void await_late(const Descriptor& catalog, Handover::Deadline deadline) const;
   void go_without(const std::string& why, const Placer& place);
   void set_placement(plan::Placement placement);
   void take_places(plan::Placement& placement);
@@ -590,10 +611,21 @@ void NodeCacheImpl::meet(const Placer& place, std::chrono::nanoseconds timeout) 
   std::vector<std::vector<KeptRecord>> records(config_.tiers.size());
   // Ranks compute at the same time what does not depend on what earlier jobs left.
   if (!keeps) set_placement(place(kept));
-  // The deadline covers waits for other ranks only, not what this rank computes itself.
-  const auto deadline = std::chrono::steady_clock::now() + timeout;
-  std::optional<Handover::Turn> turn = handover_.turn(deadline);
-  std::vector<Descriptor> files = handover_.ask(deadline);
+  const auto patience = std::chrono::steady_clock::now() + config_.late;
+  std::optional<Handover::Turn> turn;
+  std::vector<Descriptor> files;
+  for (;;) {
+    // The deadline covers waits for other ranks only, not what this rank computes itself.
+    const auto deadline = std::chrono::steady_clock::now() + timeout;
+    turn.emplace(handover_.turn(deadline, config_.waiting));
+    files = handover_.ask(deadline, config_.waiting);
+    if (files.empty() || !is_late(files[kCatalogFile])) break;
+    if (std::chrono::steady_clock::now() >= patience) break;
+    const Descriptor catalog = std::move(files[kCatalogFile]);
+    files.clear();
+    turn.reset();
+    await_late(catalog, patience);
+  }
   const bool first = files.empty();
   if (first) {
     open_tier_files();
@@ -643,6 +675,29 @@ void NodeCacheImpl::meet(const Placer& place, std::chrono::nanoseconds timeout) 
     enter_member();
     if (listing_ && config_.listing != nullptr) config_.listing->adopt(listing_);
   }
+}
+
+// Whether the catalogue is of ranks that have yet to load the state that this one goes on from.
+bool NodeCacheImpl::is_late(const Descriptor& catalog) const {
+  const Mapping head = head_of(catalog);
+  if (head.data() == nullptr) return false;
+  const auto& h = *reinterpret_cast<const CatalogHeader*>(head.data());
+  const bool alike = layout_of(h) == kLayout && h.local_world == config_.local_world &&
+                     h.dataset == config_.dataset;
+  return alike && h.loads < config_.loads && h.start != config_.plan;
+}
+
+// Returns when no rank that lives has the catalogue any more, or at the deadline.
+void NodeCacheImpl::await_late(const Descriptor& catalog, Handover::Deadline deadline) const {
+  const LockFile ranks(reopen(catalog.get()).take());
+  const auto lives = [&ranks](uint32_t rank) {
+    return ranks.is_held_elsewhere(kFirstMember + rank);
+  };
+  const auto all = std::views::iota(uint32_t{0}, config_.local_world);
+  do {  // one that is about to lock its byte has it by the next look
+    std::this_thread::sleep_for(kWaitSlice);
+    if (config_.waiting) config_.waiting();
+  } while (std::ranges::any_of(all, lives) && std::chrono::steady_clock::now() < deadline);
 }
 
 // Where there is no memory for the second copy that there is for a moment, every rank keeps its own.
@@ -757,6 +812,8 @@ Descriptor NodeCacheImpl::create_catalog() {
   header->layout_bytes = sizeof(CatalogHeader);
   header->dataset = config_.dataset;
   header->plan = plan_;
+  header->loads = config_.loads;
+  header->start = config_.plan;
   header->samples = sizes_.size();
   header->arena_bytes = arena_bytes_;
   header->local_world = config_.local_world;
@@ -789,10 +846,7 @@ void NodeCacheImpl::map_shared() {
   if (::fstat(catalog_file_.get(), &status) != 0)
     throw io_error("cannot examine", "the catalogue", errno);
   // The header says in what the ranks disagree, which the size alone does not.
-  if (static_cast<uint64_t>(status.st_size) >= sizeof(CatalogHeader)) {
-    const Mapping head =
-        Mapping::map(reopen(catalog_file_.get()).take(), "the catalogue", sizeof(CatalogHeader))
-            .take();
+  if (const Mapping head = head_of(catalog_file_); head.data() != nullptr) {
     check(*reinterpret_cast<const CatalogHeader*>(head.data()));
   }
   if (static_cast<uint64_t>(status.st_size) != catalog_bytes()) {
@@ -851,8 +905,7 @@ void NodeCacheImpl::check(const CatalogHeader& h) const {
     if (theirs == mine) return;
     differ(what + ": " + std::to_string(mine) + " here, " + std::to_string(theirs) + " there");
   };
-  compare("cache's layout", h.magic ^ h.version ^ (uint64_t{h.layout_bytes} << 32),
-          kCatalogMagic ^ kCatalogVersion ^ (uint64_t{sizeof(CatalogHeader)} << 32));
+  compare("cache's layout", layout_of(h), kLayout);
   compare("number of local ranks", h.local_world, config_.local_world);
   if (h.dataset == config_.dataset && h.plan == plan_ && h.samples == sizes_.size()) return;
   // Lines of the same name are at the same place: both sides wrote all of them.

@@ -100,7 +100,11 @@ struct NodeCacheConfig {
   bool any_member = false;  // local_rank is the first number that no process has, not the one given
   uint64_t dataset = 0;     // Source::fingerprint()
   uint64_t plan = 0;        // fingerprint of the plan: all ranks must have the same
-  std::string arguments;    // what these follow from, "name=value" lines: says where ranks disagree
+  // How many states this rank has loaded. One that has another plan than ranks which have loaded fewer
+  // waits until they have left, which they do to load theirs; for so long.
+  uint64_t loads = 0;
+  std::chrono::nanoseconds late = std::chrono::minutes(2);
+  std::string arguments;  // what these follow from, "name=value" lines: says where ranks disagree
   std::vector<TierSpec> tiers;  // fastest first, at most 8
   std::string shm_directory = "/dev/shm";
   std::string proc_directory = "/proc";  // where the limits of memory are read (base/limits.h)
@@ -114,6 +118,8 @@ struct NodeCacheConfig {
   // be killed. Writing takes a hundredth of the time at most.
   std::chrono::milliseconds keep_every = std::chrono::minutes(5);
   Halves halves{};
+  // Is called now and then while attaching waits for other ranks, which ends with what it throws.
+  std::function<void()> waiting{};
 };
 
 // What a kept file tier of an earlier job holds of a data set of so many samples; nothing if there
@@ -179,8 +185,8 @@ class NodeCache {
 
   // Attaches to the node's cache, creating it if this process is first. Bounded: throws Error(peer)
   // after `timeout` if another rank takes that long to set up, Error(peer) if this rank's dataset,
-  // plan or placement differs from the other ranks'. `sizes` has one entry per sample and is
-  // copied.
+  // plan or placement differs from the other ranks', after NodeCacheConfig::late if they may be late.
+  // `sizes` has one entry per sample and is copied.
   static std::unique_ptr<NodeCache> attach(
       const NodeCacheConfig& config, std::span<const uint64_t> sizes, const Placer& place,
       std::chrono::nanoseconds timeout = std::chrono::seconds(30));

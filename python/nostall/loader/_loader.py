@@ -1219,6 +1219,7 @@ class DataLoader:
     def _node(self, met: Cluster | None, job_name: str) -> _native.NodeSpec:
         node = _native.NodeSpec()
         node.job = job_name
+        node.loads = self._loads
         if self.world.processes is None:
             node.local_rank = self.world.local_rank
             node.local_world = self.world.local_world_size

@@ -18,6 +18,7 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <future>
 #include <mutex>
 #include <thread>
 
@@ -976,6 +977,69 @@ TEST_F(NodeCacheTest, WhatRanksDisagreeOnIsNamedWithBothValues) {
         << e.what();
     EXPECT_EQ(std::string(e.what()).find("seed"), std::string::npos) << e.what();
   }
+}
+
+// Two ranks whose tier is kept; one goes on from a state while the other still uses what was there before.
+TEST_F(NodeCacheTest, ARankThatHasLoadedAStateWaitsForThoseThatHaveNot) {
+  const auto kept = [this](uint32_t rank, uint64_t loads) {
+    auto c = config(rank, 2, TierKind::file);
+    c.tiers[0].keep = true;
+    c.plan += loads;
+    c.loads = loads;
+    return c;
+  };
+  auto a0 = attach(kept(0, 0)), a1 = attach(kept(1, 0));
+  put(*a0, 0);
+  a0.reset();
+  std::promise<void> waits;
+  std::unique_ptr<NodeCache> b0;
+  std::thread early([&] {
+    NodeCacheConfig c = kept(0, 1);
+    c.waiting = [&waits, told = std::make_shared<std::once_flag>()] {
+      std::call_once(*told, [&] { waits.set_value(); });
+    };
+    b0 = attach(c);
+  });
+  waits.get_future().wait();
+  put(*a1, 1);
+  a1.reset();
+  const auto b1 = attach(kept(1, 1));
+  early.join();
+  put(*b0, 2);
+  EXPECT_EQ(b1->state(0), State::ready);
+  EXPECT_EQ(b1->state(1), State::ready);
+  EXPECT_EQ(b1->state(2), State::ready);
+  b0.reset();
+  EXPECT_EQ(kept_records(kept(0, 1).tiers[0], 11, kSamples).records.size(), 3u);
+  EXPECT_TRUE(warnings_.empty());
+}
+
+TEST_F(NodeCacheTest, ARankWaitsOnlyForThoseThatMayBeLate) {
+  auto first = config(0, 2);
+  first.loads = 1;
+  first.arguments = "states loaded=1\nfirst batch=3\n";
+  const auto a = attach(first);
+  const auto refused = [this](uint64_t loads, std::chrono::nanoseconds late) {
+    auto other = config(1, 2);
+    other.loads = loads;
+    other.late = late;
+    other.plan += 1;
+    other.arguments = "states loaded=" + std::to_string(loads) + "\nfirst batch=5\n";
+    try {
+      attach(other);
+    } catch (const Error& e) {
+      return e.kind() == ErrorKind::peer ? std::string(e.what()) : "another kind";
+    }
+    return std::string();
+  };
+  const std::string batch = "first batch (5 here, 3 there);";
+  EXPECT_NE(refused(0, 24h).find("states loaded (0 here, 1 there), " + batch), std::string::npos);
+  EXPECT_NE(refused(1, 24h).find("on the " + batch), std::string::npos);
+  EXPECT_NE(refused(2, 50ms).find("states loaded (2 here, 1 there), " + batch), std::string::npos);
+  auto same = config(1, 2);
+  same.loads = 2;
+  put(*a, 0);
+  EXPECT_EQ(attach(same)->state(0), State::ready);
 }
 
 TEST_F(NodeCacheTest, ArgumentsThatDoNotFitAreNotCalledDifferent) {

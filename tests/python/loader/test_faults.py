@@ -27,6 +27,7 @@ from PIL import Image
 from procfs import OwnSharedMemory, abstract_sockets, open_links, shared_memory
 
 import nostall
+from nostall import _native
 from nostall import transforms as t
 from nostall.base._garbage import await_all
 from nostall.errors import CorruptionError, IoError, PeerError, StoppedError, UsageError
@@ -465,14 +466,103 @@ def test_ranks_that_disagree_are_told_so(
         ({"shuffle": False}, r"order \(sequential here, torch there\);"),
         ({"tiers": ["ram:20KiB"]}, r"tiers \(ram:20480 here, ram:1048576 there\);"),
         ({"dataset": nostall.FileList(paths[:60])}, r"samples \(60 here, 61 there\), bytes of"),
-        ({}, r"first batch \(3 of epoch 0 here, 0 of epoch 0 there\);"),
+        ({}, r"on the first batch \(3 of epoch 0 here, 0 of epoch 0 there\);"),
     ):
         with loader(0) as first, loader(1, **other) as second:
+            if not other:  # each has loaded a state, so that no rank is late
+                first.load_state_dict(first.state_dict())
             next(iter(first))
             if not other:
                 second.load_state_dict({**second.state_dict(), "batch": 3})
             with pytest.raises(PeerError, match=told):
                 next(iter(second))
+
+
+def test_a_rank_that_goes_back_waits_for_those_that_have_yet_to(
+    image_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder = nostall.ImageFolder(image_folder)
+    starts = threading.Event()
+    start = _native.Loader
+
+    def told(*given: Any) -> _native.Loader:
+        starts.set()
+        return start(*given)
+
+    def loader(rank: int) -> nostall.DataLoader:
+        return nostall.DataLoader(
+            folder,
+            4,
+            epochs=1,
+            tiers=["ram:10KiB", f"{tmp_path}:1MiB:keep"],
+            output="numpy",
+            rank=rank,
+            world_size=2,
+            local_rank=rank,
+            local_world_size=2,
+            job=own_job("goes back"),
+        )
+
+    def labels(batches: Any) -> list[int]:
+        return [label for _, each in batches for label in each.tolist()]
+
+    with loader(0) as first, loader(1) as second:
+        ranks = [first, second]
+        iterations = [iter(rank) for rank in ranks]
+        before = [labels([next(it), next(it)]) for it in iterations]
+        state, here, rest = first.state_dict(), len(before[0]), list(map(labels, iterations))
+        assert here == 8 and len(rest[0]) > here
+        monkeypatch.setattr(_native, "Loader", told)
+        went_on: list[list[int]] = []
+        first.load_state_dict(state)
+        early = threading.Thread(target=lambda: went_on.append(labels(first)))
+        early.start()
+        assert starts.wait(600)
+        second.load_state_dict(state)
+        assert labels(second) == rest[1]
+        early.join()
+        assert went_on == [rest[0]]
+    assert not caplog.records
+    with nostall.DataLoader(
+        folder, 4, tiers=[f"{tmp_path}:1MiB:keep"], **one_rank(0, 1)
+    ) as following:
+        labels(following)
+        assert following.stats().source_bytes < folder.total_bytes
+
+
+def test_a_signal_ends_the_wait_for_ranks_that_have_yet_to_go_back(
+    image_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = _native.Loader
+
+    def signalled(*given: Any) -> _native.Loader:
+        threading.Timer(0.0, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        return start(*given)
+
+    def end(*_: object) -> None:
+        raise InterruptedError
+
+    folder = nostall.ImageFolder(image_folder)
+    place = {"world_size": 2, "local_world_size": 2, "job": own_job("signalled")}
+    loaders = [
+        nostall.DataLoader(folder, 4, tiers=["ram:1MiB"], rank=rank, local_rank=rank, **place)
+        for rank in range(2)
+    ]
+    before = signal.signal(signal.SIGUSR1, end)
+    try:
+        for loader in loaders:
+            next(iter(loader))
+        loaders[0].load_state_dict(loaders[0].state_dict())
+        monkeypatch.setattr(_native, "Loader", signalled)
+        with pytest.raises(InterruptedError):
+            next(iter(loaders[0]))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        for loader in loaders:
+            loader.close()
 
 
 def test_ranks_without_tiers_are_told_that_they_deal_batches_differently(
