@@ -26,7 +26,7 @@ _SECONDS = 10.0
 
 _log = logging.getLogger("nostall")
 _closing: dict[_thread.LockType, _Call] = {}  # held until what is called has ended
-_awaited_in = 0  # the process at whose end these are awaited
+_before_end: dict[Callable[[], None], int] = {}  # the process before whose end it is called
 _ended = False
 
 
@@ -69,15 +69,11 @@ def end_with(kind: type[BaseException] | None, close: Callable[[], object]) -> N
 
 def apart(close: Callable[..., object], *args: object) -> None:
     """Calls ``close(*args)`` in a thread of its own, for which the end of the process waits."""
-    global _awaited_in
     call: _Call = [partial(close, *args)]
     if _ended:
         call.pop()()
         return
-    util = sys.modules.get("multiprocessing.util")  # whose processes end without atexit
-    if util is not None and _awaited_in != os.getpid():
-        _awaited_in = os.getpid()
-        util.Finalize(None, await_all, (None,), exitpriority=100)
+    before_child_ends(_end, 100)
     done = _thread.allocate_lock()
     done.acquire()
     _closing[done] = call
@@ -124,6 +120,18 @@ def await_all(seconds: float | None = _SECONDS) -> None:
             _run(done, call)
         if done.acquire(timeout=-1 if seconds is None else seconds):
             done.release()
+
+
+def before_child_ends(call: Callable[[], None], priority: int) -> None:
+    """Has it called before this process ends, if multiprocessing has started it.
+
+    Such a process may end without the functions of atexit. Its other threads may still run then.
+    """
+    process = sys.modules.get("multiprocessing.process")
+    if process is None or process.parent_process() is None or _before_end.get(call) == os.getpid():
+        return
+    _before_end[call] = os.getpid()
+    sys.modules["multiprocessing.util"].Finalize(None, call, exitpriority=priority)
 
 
 def _end() -> None:

@@ -12,6 +12,7 @@ import keyword
 import logging
 import operator
 import os
+import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
 from datetime import timedelta
@@ -21,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nostall import _native
-from nostall.base._garbage import Closer, await_all, close_safely, end_with
+from nostall.base._garbage import Closer, await_all, before_child_ends, close_safely, end_with
 from nostall.base._options import checked, value
 from nostall.base._sizes import (
     defaults,
@@ -183,6 +184,22 @@ def _end_with_program() -> None:
     for batches in list(_running):
         with contextlib.suppress(ValueError):  # another thread is in it
             batches.close()
+
+
+_started: weakref.WeakSet[DataLoader] = weakref.WeakSet()  # those that have begun, in this process
+os.register_at_fork(after_in_child=_started.clear)
+
+
+def _end_with_child() -> None:
+    """Closes what the other ranks of the node would take for that of a rank that was killed.
+
+    A thread for which the process still waits may go on with its loader.
+    """
+    with contextlib.ExitStack() as stack:
+        for loader in list(_started):
+            taker = loader._taker
+            if taker is threading.current_thread() or taker.daemon or not taker.is_alive():
+                stack.callback(loader.close)
 
 
 def _end(loader: _native.Loader, learned: Source | None, unobserve: Callable[[], None]) -> None:
@@ -384,8 +401,8 @@ class DataLoader:
         self._ended: int | None = None  # the epoch that the loaded state had just ended
         self._turn: int | None = None  # of epochs(), behind turns of which nothing was taken
         self._loader: _native.Loader | None = None
-        self._process = 0  # that made it
         self._ahead: Ahead | None = None  # of the last iteration
+        self._taker = threading.current_thread()  # the thread that has taken the last batch
         self._told = _Told()
         self._recorder = Recorder(self.world.rank, self.world.world_size, self.dataset.describe)
         if self._recipe.place is not None:
@@ -410,6 +427,7 @@ class DataLoader:
         number = next(_made_of[rank, size, job])
         self._twins = f"{job} loader {number}"
         self._job = f"{job or self.world.job} loader {number} of {size}"
+        self._process = 0  # that made the native loader
         self._compared = False
         self._cluster: Cluster | None = None
         self._joins = 0  # a resumed loader meets the others again
@@ -672,6 +690,7 @@ class DataLoader:
         self._refuse_closed()  # it may have been made before
         self._refuse_before_load(loads)
         self._told.begun = True
+        self._taker = threading.current_thread()
         # Lightning makes the iterator, then sets the epoch, or finds that all epochs are over.
         epoch, start = place()
         if epoch >= self._last_epoch:
@@ -738,6 +757,7 @@ class DataLoader:
                 value = one.hand_out(one.batch, self._recipe.here)
         self._recorder.batch(one.batch, began, one.substituted)
         self._position = position
+        self._taker = threading.current_thread()
         self._samples_taken = len(one.batch)
         self._resumed = False
         return value
@@ -1145,6 +1165,8 @@ class DataLoader:
             from nostall.observe import _live as live
 
             self._finalizer = Closer(self, _end, self._loader, learned, live.remove)
+            _started.add(self)
+            before_child_ends(_end_with_child, 0)
             metrics.add(self)
             live.add(self)
             if trace.wanted():

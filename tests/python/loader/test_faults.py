@@ -242,6 +242,52 @@ def test_a_forked_child_is_told_and_does_not_hang(image_folder: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+FORKED_RANKS = """
+import multiprocessing, sys, time
+import nostall
+
+class Training:
+    def __init__(self, rank):
+        self.itself = self
+        self.loader = nostall.DataLoader(
+            nostall.ImageFolder(sys.argv[1], index=False), 4, tiers=["ram:1MiB"],
+            output="numpy", rank=rank, world_size=2, local_rank=rank, local_world_size=2,
+            job=sys.argv[2],
+        )
+
+def train(rank, both, other_ended):
+    training = Training(rank)
+    batches = iter(training.loader)
+    next(batches)
+    both.wait()
+    if rank == 1:
+        return
+    other_ended.wait()
+    # It looks for ranks that were killed a few times per second.
+    until = time.monotonic() + 2
+    while time.monotonic() < until:
+        list(training.loader)
+    print("goes on")
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("fork")
+    both, other_ended = context.Barrier(2), context.Event()
+    ranks = [context.Process(target=train, args=(r, both, other_ended)) for r in range(2)]
+    for rank in ranks:
+        rank.start()
+    ranks[1].join()
+    other_ended.set()
+    ranks[0].join()
+    print([rank.exitcode for rank in ranks])
+"""
+
+
+@pytest.mark.multi
+def test_a_forked_rank_that_ends_leaves_its_tiers(image_folder: Path) -> None:
+    done = prefork.run(["-c", FORKED_RANKS, str(image_folder), own_job("forked")], timeout=800)
+    assert done.stdout.splitlines() == ["goes on", "[0, 0]"], done.stderr
+
+
 RANK_PROGRAM = """
 import os, signal, sys, time, nostall
 signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs start without one
