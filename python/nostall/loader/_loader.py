@@ -427,7 +427,7 @@ class DataLoader:
         number = next(_made_of[rank, size, job])
         self._twins = f"{job} loader {number}"
         self._job = f"{job or self.world.job} loader {number} of {size}"
-        self._process = 0  # that made the native loader
+        self._process = os.getpid()  # that made it, or its first batch
         self._compared = False
         self._cluster: Cluster | None = None
         self._joins = 0  # a resumed loader meets the others again
@@ -1137,13 +1137,16 @@ class DataLoader:
         }
 
     def _stage(self) -> _native.Loader:
-        if self._loader is not None and self._process != os.getpid():
+        if self._process != os.getpid():
+            one_of_several = self.world.processes is None and self.world.local_world_size > 1
             # Here, for the core would wait for threads of the run before, which are not in a child.
-            raise UsageError(
-                f"this loader belongs to process {self._process}; a forked child must make its own"
-            )
-        if self._loader is None:
+            if self._loader is not None or one_of_several:
+                raise UsageError(
+                    f"this loader belongs to process {self._process}; a forked child must make its own"
+                )
             self._process = os.getpid()
+            self._job += f" process {self._process}"  # other children begin with it, too
+        if self._loader is None:
             if self._options.rank is None:
                 refuse_late_group(self.world.world_size, "loader")
             if not self._compared and self.world.world_size > 1:

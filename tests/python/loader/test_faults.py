@@ -288,6 +288,56 @@ def test_a_forked_rank_that_ends_leaves_its_tiers(image_folder: Path) -> None:
     assert done.stdout.splitlines() == ["goes on", "[0, 0]"], done.stderr
 
 
+MADE_BEFORE_FORKS = """
+import multiprocessing, sys
+import nostall
+from nostall.errors import UsageError
+
+data = nostall.ImageFolder(sys.argv[1], index=False)
+alone = nostall.DataLoader(data, 4, epochs=1, tiers=["ram:1MiB"])
+place = {"rank": 0, "world_size": 2, "local_rank": 0, "local_world_size": 2}
+one_of_two = nostall.DataLoader(data, 4, epochs=1, tiers=["ram:1MiB"], job=sys.argv[2], **place)
+
+def take(within, told):
+    batches = iter(alone)
+    try:
+        seen = len(next(batches)[1])
+    except UsageError as error:
+        within.abort()
+        told.put(("nothing", str(error)))
+        return
+    within.wait()  # both are
+    seen += sum(len(labels) for _, labels in batches)
+    try:
+        next(iter(one_of_two))
+    except UsageError as error:
+        told.put((seen, str(error)))
+
+context = multiprocessing.get_context("fork")
+within, told = context.Barrier(2), context.Queue()
+children = [context.Process(target=take, args=(within, told)) for _ in range(2)]
+for child in children:
+    child.start()
+print(*told.get())
+if not within.broken:
+    print(*told.get())
+for child in children:
+    child.join()
+print(sum(len(labels) for _, labels in alone))
+"""
+
+
+@pytest.mark.multi
+def test_forked_children_may_begin_with_a_loader_that_is_one_rank(image_folder: Path) -> None:
+    command = ["-c", MADE_BEFORE_FORKS, str(image_folder), own_job("before forks")]
+    done = prefork.run(command, timeout=800)
+    *children, parent = done.stdout.splitlines() or [""]
+    assert parent == "61" and len(children) == 2, done.stderr
+    for said in children:
+        assert said.startswith("61 this loader belongs to process "), said
+        assert said.endswith("; a forked child must make its own")
+
+
 RANK_PROGRAM = """
 import os, signal, sys, time, nostall
 signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs start without one
