@@ -30,7 +30,7 @@ from nostall.base._sizes import (
     parse_size,
 )
 from nostall.base._words import counted
-from nostall.errors import PeerError, UsageError
+from nostall.errors import PeerError, StoppedError, UsageError
 from nostall.job._cores import cores_of_rank
 from nostall.job._place import find_place
 from nostall.job._world import World, refuse_late_group
@@ -711,6 +711,9 @@ class DataLoader:
             self._begin = min(self._begin, (epoch, start))
         await_all()  # a loader that was dropped may have these tiers
         loader = self._stage()
+        if self._closed:  # by another thread, which may have found nothing to stop
+            self.close()
+            raise StoppedError("the loader is closed")
         batches = self._plan.batches_in(epoch)
         if start < batches:
             loader.seek(epoch, start)
@@ -1146,7 +1149,7 @@ class DataLoader:
                 )
             self._process = os.getpid()
             self._job += f" process {self._process}"  # other children begin with it, too
-        if self._loader is None:
+        if (loader := self._loader) is None:
             if self._options.rank is None:
                 refuse_late_group(self.world.world_size, "loader")
             if not self._compared and self.world.world_size > 1:
@@ -1160,14 +1163,15 @@ class DataLoader:
                 # Nodes on one machine, by NOSTALL_NODE, do not share memory.
                 job_name += f" node {met.node}"
             transport = met.transport if met is not None else None
-            self._loader = _native.Loader(
+            loader = _native.Loader(
                 self._config(), self._node(met, job_name), self._reach(met), transport
             )
             self._finalizer.detach()
             learned = self.dataset if self.world.rank == 0 else None
             from nostall.observe import _live as live
 
-            self._finalizer = Closer(self, _end, self._loader, learned, live.remove)
+            self._finalizer = Closer(self, _end, loader, learned, live.remove)
+            self._loader = loader
             _started.add(self)
             before_child_ends(_end_with_child, 0)
             metrics.add(self)
@@ -1184,7 +1188,7 @@ class DataLoader:
                         fetchers=self._fetchers(),
                     ),
                 )
-        return self._loader
+        return loader
 
     def _fetchers(self) -> int:
         known = self._calibration.source_threads if self._calibration else 0
@@ -1275,10 +1279,10 @@ class DataLoader:
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
-        if self._loader is not None:
+        loader, self._loader = self._loader, None
+        if loader is not None:
             from nostall.observe import _live as live
 
-            self._peer_counts = self._loader.peers
+            self._peer_counts = loader.peers
             live.remove(self)
             self._finalizer()
-            self._loader = None

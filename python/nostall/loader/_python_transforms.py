@@ -24,7 +24,7 @@ import numpy as np
 from nostall import _native
 from nostall.base import _children as children
 from nostall.base._words import printable
-from nostall.errors import CorruptionError, IoError, TransformError, UsageError
+from nostall.errors import CorruptionError, IoError, StoppedError, TransformError, UsageError
 from nostall.loader._context import Context
 from nostall.loader._feeder import Feeder
 from nostall.loader._processes import Answer, Processes
@@ -303,6 +303,7 @@ class PythonStage:
         # Of the iteration that has begun last, which keeps it.
         self._feeder: Callable[[], Feeder | None] = lambda: None
         self._drops = 0  # calls of drop()
+        self._closed = False
 
     def follow(self, job: _native.JobSpec) -> None:
         """Takes the job whose batches this gets."""
@@ -310,7 +311,12 @@ class PythonStage:
         self._stand_ins = functools.cache(functools.partial(_native.StandIns, job))
 
     def start(self, loader: _native.Loader, count: int) -> Feeder:
-        """Begins with the next `count` batches of a loader."""
+        """Begins with the next `count` batches of a loader.
+
+        Raises:
+            StoppedError: another thread has closed this.
+        """
+        self._refuse_closed()
         drops = self._drops
         self._end_feeder()
         if self._executor is None:
@@ -325,7 +331,13 @@ class PythonStage:
         self._feeder = weakref.ref(feeder)
         if self._drops != drops:  # by another thread, which may not have found this feeder
             feeder.close()
+        self._refuse_closed()
         return feeder
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            self._end_work()  # what has begun since then
+            raise StoppedError("the loader is closed")
 
     def wants_more(self, works: Sequence[Work]) -> bool:
         """Whether there is to be one more batch at work: two are, others as `staging` allows where
@@ -482,7 +494,7 @@ class PythonStage:
         feeder.end()  # it may be sending the batch whose sample it was
         works = [(work.batch.samples.tolist(), work.parts) for work in feeder.at_work]
         works.append(self._single)
-        self.close()
+        self._end_work()
         codes = executor.crashed() if isinstance(executor, Processes) else {}
         code, at_work = next(iter(codes.values()), 0), ""
         for samples, parts in works:
@@ -604,11 +616,16 @@ class PythonStage:
 
     def close(self) -> None:
         """Drops pending work and ends threads or processes."""
+        self._closed = True
+        self._end_work()
+
+    def _end_work(self) -> None:
         self.drop()
-        if isinstance(self._executor, Processes):
-            self._executor.close()
-        elif self._executor is not None:
-            self._executor.shutdown(wait=True, cancel_futures=True)
+        executor = self._executor
+        if isinstance(executor, Processes):
+            executor.close()
+        elif executor is not None:
+            executor.shutdown(wait=True, cancel_futures=True)
         self._executor = None
 
 

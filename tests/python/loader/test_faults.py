@@ -14,6 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +34,7 @@ from nostall.base._garbage import await_all
 from nostall.errors import CorruptionError, IoError, PeerError, StoppedError, UsageError
 from nostall.job import _cluster as cluster
 from nostall.job import _rendezvous as rendezvous
+from nostall.loader import _python_transforms
 from nostall_bench.slowfs import SlowFS, missing
 
 STEPS = [t.Resize(16), t.CenterCrop(16), t.ToTensor()]
@@ -963,6 +965,51 @@ def test_closing_from_another_thread_ends_the_wait(image_folder: Path) -> None:
         consumer.join(60)
         assert not consumer.is_alive()
         assert len(ended) == 1
+
+
+def in_another_thread(call: Callable[[], object]) -> None:
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+
+
+def test_a_loader_that_is_closed_while_it_begins_stays_closed(
+    image_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = nostall.ImageFolder(image_folder, index=False)
+    begin = _native.Loader
+    begun: list[_native.Loader] = []
+
+    def closed_meanwhile(*given: Any) -> _native.Loader:
+        in_another_thread(loader.close)
+        begun.append(begin(*given))
+        return begun[-1]
+
+    monkeypatch.setattr(_native, "Loader", closed_meanwhile)
+    with nostall.DataLoader(folder, 4, tiers=["ram:1MiB"]) as loader:
+        with pytest.raises(StoppedError, match="the loader is closed"):
+            next(iter(loader))
+        with pytest.raises(StoppedError):
+            begun[0].next()
+
+
+def test_callables_of_a_loader_that_is_closed_while_it_begins_get_no_threads(
+    image_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = nostall.ImageFolder(image_folder, index=False)
+    begun: list[ThreadPoolExecutor] = []
+
+    def closed_meanwhile(*given: Any) -> ThreadPoolExecutor:
+        in_another_thread(loader.close)
+        begun.append(ThreadPoolExecutor(*given))
+        return begun[-1]
+
+    monkeypatch.setattr(_python_transforms, "ThreadPoolExecutor", closed_meanwhile)
+    with nostall.DataLoader(folder, 4, transforms=lambda raw: raw[:4].copy(), tiers=[]) as loader:
+        with pytest.raises(StoppedError):
+            next(iter(loader))
+        with pytest.raises(RuntimeError, match="after shutdown"):
+            begun[0].submit(int)
 
 
 def test_a_listener_that_fails_does_not_end_the_process(

@@ -227,20 +227,20 @@ def test_closing_ends_the_wait_for_a_callable(end: str) -> None:
     other.join()
 
 
-def test_a_thread_that_begins_while_another_thread_closes_is_ended() -> None:
+def test_a_thread_that_begins_while_another_one_begins_anew_is_ended() -> None:
     reader = Gated()
     reader.gate.set()
     with of_batches(reader, transforms=np.array) as loader:
         stage = stage_of(loader)
 
-        def closing_meanwhile(*given: Any) -> Feeder:
+        def dropped_meanwhile(*given: Any) -> Feeder:
             feeder = Feeder(*given)
-            closing = threading.Thread(target=stage.close)
-            closing.start()
-            closing.join()
+            dropping = threading.Thread(target=stage.drop)
+            dropping.start()
+            dropping.join()
             return feeder
 
-        with mock.patch.object(_python_transforms, "Feeder", closing_meanwhile):
+        with mock.patch.object(_python_transforms, "Feeder", dropped_meanwhile):
             assert stage.start(loader._stage(), 4).closed
         assert len(list(loader)) == 4
 
