@@ -41,6 +41,7 @@ from nostall.job._meeting import meet
 from nostall.torch import _ends as ends
 from nostall.torch._aborts import Aborts, Doing
 from nostall.torch._between import LeaderTensor
+from nostall.torch._callbacks import Callbacks, serve
 from nostall.torch._calls import Calls, ended_with_program
 from nostall.torch._launch import fill_environment
 from nostall.torch._mesh import Registered, connect, hang_up, registered
@@ -122,13 +123,20 @@ class Options:
 
 
 class _Work(dist.Work):  # type: ignore[misc]
-    """An operation under way; wait() raises what it raised. Waits count in `calls`."""
+    """An operation under way; wait() raises what it raised. Waits count in `calls`.
 
-    def __init__(self, name: str, future: Future[list[torch.Tensor]], calls: Calls) -> None:
+    Callbacks of its future run in `callbacks`: in the thread that ends it, one that waits for another
+    operation of the group would wait for ever.
+    """
+
+    def __init__(
+        self, name: str, future: Future[list[torch.Tensor]], calls: Calls, callbacks: Callbacks
+    ) -> None:
         super().__init__()
         self._name = name
         self._future = future
         self._calls = calls
+        self._callbacks = callbacks
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Raises PeerError if a timeout is given and passes; the operation continues."""
@@ -168,7 +176,9 @@ class _Work(dist.Work):  # type: ignore[misc]
     def get_future(self) -> Future[list[torch.Tensor]]:
         # Native code (DDP's reducer) sees the error of this future. It takes a Python Future with an
         # exception for one with a result.
-        return give(self._future, self._name, lambda done: done.value())
+        future = self._future
+        ended = future if future.done() else self._callbacks.after(future)
+        return give(ended, self._name, lambda _: future.value())
 
     def result(self) -> list[torch.Tensor]:
         return list(self._future.value())
@@ -405,9 +415,11 @@ class Group(ProcessGroup):  # type: ignore[misc]
         self._queued = 0
         self._lock = threading.Lock()
         self._calls = Calls()
+        self._callbacks = Callbacks()
         self._thread: threading.Thread | None = None
-        # Runs if a group is dropped without shutdown().
+        # Run if a group is dropped without shutdown().
         weakref.finalize(self, self._queue.put, None).atexit = False
+        weakref.finalize(self, self._callbacks.end).atexit = False
         _groups.add(self)
 
     # What torch reads of a group.
@@ -682,6 +694,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
             self._queue.put(None)
             if thread is not threading.current_thread():
                 thread.join()
+        self._end_callbacks()
         self._node.close()
         self._aborts.close()
         for backend in self._backends():
@@ -724,9 +737,14 @@ class Group(ProcessGroup):  # type: ignore[misc]
         if thread is not None:
             self._queue.put(None)
             thread.join(_LAST_WAIT)
+        self._end_callbacks()
         self._aborts.close()
         if "cuda" not in self._inner:  # NCCL's end is torch's
             self._drop()
+
+    def _end_callbacks(self) -> None:
+        self._callbacks.end()
+        self._callbacks.join(_LAST_WAIT)
 
     def _drop(self) -> None:
         """Drops the last reference to Gloo, which joins its threads."""
@@ -915,7 +933,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
                 _divide(result.detach(), self._size)
         future: Future[list[torch.Tensor]] = Future()
         future.set_result(list(results))
-        return _Work(name, future, self._calls)
+        return _Work(name, future, self._calls, self._callbacks)
 
     def _refuse(self) -> None:
         """Raises if this process cannot use the group, as far as it knows."""
@@ -960,29 +978,30 @@ class Group(ProcessGroup):  # type: ignore[misc]
         limit = opts.timeout if _is_set(opts.timeout) else self._timeout
 
         def work() -> list[torch.Tensor]:
-            if limit != self._limit:
-                self._node.set_timeout(limit.total_seconds())
-                self._limit = limit
-            if self._one_node:
-                return operation()  # an abort ends it, and is named, within the node
-            with self._aborts.watching(Doing(name)):
-                return operation()
+            try:
+                if limit != self._limit:
+                    self._node.set_timeout(limit.total_seconds())
+                    self._limit = limit
+                if self._one_node:
+                    return operation()  # an abort ends it, and is named, within the node
+                with self._aborts.watching(Doing(name)):
+                    return operation()
+            finally:
+                with self._lock:
+                    self._queued -= 1
 
         with self._lock:
             waits = self._queued > 0 or getattr(opts, "asyncOp", True)
             if waits and self._thread is None:
-                thread = threading.Thread(target=_serve, args=(self._queue,), daemon=True)
+                thread = threading.Thread(target=serve, args=(self._queue,), daemon=True)
                 thread.start()  # may be refused; then nothing has changed
                 self._thread = thread
             self._queued += 1
         future: Future[list[torch.Tensor]] = Future()
         if not waits:
-            try:
-                with self._calls:
-                    future.set_result(work())
-            finally:
-                self._finish_one()
-            return _Work(name, future, self._calls)
+            with self._calls:
+                future.set_result(work())
+            return _Work(name, future, self._calls, self._callbacks)
 
         def run() -> None:
             try:
@@ -991,22 +1010,9 @@ class Group(ProcessGroup):  # type: ignore[misc]
                 future.set_exception(error)
             else:
                 future.set_result(result)
-            finally:
-                self._finish_one()
 
         self._queue.put(run)
-        return _Work(name, future, self._calls)
-
-    def _finish_one(self) -> None:
-        with self._lock:
-            self._queued -= 1
-
-
-def _serve(waiting: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    _native.serve_collectives()
-    while (run := waiting.get()) is not None:
-        run()
-        del run  # drops the tensors and the group with it before the next wait
+        return _Work(name, future, self._calls, self._callbacks)
 
 
 def _is_set(timeout: timedelta | None) -> bool:

@@ -56,6 +56,14 @@ def test_asynchronous_work_keeps_its_order(nodes: int) -> None:
     check("asynchronous", 3, NODES=str(nodes))
 
 
+def test_callbacks_wait_for_other_operations_of_their_group() -> None:
+    check("called_back", 2)
+
+
+def test_hooks_of_torch_wait_in_callbacks() -> None:
+    check("compressed_data_parallel", 2)
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ddp_trains_to_the_bits_of_one_process(ranks: int) -> None:
     check("data_parallel", ranks)

@@ -28,6 +28,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -249,6 +250,48 @@ def asynchronous() -> None:
         both = torch.tensor([float(rank)])
         dist.all_reduce(both, group=pair)
         assert both.item() == 1
+
+
+def called_back() -> None:
+    """Callbacks wait for later operations of the same group, and their callbacks do too."""
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["attached"])
+    first, second, third = (torch.tensor([float(rank + i)]) for i in range(3))
+
+    def begin(tensor: torch.Tensor) -> torch.futures.Future[Any]:
+        return dist.all_reduce(tensor, async_op=True).get_future()
+
+    def end(_: object) -> None:
+        dist.all_reduce(third)
+
+    done = begin(first).then(lambda _: begin(second).then(end).wait())
+    if rank == 0:
+        store.set("attached", "")
+    done.wait()
+    assert [t.item() for t in (first, second, third)] == [1, 3, 5]
+    failed = begin(first).then(lambda _: dist.all_reduce(torch.ones(1), "no operation"))
+    try:
+        failed.wait()
+        raise AssertionError("an error of a callback was lost")
+    except RuntimeError as error:
+        assert "no operation" in str(error), error
+
+
+def compressed_data_parallel() -> None:
+    """A hook of torch reduces the factors of its bucket in callbacks that wait."""
+    torch.manual_seed(3)
+    layers = torch.nn.Sequential(*(torch.nn.Linear(60, 60) for _ in range(4)))
+    model = DistributedDataParallel(layers)
+    state = powersgd.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=1)
+    model.register_comm_hook(state, powersgd.powerSGD_hook)
+    torch.manual_seed(rank)
+    for _ in range(4):
+        model(torch.randn(8, 60)).sum().backward()
+        for parameter in model.parameters():
+            theirs = parameter.grad.clone()
+            dist.broadcast(theirs, 0)
+            assert torch.equal(theirs, parameter.grad)
 
 
 def data_parallel() -> None:
