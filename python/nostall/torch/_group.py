@@ -185,28 +185,31 @@ class _Work(dist.Work):  # type: ignore[misc]
 
 
 class _Unfinished:
-    """Collectives over Gloo that may be under way. A collective is dropped once it was waited for."""
+    """Collectives over Gloo that may be under way, up to the wait for them.
+
+    They are kept here: what is left to do at the end of one is done also where the program dropped it.
+    There is no lock, so a signal's handler may end the group at any step.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._works: set[Any] = set()
+        self._works: set[_Delegated] = set()
 
-    def add(self, work: Any) -> None:
-        """Also drops collectives that are done and were not waited for."""
-        with self._lock:
-            self._works = {w for w in self._works if not w.is_completed()} | {work}
+    def add(self, work: _Delegated) -> None:
+        self.pending()
+        self._works.add(work)
 
-    def discard(self, work: Any) -> None:
-        with self._lock:
-            self._works.discard(work)
+    def discard(self, work: _Delegated) -> None:
+        self._works.discard(work)
 
     def clear(self) -> None:
-        with self._lock:
-            self._works = set()
+        self._works.clear()
 
-    def some(self) -> bool:
-        with self._lock:
-            return any(not work.is_completed() for work in self._works)
+    def pending(self) -> list[_Delegated]:
+        """Those that have not ended; others are dropped."""
+        for work in list(self._works):
+            if work.has_ended():
+                self._works.discard(work)
+        return list(self._works)
 
 
 class _Delegated(dist.Work):  # type: ignore[misc]
@@ -249,19 +252,25 @@ class _Delegated(dist.Work):  # type: ignore[misc]
                 with self._aborts.watching(self._doing), Wait(self._doing.name):
                     done = bool(self._work.wait() if limit is None else self._work.wait(limit))
                 if self._unfinished is not None:
-                    self._unfinished.discard(self._work)
+                    self._unfinished.discard(self)
             elif not self.is_success():
                 raise ended_with_program()
         self._finish()
         return done
 
     def is_completed(self) -> bool:
-        if self._work.is_completed():
-            if self.is_success():
-                self._finish()
+        if self.has_ended():
             return True
         self._watch()  # the caller may be waiting like this
         return False
+
+    def has_ended(self) -> bool:
+        """As is_completed(), for who does not wait."""
+        if not self._work.is_completed():
+            return False
+        if self.is_success():
+            self._finish()
+        return True
 
     def is_success(self) -> bool:
         return bool(self._work.is_completed() and self._work.is_success())
@@ -617,11 +626,17 @@ class Group(ProcessGroup):  # type: ignore[misc]
 
     def barrier(self, opts: Any = None) -> Any:
         opts = dist.BarrierOptions() if opts is None else opts
-        if not self._one_node:
-            return self._delegate("barrier", [], opts)
+        before = self._delegated.pending()
+        # Gloo pairs the calls of ranks by their order, so this is not left to the group's thread.
+        among = None if self._one_node else self._delegate("barrier", [], opts)
 
         def work() -> list[torch.Tensor]:
-            self._node.barrier()
+            for each in before:
+                each.wait()
+            if among is None:
+                self._node.barrier()
+            else:
+                among.wait()
             return []
 
         return self._do("barrier", work, opts)
@@ -726,7 +741,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
                 self._node._live().end_with_program(
                     "ended its program while an operation was under way"
                 )
-        if is_busy or is_called or self._aborts.is_waiting() or self._delegated.some():
+        if is_busy or is_called or self._aborts.is_waiting() or self._delegated.pending():
             for gloo in self._gloos():
                 hang_up(gloo)
         if not self._calls.wait(_LAST_WAIT):
@@ -901,8 +916,11 @@ class Group(ProcessGroup):  # type: ignore[misc]
                 return _Delegated(
                     self._aborts, self._calls, work, doing, limit=self._timeout, last=last
                 )
-            self._delegated.add(work)
-        return _Delegated(self._aborts, self._calls, work, doing, self._delegated, last=last)
+            delegated = _Delegated(
+                self._aborts, self._calls, work, doing, self._delegated, last=last
+            )
+            self._delegated.add(delegated)
+        return delegated
 
     def _global_rank(self, rank: int) -> int:
         """The number in the job of a rank of this group."""

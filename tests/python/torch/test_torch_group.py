@@ -56,6 +56,11 @@ def test_asynchronous_work_keeps_its_order(nodes: int) -> None:
     check("asynchronous", 3, NODES=str(nodes))
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_barrier_ends_what_was_begun_before_it(nodes: int) -> None:
+    check("barred", 2, NODES=str(nodes))
+
+
 def test_callbacks_wait_for_other_operations_of_their_group() -> None:
     check("called_back", 2)
 

@@ -155,7 +155,7 @@ def scattered() -> None:
     assert all((whole == size * (size - 1) / 2).all() for whole in wholes)
     dist.barrier()
     world: Any = dist.group.WORLD
-    assert not world._delegated.some()
+    assert not world._delegated.pending()
     if os.environ["NODES"] != "1":
         return
     try:
@@ -250,6 +250,53 @@ def asynchronous() -> None:
         both = torch.tensor([float(rank)])
         dist.all_reduce(both, group=pair)
         assert both.item() == 1
+
+
+class Kept:
+    """A backend of torch, and the last barrier that it began."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def barrier(self, opts: Any) -> Any:
+        self.work = self._backend.barrier(opts)
+        return self.work
+
+
+def barred() -> None:
+    """After a barrier, what was begun before it has its results, whoever kept its handle."""
+    mine = [torch.tensor([float(10 * rank + r)]) for r in range(size)]
+    theirs = [torch.zeros(1) for _ in range(size)]
+    dist.all_to_all(theirs, mine, async_op=True)
+    dist.barrier()
+    assert [t.item() for t in theirs] == [10 * r + rank for r in range(size)]
+    theirs[0].zero_()
+    dist.all_to_all(theirs, mine, async_op=True)
+    dist.barrier(async_op=True).get_future().wait()
+    assert [t.item() for t in theirs] == [10 * r + rank for r in range(size)]
+
+    group = dist.group.WORLD
+    reduce, free = group._allreduce, threading.Event()
+
+    def reduce_late(*arguments: Any) -> None:
+        free.wait()
+        reduce(*arguments)
+
+    group._allreduce = reduce_late
+    group._inner["cpu"] = inner = Kept(group._inner["cpu"])
+    total = torch.ones(3)
+    dist.all_reduce(total, async_op=True)
+    work = dist.barrier(async_op=True)
+    while group._leaders is not None and not inner.work.is_completed():
+        time.sleep(0.001)
+    assert not work.is_completed()
+    free.set()
+    work.wait()
+    assert total.tolist() == [size] * 3
+    del group._allreduce  # with what it holds
 
 
 def called_back() -> None:
