@@ -91,7 +91,17 @@ def registered(backend: Any) -> Any:
         return backend
 
 
-_OWN = {"bound_device_id", "rank", "size"}
+# A group that torch made from what Gloo gives here would lack what is ours.
+_OF_GLOO_ALONE = {
+    "merge",
+    "reconfigure",
+    "shrink",
+    "split",
+    "supports_reconfigure",
+    "supports_shrinking",
+    "supports_splitting",
+}
+_OWN = {"bound_device_id", "rank", "size", *_OF_GLOO_ALONE}
 _BENEATH = {
     "_allgather_base",
     "_get_sequence_number_for_group",

@@ -61,6 +61,10 @@ def test_a_barrier_ends_what_was_begun_before_it(nodes: int) -> None:
     check("barred", 2, NODES=str(nodes))
 
 
+def test_a_group_is_not_split() -> None:
+    check("unsplit", 2)
+
+
 def test_callbacks_wait_for_other_operations_of_their_group() -> None:
     check("called_back", 2)
 

@@ -252,6 +252,17 @@ def asynchronous() -> None:
         assert both.item() == 1
 
 
+def unsplit() -> None:
+    """Torch refuses to split a group of this backend, and the group is as it was."""
+    try:
+        dist.split_group(split_ranks=[[0]])
+        raise AssertionError("it was split")
+    except RuntimeError:
+        total = torch.ones(3)
+        dist.all_reduce(total)
+        assert total.tolist() == [size] * 3
+
+
 class Kept:
     """A backend of torch, and the last barrier that it began."""
 
