@@ -562,9 +562,8 @@ class Group(ProcessGroup):  # type: ignore[misc]
         def work() -> list[torch.Tensor]:
             source = _contiguous(mine)
             targets = [_contiguous(t) for t in flat_outputs]
-            own = source.untyped_storage().data_ptr()
-            if any(t.untyped_storage().data_ptr() == own for t in targets):
-                source = source.clone()
+            for r, target in enumerate(targets):
+                source = _apart(source, target, 0 if r == self._rank else None)
             self._node._live().allgatherv(
                 source.data_ptr(),
                 [t.data_ptr() for t in targets],
@@ -838,6 +837,8 @@ class Group(ProcessGroup):  # type: ignore[misc]
         def work() -> list[torch.Tensor]:
             for output, source, counts, op in scatters:
                 flat, target = _contiguous(source), _contiguous(output)
+                before = sum(counts[: self._rank]) if len(counts) > 1 else self._rank * counts[0]
+                flat = _apart(flat, target, -before * flat.element_size())
                 self._node._live().reduce_scatter(
                     flat.data_ptr(), target.data_ptr(), counts, self._reducer(op, flat), self._fixed
                 )
@@ -887,6 +888,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
                 f"the output of all_gather has {output.numel()} elements of {output.dtype}; "
                 f"{self._size} ranks give {source.numel()} of {source.dtype} each"
             )
+        source = _apart(source, output, self._rank * source.nbytes)
         self._node._live().allgather(
             source.data_ptr(), output.data_ptr(), source.nbytes, _TYPES.get(source.dtype, "")
         )
@@ -1051,8 +1053,18 @@ def _divide(total: torch.Tensor, ranks: int) -> None:
 
 
 def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    """One whose memory is its values: not those that are conjugated or negated when they are read."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+    """One whose memory is its values, aligned to their type: not those that are conjugated or negated
+    when they are read."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return flat.clone() if flat.data_ptr() % flat.element_size() else flat
+
+
+def _apart(source: torch.Tensor, target: torch.Tensor, in_place: int | None) -> torch.Tensor:
+    """The source, or a copy where it shares memory with the target, but does not begin `in_place` bytes
+    behind the target's begin."""
+    distance = source.data_ptr() - target.data_ptr()
+    is_beside = distance >= target.nbytes or -distance >= source.nbytes
+    return source if is_beside or distance == in_place else source.clone()
 
 
 def _copy_back(tensor: torch.Tensor, flat: torch.Tensor) -> None:

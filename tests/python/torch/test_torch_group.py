@@ -43,6 +43,16 @@ def test_reduce_scatters_give_each_rank_its_block(nodes: int) -> None:
     check("scattered", 3, NODES=str(nodes))
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_inputs_and_outputs_share_memory(nodes: int) -> None:
+    check("overlapping", 2, NODES=str(nodes))
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_tensors_begin_at_any_byte(nodes: int) -> None:
+    check("unaligned", 2, NODES=str(nodes))
+
+
 def test_tensors_that_do_not_fit_on_one_rank_end_no_wait() -> None:
     assert check("misfitting", 3).stdout.count("was told") == 2
 

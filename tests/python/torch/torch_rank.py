@@ -167,6 +167,48 @@ def scattered() -> None:
     dist.barrier()
 
 
+def overlapping() -> None:
+    """Inputs may lie in their outputs, and outputs in their inputs, on one rank alone too."""
+    for count in (1, 50_000):
+        for begin in (0, rank * count, 1 if rank == 0 else 0):
+            joined = torch.zeros(count * size + 1)
+            mine = joined[begin : begin + count].fill_(rank + 1)
+            dist.all_gather_into_tensor(joined[:-1], mine)
+            assert torch.equal(joined[:-1], torch.arange(1.0, size + 1).repeat_interleave(count))
+            joined = torch.arange(count * size + 1.0)
+            dist.reduce_scatter_tensor(joined[begin : begin + count], joined[:-1])
+            wanted = torch.arange(count * size + 1.0)[rank * count : (rank + 1) * count] * size
+            assert torch.equal(joined[begin : begin + count], wanted)
+            both = torch.zeros(count + 1)
+            parts = [torch.zeros(count) for _ in range(size)]
+            parts[1 - rank] = both[1:]
+            dist.all_gather(parts, both[:-1].fill_(rank))
+            assert all((part == r).all() for r, part in enumerate(parts))
+
+
+def unaligned() -> None:
+    """Values may begin at any byte, on one rank alone too."""
+
+    def made(count: int) -> torch.Tensor:
+        memory = bytearray(4 * count + (rank == 0))
+        return torch.frombuffer(memory, dtype=torch.float32, offset=int(rank == 0)).fill_(rank + 1)
+
+    total = size * (size + 1) / 2
+    for count in (1, 50_000):
+        one = made(count)
+        dist.all_reduce(one)
+        assert (one == total).all()
+        one = made(count)
+        dist.reduce(one, 0)
+        assert rank or (one == total).all()
+        block = made(count)
+        dist.reduce_scatter_tensor(block, made(count * size))
+        assert (block == total).all()
+        block = made(count)
+        dist.reduce_scatter(block, [made(count) for _ in range(size)])
+        assert (block == total).all()
+
+
 def misfitting() -> None:
     """Tensors that do not fit on one rank are an error there, and its end one on the others."""
     world: Any = dist.group.WORLD
