@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -51,11 +53,7 @@ def make(
     if direct and len(members) == 1:
         return CollectiveSync(named, options, find_ranks(process_set), passes, device, None)
     if direct and reduces(dist.group.WORLD if dist.is_initialized() else None, device):
-        group = dist.new_group(
-            members,
-            timeout=timedelta(seconds=options.timeout),
-            use_local_synchronization=True,
-        )
+        group = new_group(members, options.timeout)
         ranks = Ranks(dist.get_rank(group), dist.get_world_size(group), "")
         return CollectiveSync(named, options, ranks, passes, device, group)
     return StagedSync(named, options, find_ranks(process_set), passes, device)
@@ -93,6 +91,31 @@ def reduces(group: Any, device: torch.device) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+# Torch's count of groups is part of the names of new ones; it stays far below this.
+_APART = 1 << 40
+# Of the living world: how many groups of the same ranks were made.
+_made: weakref.WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
+
+
+def new_group(members: Sequence[int], timeout: float, **named: Any) -> Any:
+    """A process group that one optimizer or hook has. Its members alone make it.
+
+    Members count it apart, and other ranks not at all: all ranks give the same name to a group that
+    they make later.
+    """
+    limit = timedelta(seconds=timeout)
+    if len(members) == dist.get_world_size():
+        return dist.new_group(members, timeout=limit, **named)
+    made, ranks = _made.setdefault(dist.group.WORLD, Counter()), tuple(sorted(members))
+    world = dist.distributed_c10d._world
+    count, world.group_count = world.group_count, _APART + made[ranks]
+    made[ranks] += 1
+    try:
+        return dist.new_group(members, timeout=limit, use_local_synchronization=True, **named)
+    finally:
+        world.group_count = count
 
 
 def destroy(group: Any) -> None:

@@ -14,7 +14,6 @@ for, else through page-locked memory and the separate group. If you can change t
 """
 
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from typing import Any, Literal, Self
 
 import torch
@@ -57,14 +56,10 @@ class BucketReducer:
         if compression not in (None, *WIRES):
             raise UsageError(f'compression must be "fp16", "bf16" or None, not {compression!r}')
         self.wire = getattr(torch, WIRES[compression]) if compression else None
-        self.group = dist.new_group(
-            dist.get_process_group_ranks(group or dist.group.WORLD),
-            backend="nostall",
-            timeout=timedelta(seconds=timeout),
-            pg_options=Options(order),
-            # Ranks outside of the group do not take part; other groups may be made meanwhile.
-            use_local_synchronization=True,
-        )
+        from nostall.torch._device_gradients import new_group
+
+        members = dist.get_process_group_ranks(group or dist.group.WORLD)
+        self.group = new_group(members, timeout, backend="nostall", pg_options=Options(order))
         self.ranks = dist.get_world_size(self.group)
         self.given = group or dist.group.WORLD
         self._fixed = order == "fixed"

@@ -71,6 +71,10 @@ def test_a_barrier_ends_what_was_begun_before_it(nodes: int) -> None:
     check("barred", 2, NODES=str(nodes))
 
 
+def test_groups_of_some_ranks_leave_the_names_of_others_alone() -> None:
+    check("counted_apart", 3)
+
+
 def test_a_group_is_not_split() -> None:
     check("unsplit", 2)
 

@@ -294,6 +294,24 @@ def asynchronous() -> None:
         assert both.item() == 1
 
 
+def counted_apart() -> None:
+    """What members alone make does not change the names of groups that all ranks make."""
+    pair = dist.new_group([0, 1])
+    if rank < 2:
+        for _ in range(2):
+            with nostall.torch.BucketReducer(pair) as reducer:
+                (total,) = reducer.reduced(torch.ones(3)).wait()
+                assert total.tolist() == [2] * 3
+        both = nostall.torch.BucketReducer(pair), nostall.torch.BucketReducer(pair)
+        assert both[0].group.group_name != both[1].group.group_name
+        for reducer in both:
+            reducer.close()
+    every = dist.new_group(range(size), timeout=limit)
+    total = torch.ones(3)
+    dist.all_reduce(total, group=every)
+    assert total.tolist() == [size] * 3
+
+
 def unsplit() -> None:
     """Torch refuses to split a group of this backend, and the group is as it was."""
     try:
