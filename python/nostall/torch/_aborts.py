@@ -48,8 +48,11 @@ class Aborts:
     ) -> None:
         # A connection for this alone: that of others may be waiting in it. Made while the store is
         # there: connecting to one that is gone takes longer than its timeout. Releases of torch
-        # without Store.clone share one, and then detect an abort later.
-        self._store = store.clone() if hasattr(store, "clone") else store
+        # without Store.clone, and stores written in Python, share one; an abort is detected later.
+        try:
+            self._store = store.clone()
+        except (AttributeError, RuntimeError):
+            self._store = store
         self._rank, self._size = rank, size
         self._end = weakref.WeakMethod(end)
         self._name_of = weakref.WeakMethod(name)

@@ -75,6 +75,10 @@ def test_groups_of_some_ranks_leave_the_names_of_others_alone() -> None:
     check("counted_apart", 3)
 
 
+def test_ranks_meet_in_a_store_written_in_python() -> None:
+    check("met_in_python", 2)
+
+
 def test_a_group_is_not_split() -> None:
     check("unsplit", 2)
 

@@ -312,6 +312,39 @@ def counted_apart() -> None:
     assert total.tolist() == [size] * 3
 
 
+class Forwarding(dist.Store):  # type: ignore[misc]
+    """A store written in Python: it has what torch's class asks of one."""
+
+    def __init__(self, store: Any) -> None:
+        super().__init__()
+        self._store = store
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> Any:
+        return self._store.get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._store.add(key, amount))
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._store.check(keys))
+
+    def wait(self, keys: list[str], *limit: timedelta) -> None:
+        self._store.wait(keys, *limit)
+
+
+def met_in_python() -> None:
+    store = dist.PrefixStore("python", dist.distributed_c10d._get_default_store())
+    dist.destroy_process_group()
+    where = {"store": Forwarding(store), "rank": rank, "world_size": size}
+    dist.init_process_group("nostall", timeout=limit, **where)
+    total = torch.ones(3)
+    dist.all_reduce(total)
+    assert total.tolist() == [size] * 3
+
+
 def unsplit() -> None:
     """Torch refuses to split a group of this backend, and the group is as it was."""
     try:
