@@ -69,9 +69,11 @@ class Aborts:
         """Notes in the store, if it is still there, that this rank aborts."""
         with self._lock:
             ended, self.by = self.by is not None, rank if self.by is None else self.by
+        store = self._store
         if not ended:
-            with suppress(RuntimeError):  # waits get Gloo's error
-                self._store.set(_KEY, str(rank))
+            if store is not None:
+                with suppress(RuntimeError):  # waits get Gloo's error
+                    store.set(_KEY, str(rank))
             self._end_waiting()
 
     def close(self) -> None:

@@ -79,6 +79,10 @@ def test_ranks_meet_in_a_store_written_in_python() -> None:
     check("met_in_python", 2)
 
 
+def test_a_destroyed_group_is_aborted() -> None:
+    check("aborted_late", 2)
+
+
 def test_a_group_is_not_split() -> None:
     check("unsplit", 2)
 

@@ -345,6 +345,13 @@ def met_in_python() -> None:
     assert total.tolist() == [size] * 3
 
 
+def aborted_late() -> None:
+    """An abort of a group that was destroyed meanwhile has nothing to end."""
+    group = dist.group.WORLD
+    dist.destroy_process_group()
+    group.abort()
+
+
 def unsplit() -> None:
     """Torch refuses to split a group of this backend, and the group is as it was."""
     try:
