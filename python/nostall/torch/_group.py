@@ -318,7 +318,8 @@ class _Delegated(dist.Work):  # type: ignore[misc]
     def _watch(self) -> None:
         if not self._is_watched:
             self._is_watched = True
-            self._aborts.watch(self._work.get_future())
+            with suppress(RuntimeError):  # some of Gloo's have no future; a wait is watched anyhow
+                self._aborts.watch(self._work.get_future())
 
     def _value(self, done: Future[Any]) -> Any:
         try:

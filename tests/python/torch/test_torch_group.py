@@ -83,6 +83,11 @@ def test_a_destroyed_group_is_aborted() -> None:
     check("aborted_late", 2)
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_work_is_asked_whether_it_is_complete(nodes: int) -> None:
+    check("polled", 2, NODES=str(nodes))
+
+
 def test_a_group_is_not_split() -> None:
     check("unsplit", 2)
 

@@ -352,6 +352,20 @@ def aborted_late() -> None:
     group.abort()
 
 
+def polled() -> None:
+    """Work is asked whether it is complete, where Gloo's has no future too."""
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["asked"], limit)
+    block = torch.empty(1)
+    work = dist.reduce_scatter_tensor(block, torch.full((size,), float(rank)), async_op=True)
+    if rank == 0:
+        assert not work.is_completed()
+        store.set("asked", "")
+    work.wait()
+    assert block.item() == size * (size - 1) / 2
+
+
 def unsplit() -> None:
     """Torch refuses to split a group of this backend, and the group is as it was."""
     try:
