@@ -56,7 +56,7 @@ class Aborts:
         self._rank, self._size = rank, size
         self._end = weakref.WeakMethod(end)
         self._name_of = weakref.WeakMethod(name)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may close the group inside
         self._changed = threading.Condition(self._lock)
         self._since: dict[int, float] = {}  # of each wait under way, by its number
         self._numbers = itertools.count()
@@ -88,8 +88,7 @@ class Aborts:
 
     def is_waiting(self) -> bool:
         """Whether a wait is under way."""
-        with self._lock:
-            return bool(self._since)
+        return bool(self._since)
 
     def refuse(self) -> None:
         """Raises PeerError if a rank is known to have aborted; does not ask the store."""
@@ -160,8 +159,7 @@ class Aborts:
         return number
 
     def _finish(self, number: int) -> None:
-        with self._lock:
-            del self._since[number]
+        del self._since[number]
 
     def _end_waiting(self) -> None:
         end = self._end()
@@ -189,7 +187,8 @@ class Aborts:
                 if not wanted or self._changed.wait_for(self._is_over, _LOOK):
                     self._is_serving = False
                     return
-                longest = time.monotonic() - min(self._since.values(), default=time.monotonic())
+                now = time.monotonic()
+                longest = now - min(list(self._since.values()), default=now)
             if longest >= _LOOK:
                 with suppress(PeerError):  # raised where the wait is
                     self.learn()

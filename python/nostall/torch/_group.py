@@ -20,6 +20,7 @@ import threading
 import time
 import types
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -422,8 +423,10 @@ class Group(ProcessGroup):  # type: ignore[misc]
         if size > 1:
             ends.publish(store, rank)
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._queued = 0
-        self._lock = threading.Lock()
+        self._under_way: deque[None] = deque()  # an entry for each operation of ours
+        # Both allow for a signal's handler that uses or destroys the group while a call is inside.
+        self._lock = threading.RLock()
+        self._is_closed = False
         self._calls = Calls()
         self._callbacks = Callbacks()
         self._thread: threading.Thread | None = None
@@ -704,12 +707,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
         """
         if os.getpid() != self._process:
             return  # it is the parent's
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._queue.put(None)
-            if thread is not threading.current_thread():
-                thread.join()
-        self._end_callbacks()
+        self._end_threads(None)
         self._node.close()
         self._aborts.close()
         for backend in self._backends():
@@ -734,8 +732,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
         if os.getpid() != self._process:
             return
         is_called = self._calls.refuse()
-        with self._lock:
-            is_busy = self._queued > 0
+        is_busy = len(self._under_way) > 0
         if is_busy:
             with suppress(UsageError):  # it was closed
                 self._node._live().end_with_program(
@@ -748,16 +745,18 @@ class Group(ProcessGroup):  # type: ignore[misc]
             _keep_for_ever(self)  # that thread is not woken any more
             return
         self._node.close()
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._queue.put(None)
-            thread.join(_LAST_WAIT)
-        self._end_callbacks()
+        self._end_threads(_LAST_WAIT)
         self._aborts.close()
         if "cuda" not in self._inner:  # NCCL's end is torch's
             self._drop()
 
-    def _end_callbacks(self) -> None:
+    def _end_threads(self, seconds: float | None) -> None:
+        """Once they have done what they were given, which is waited for at most that long."""
+        self._is_closed = True
+        self._queue.put(None)  # also for a thread that is being started
+        thread, self._thread = self._thread, None
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(seconds)
         self._callbacks.end()
         self._callbacks.join(_LAST_WAIT)
 
@@ -961,6 +960,10 @@ class Group(ProcessGroup):  # type: ignore[misc]
         self._refuse_child()
         self._aborts.refuse()
 
+    def _refuse_closed(self) -> None:
+        if self._is_closed:
+            raise UsageError("the process group was destroyed; make a new one")
+
     def _refuse_child(self) -> None:
         if os.getpid() != self._process:
             raise UsageError(
@@ -971,8 +974,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
     def _inner_for(self, device: str) -> Any:
         """Torch's backend for the device; NCCL itself does not connect before its first call."""
         if device not in self._inner:
-            if not self._inner:
-                raise UsageError("the process group was destroyed; make a new one")
+            self._refuse_closed()
             store = PrefixStore(f"nostall {device}", self._store)
             if device == "cuda" and dist.is_nccl_available():
                 options = dist.ProcessGroupNCCL.Options()
@@ -1008,21 +1010,9 @@ class Group(ProcessGroup):  # type: ignore[misc]
                 with self._aborts.watching(Doing(name)):
                     return operation()
             finally:
-                with self._lock:
-                    self._queued -= 1
+                self._under_way.pop()
 
-        with self._lock:
-            waits = self._queued > 0 or getattr(opts, "asyncOp", True)
-            if waits and self._thread is None:
-                thread = threading.Thread(target=serve, args=(self._queue,), daemon=True)
-                thread.start()  # may be refused; then nothing has changed
-                self._thread = thread
-            self._queued += 1
         future: Future[list[torch.Tensor]] = Future()
-        if not waits:
-            with self._calls:
-                future.set_result(work())
-            return _Work(name, future, self._calls, self._callbacks)
 
         def run() -> None:
             try:
@@ -1032,7 +1022,20 @@ class Group(ProcessGroup):  # type: ignore[misc]
             else:
                 future.set_result(result)
 
-        self._queue.put(run)
+        with self._lock:
+            self._refuse_closed()
+            waits = len(self._under_way) > 0 or getattr(opts, "asyncOp", True)
+            if waits and self._thread is None:
+                thread = threading.Thread(target=serve, args=(self._queue,), daemon=True)
+                thread.start()  # may be refused; then nothing has changed
+                self._thread = thread
+            self._under_way.append(None)
+            if waits:
+                self._queue.put(run)
+        self._refuse_closed()  # by a signal's handler meanwhile, after which nobody may serve the queue
+        if not waits:
+            with self._calls:
+                future.set_result(work())
         return _Work(name, future, self._calls, self._callbacks)
 
 

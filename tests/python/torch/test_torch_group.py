@@ -88,6 +88,14 @@ def test_work_is_asked_whether_it_is_complete(nodes: int) -> None:
     check("polled", 2, NODES=str(nodes))
 
 
+@pytest.mark.parametrize(
+    ("call", "then"), [("watched", "exits"), ("queued", "exits"), ("queued", "returns")]
+)
+def test_a_signals_handler_destroys_the_group_amid_a_call(call: str, then: str) -> None:
+    ended = run("terminated", 2, CALL=call, THEN=then, limit=120)
+    assert ended.statuses == [8, 8], ended.stderr
+
+
 def test_a_group_is_not_split() -> None:
     check("unsplit", 2)
 

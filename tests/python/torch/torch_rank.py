@@ -366,6 +366,32 @@ def polled() -> None:
     assert block.item() == size * (size - 1) / 2
 
 
+def terminated() -> None:
+    """A signal's handler destroys the group while a call starts a thread of the group."""
+    start = threading.Thread.start
+
+    def destroy(*_: object) -> None:
+        dist.destroy_process_group()
+        if os.environ["THEN"] == "exits":
+            sys.exit(8)
+
+    def terminate(thread: threading.Thread) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        start(thread)
+
+    signal.signal(signal.SIGTERM, destroy)
+    with mock.patch.object(threading.Thread, "start", terminate):
+        try:
+            if os.environ["CALL"] == "watched":
+                dist.all_to_all_single(torch.empty(size), torch.ones(size))
+            else:
+                dist.all_reduce(torch.ones(3), async_op=True)
+            raise AssertionError("the group is still there")
+        except UsageError as error:
+            assert "destroyed" in str(error), error
+    sys.exit(8)
+
+
 def unsplit() -> None:
     """Torch refuses to split a group of this backend, and the group is as it was."""
     try:
