@@ -33,7 +33,7 @@ from nostall.source._columns import (
 from nostall.source._composite import Composite
 from nostall.source._custom import SampleReader, native_source
 from nostall.source._hugging_face import dataset_files
-from nostall.source._object_file import ObjectFile, as_file, failure_of, stamp_of
+from nostall.source._object_file import ObjectFile, as_file, failure_of, stamp_of, state_of
 from nostall.source._objects import is_url
 from nostall.source._records import (
     PathLike,
@@ -41,6 +41,7 @@ from nostall.source._records import (
     RecordStore,
     absolute,
     open_storage,
+    refuse_replaced,
     shard_paths,
 )
 from nostall.source._source import arguments_of, whole_numbers
@@ -352,7 +353,11 @@ class ArrowIPC(RecordStore, Composite):
         self.storage = open_storage(paths, store=store)
 
         def scan() -> _native.RecordTable:
-            parts = [_arrow_places(path, image, label, store) for path in paths]
+            parts = []
+            for number, path in enumerate(paths):
+                places, state = _arrow_places(path, image, label, store)
+                refuse_replaced(self.storage, number, state)
+                parts.append(places)
             file = np.concatenate([np.full(len(p[0]), i, np.uint32) for i, p in enumerate(parts)])
             offset, length, labels = (np.concatenate(c) for c in zip(*parts, strict=True))
             return self._table(
@@ -374,6 +379,7 @@ class ArrowIPC(RecordStore, Composite):
     ) -> None:
         gathered: list[Gathered] = []
         counts: list[int] = []
+        storage = open_storage(paths, store=store)
 
         def take(number: int, path: str, table: Any, held: Held) -> None:
             if number == len(counts):
@@ -389,7 +395,7 @@ class ArrowIPC(RecordStore, Composite):
             counts[number] += len(table)
 
         for number, path in enumerate(paths):
-            each_piece(path, store, partial(take, number, path))
+            refuse_replaced(storage, number, each_piece(path, store, partial(take, number, path)))
         if sum(counts) == 0:
             raise UsageError(f"{paths[0]} has no rows")
 
@@ -399,11 +405,10 @@ class ArrowIPC(RecordStore, Composite):
             return PlacedRows(
                 "arrow",
                 f"columns {[(g.column.path, str(g.column)) for g in read]}",
-                paths,
+                storage,
                 offset=begin.astype(np.uint64),
                 length=length.astype(np.uint64),
                 file=file,
-                store=store,
             ).native
 
         compose_columns(self, gathered, sum(counts), parts, pairs=False)
@@ -414,23 +419,26 @@ Places = tuple["NDArray[np.uint64]", "NDArray[np.uint64]", "NDArray[np.int64]"]
 Held = list[tuple[int, int, int]]
 
 
-def _arrow_places(path: str, image: str, label: str | None, store: Any) -> Places:
+def _arrow_places(
+    path: str, image: str, label: str | None, store: Any
+) -> tuple[Places, tuple[int, int]]:
+    """The places of the rows, and the file's state as `each_piece` gives it."""
     parts: list[Places] = []
 
     def take(table: Any, held: Held) -> None:
         _check_columns(table.schema, image, label, path)
         parts.append(_table_places(table, held, image, label, path))
 
-    each_piece(path, store, take)
+    state = each_piece(path, store, take)
     if sum(len(p[0]) for p in parts) == 0:
         raise UsageError(f"{path} has no rows")
     offset, length, labels = (np.concatenate(c) for c in zip(*parts, strict=True))
-    return offset, length, labels
+    return (offset, length, labels), state
 
 
-def each_piece(path: str, store: Any, take: Callable[[Any, Held], None]) -> None:
+def each_piece(path: str, store: Any, take: Callable[[Any, Held], None]) -> tuple[int, int]:
     """Calls `take` with every record batch of a file as a table, the first of them empty, and with the
-    places of its memory."""
+    places of its memory. Returns the file's (size, time or version), of a local one as it is then."""
     import pyarrow
 
     if is_url(path):
@@ -450,6 +458,7 @@ def each_piece(path: str, store: Any, take: Callable[[Any, Held], None]) -> None
         try:
             for table, held in pieces:
                 take(table, held)
+            return state_of(file if is_url(path) else path)
         except (pyarrow.ArrowException, OSError) as error:
             raise _told(file, error, f"{path} cannot be read as Arrow IPC") from None
 

@@ -25,8 +25,8 @@ from nostall.source._columns import (
 )
 from nostall.source._composite import Composite, make_column
 from nostall.source._custom import SampleReader, native_source
-from nostall.source._object_file import as_file, failure_of, stamp_of
-from nostall.source._records import PathLike, PlacedRows, absolute
+from nostall.source._object_file import as_file, failure_of, stamp_of, state_of
+from nostall.source._records import PathLike, PlacedRows, absolute, open_storage, refuse_replaced
 from nostall.source._source import arguments_of, whole_numbers
 
 if TYPE_CHECKING:
@@ -86,25 +86,27 @@ class HDF5(Composite):
             raise UsageError("HDF5 needs either a dataset, and perhaps labels=, or columns=")
         if schema is not None and columns is None:
             raise UsageError("schema= says the kinds of fields, which columns= names")
-        with _open(path, store) as file:
+        opened = _open(path, store)
+        with opened as file:
             if columns is not None:
-                self._open_columns(file, path, columns, schema, store)
+                self._open_columns(opened, path, columns, schema, store)
                 return
             assert dataset is not None
             data = _dataset(file, path, dataset)
             self.pixel_shape, self.dtype = tuple(data.shape[1:]), data.dtype
             label = _labels(file, path, labels, len(data))
             self.pixels = pixels_of(self.pixel_shape, self.dtype)
-            self.native, self.through_library = _native_of(data, path, store, label)
+            self.native, self.through_library = _native_of(opened, data, path, store, label)
 
     def _open_columns(
         self,
-        file: Any,
+        opened: _Opened,
         path: str,
         names: Names,
         schema: Mapping[str, Kind] | None,
         store: Any,
     ) -> None:
+        file = opened.file
         chosen = chosen_columns(names, lambda: _all_datasets(file))
         given = check_fields(schema, chosen)
         data = {field: _dataset(file, path, name) for field, name in chosen.items()}
@@ -123,7 +125,8 @@ class HDF5(Composite):
                 columns[field] = make_column(field, _in_memory(values, where), given.get(field))
                 continue
             kinds[field] = self._kind(field, values, given.get(field), where)
-            native, library = _native_of(values, path, store, np.zeros(rows, np.int64))
+            labels = np.zeros(rows, np.int64)
+            native, library = _native_of(opened, values, path, store, labels)
             if field not in given and kinds[field] == Bytes():
                 kinds[field] = kind_of_bytes(native.read(int(np.argmax(native.sizes > 0))))
             self.through_library |= library
@@ -166,7 +169,7 @@ def _in_memory(values: Any, where: str) -> Any:
 
 
 def _native_of(
-    data: Any, path: str, store: Any, label: NDArray[np.int64]
+    opened: _Opened, data: Any, path: str, store: Any, label: NDArray[np.int64]
 ) -> tuple[_native.Source, bool]:
     """The native source of the rows of a dataset, and whether the library reads them."""
     places = _places(data)
@@ -174,14 +177,15 @@ def _native_of(
     if places is None:
         return _Library(path, name, store).open(data, label), True
     length = int(np.prod(data.shape[1:], dtype=np.int64)) * data.dtype.itemsize
+    storage = open_storage([path], store=store)
+    refuse_replaced(storage, 0, opened.state)
     placed = PlacedRows(
         "hdf5",
         f"{name} {data.dtype} {data.shape[1:]}",
-        [path],
+        storage,
         offset=places,
         length=np.full(len(places), length, np.uint64),
         label=label,
-        store=store,
     )
     return placed.native, False
 
@@ -268,10 +272,11 @@ def _bytes_of(value: Any) -> NDArray[np.uint8]:
 
 
 class _Opened:
-    """An h5py file that raises a failing object store's own error."""
+    """An h5py file that raises a failing object store's own error; `state` is what `source` was
+    before."""
 
-    def __init__(self, file: Any, source: Any) -> None:
-        self.file, self.source = file, source
+    def __init__(self, file: Any, source: Any, state: tuple[int, int]) -> None:
+        self.file, self.source, self.state = file, source, state
 
     def __enter__(self) -> Any:
         return self.file
@@ -292,15 +297,16 @@ def _open(path: PathLike, store: Any) -> _Opened:
         ) from None
     source = as_file(os.fspath(path), store)
     try:
+        state = state_of(source)
         # Only files have locks; an object cannot be written to in place.
         options = {"locking": False} if isinstance(source, str) else {}
         try:
-            return _Opened(h5py.File(source, "r", **options), source)
+            return _Opened(h5py.File(source, "r", **options), source, state)
         except OSError as error:
             # The program itself has the file open, with locks: it has one way for both.
             if "locking flag" not in str(error):
                 raise
-            return _Opened(h5py.File(source, "r"), source)
+            return _Opened(h5py.File(source, "r"), source, state)
     except FileNotFoundError:
         raise IoError(f"{path} does not exist") from None
     except OSError as error:

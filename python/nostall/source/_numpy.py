@@ -16,7 +16,7 @@ from nostall.errors import CorruptionError, IoError, UsageError
 from nostall.fields import Array, Image, Kind
 from nostall.source._columns import array_kind, as_texts, check_fields
 from nostall.source._composite import Composite, make_column
-from nostall.source._records import PathLike, PlacedRows
+from nostall.source._records import PathLike, PlacedRows, open_storage, replaced
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -68,7 +68,7 @@ class Arrays(Composite):
         rows = next(iter(lengths.values()))
         kinds: dict[str, Kind] = {}
         columns: dict[str, tuple[Kind, _native.Column]] = {}
-        mapped: list[_Map] = []
+        mapped: list[tuple[_Map, NDArray[Any]]] = []
         for name, values in named.items():
             where = _where(name, values)
             if not isinstance(values, np.ndarray) or values.ndim < 2:
@@ -80,7 +80,7 @@ class Arrays(Composite):
             place = _map_of(values)
             if place is not None and _whole_rows(values):
                 kinds[name] = kind
-                mapped.append(place)
+                mapped.append((place, values))
                 continue
             stored = kind
             if isinstance(kind, Image):
@@ -116,19 +116,27 @@ def _view(
         raise CorruptionError(f"{path} ends before its array of shape {shape} does") from None
 
 
-def _parts(mapped: list[_Map]) -> _native.Source:
-    paths = list(dict.fromkeys(m.path for m in mapped))
-    count = [m.shape[0] for m in mapped]
-    length = [int(np.prod(m.shape[1:], dtype=np.int64)) * m.dtype.itemsize for m in mapped]
+def _parts(mapped: list[tuple[_Map, NDArray[Any]]]) -> _native.Source:
+    maps = [m for m, _ in mapped]
+    paths = list(dict.fromkeys(m.path for m in maps))
+    files = [paths.index(m.path) for m in maps]
+    count = [m.shape[0] for m in maps]
+    length = [int(np.prod(m.shape[1:], dtype=np.int64)) * m.dtype.itemsize for m in maps]
+    storage = open_storage(paths)
+    # A map keeps the file that it was made of, whatever has the name now.
+    for file, size, (m, array) in zip(files, length, mapped, strict=True):
+        for row in (0, m.shape[0] - 1):
+            if storage.read(file, m.offset + row * m.strides[0], size) != array[row].tobytes():
+                raise replaced(m.path)
     return PlacedRows(
         "numpy",
-        str([(m.dtype.str, m.shape) for m in mapped]),
-        paths,
+        str([(m.dtype.str, m.shape) for m in maps]),
+        storage,
         offset=np.concatenate(
-            [m.offset + np.arange(n) * m.strides[0] for m, n in zip(mapped, count, strict=True)]
+            [m.offset + np.arange(n) * m.strides[0] for m, n in zip(maps, count, strict=True)]
         ).astype(np.uint64),
         length=np.repeat(length, count).astype(np.uint64),
-        file=np.repeat([paths.index(m.path) for m in mapped], count).astype(np.uint32),
+        file=np.repeat(files, count).astype(np.uint32),
     ).native
 
 

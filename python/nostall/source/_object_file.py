@@ -92,15 +92,20 @@ def as_file(path: str, store: Any = None) -> Any:
     return ObjectFile(path, store) if is_url(path) else path
 
 
+def state_of(file: Any) -> tuple[int, int]:
+    """(size, time or version) of what `as_file` gave, as a storage has them."""
+    if isinstance(file, ObjectFile):
+        return file.size, file.version
+    found = os.stat(file)
+    return found.st_size, found.st_mtime_ns
+
+
 def stamp_of(files: Iterable[Any]) -> int:
     """Another number where one of these, as `as_file` gives them, lies elsewhere or was changed."""
     digest = hashlib.sha256()
     for file in files:
-        if isinstance(file, ObjectFile):
-            digest.update(repr((file.url, file.size, file.version)).encode())
-        else:
-            found = os.stat(file)
-            digest.update(repr((os.path.realpath(file), found.st_size, found.st_mtime_ns)).encode())
+        where = file.url if isinstance(file, ObjectFile) else os.path.realpath(file)
+        digest.update(repr((where, *state_of(file))).encode())
     return int.from_bytes(digest.digest()[:8], "little")
 
 

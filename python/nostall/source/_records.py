@@ -260,23 +260,22 @@ class RecordStore(Source):
 class PlacedRows(RecordStore):
     """Samples whose places the caller gives; they are stored nowhere.
 
-    `stamp` says what they are, for the fingerprint.
+    `stamp` says what they are, for the fingerprint; `storage` has the files, and see `refuse_replaced`.
     """
 
     def __init__(
         self,
         kind: str,
         stamp: str,
-        paths: Sequence[str],
+        storage: _native.Storage,
         *,
         offset: NDArray[np.uint64],
         length: NDArray[np.uint64],
         label: NDArray[np.int64] | None = None,
         file: NDArray[np.uint32] | None = None,
-        store: Any = None,
     ) -> None:
-        self.storage = open_storage(paths, store=store)
-        file = file if len(paths) > 1 else None
+        self.storage = storage
+        file = file if len(storage.paths) > 1 else None
         table = self._table(kind, stamp, offset=offset, length=length, label=label, file=file)
         self.native = self._native_of(table, _READING)
 
@@ -423,6 +422,25 @@ def open_storage(
     if any(remote):
         raise UsageError("a data set lies either in files or on an object store, not in both")
     return _native.open_storage([str(Path(p).absolute()) for p in paths], direct)
+
+
+def refuse_replaced(storage: _native.Storage, number: int, state: tuple[int, int]) -> None:
+    """Places that one file gave must not be read from another that has taken its name.
+
+    Args:
+        number: of the file in the storage.
+        state: (size, time) of that file by its name, asked for before the file was opened for the
+            places if the storage was opened after that, else once the places were known.
+
+    Raises:
+        IoError: the storage has another file.
+    """
+    if state != (int(storage.sizes[number]), int(storage.times[number])):
+        raise replaced(storage.paths[number])
+
+
+def replaced(path: str) -> IoError:
+    return IoError(f"{path} was replaced while it was opened: open the data set again")
 
 
 def absolute(paths: Sequence[str]) -> list[str]:

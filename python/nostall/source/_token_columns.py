@@ -11,9 +11,12 @@ import numpy as np
 from nostall.errors import UsageError
 from nostall.source._arrow import Held, each_piece, place_of
 from nostall.source._columns import Column, column_of, leaf_of, rows_of
+from nostall.source._records import refuse_replaced
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from nostall import _native
 
 
 class Extent(NamedTuple):
@@ -32,12 +35,16 @@ class Extent(NamedTuple):
     begins: NDArray[np.uint64] | None
 
 
-def column_extents(paths: Sequence[str], name: str, store: Any) -> tuple[str, list[Extent]]:
-    """(type of the ids, extents) of a column of lists of whole numbers; a row is a document.
+def column_extents(
+    storage: _native.Storage, paths: Sequence[str], name: str, store: Any
+) -> tuple[str, list[Extent]]:
+    """(type of the ids, extents) of a column of lists of whole numbers; a row is a document. `storage`
+    has the files of these paths.
 
     Raises:
         UsageError: there is no such column, or it is compressed.
         CorruptionError: a file is damaged, with its path.
+        IoError: a file is another than that of the storage.
     """
     types: dict[str, str] = {}
     found: list[Extent] = []
@@ -58,7 +65,7 @@ def column_extents(paths: Sequence[str], name: str, store: Any) -> tuple[str, li
                 found.extend(_extents_of(number, path, chunk, column, held))
 
     for number, path in enumerate(paths):
-        each_piece(path, store, partial(take, number, path))
+        refuse_replaced(storage, number, each_piece(path, store, partial(take, number, path)))
     return next(iter(types)), found
 
 

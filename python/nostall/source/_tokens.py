@@ -425,7 +425,7 @@ class Tokens:
             found = [self._extent(file, self._indexed) for file in range(self._files)]
         else:
             paths, store = self._arguments["files"], self._arguments["store"]
-            found_type, found = column_extents(paths, self._column, store)
+            found_type, found = column_extents(self.storage, paths, self._column, store)
             self.dtype = _id_type(found_type)
         known = any(extent.begins is not None for extent in found)
         if known and self._end is not None and not self._marks:
