@@ -328,7 +328,8 @@ def _dataset(file: Any, path: PathLike, name: str) -> Any:
             f"{path}, dataset {name}: values of different lengths are read of shape (n,), not of "
             f"{data.shape}"
         )
-    if data.dtype.kind not in "iufbSV" and not _is_variable(data):
+    of = np.dtype(data.dtype.metadata["vlen"]) if _is_variable(data) else data.dtype
+    if of.hasobject or (of is data.dtype and of.kind not in "iufbSV"):
         raise UsageError(f"{path}, dataset {name}: elements of type {data.dtype} are not read")
     return data
 
@@ -349,7 +350,7 @@ def _check_filters(data: Any, path: PathLike) -> None:
 
 def _places(data: Any) -> NDArray[np.uint64] | None:
     """Where each sample starts in the file; None if its bytes do not lie there unchanged."""
-    if data.dtype.kind == "O" or data.external or data.is_virtual:
+    if data.dtype.hasobject or data.external or data.is_virtual:
         return None
     if data.id.get_type().get_size() != data.dtype.itemsize:
         return None  # NumPy has no such type: the library converts what it reads

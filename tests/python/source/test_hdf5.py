@@ -150,10 +150,15 @@ def test_kinds_that_are_not_read(tmp_path: Path) -> None:
         file["scalar"] = 3
         file["empty"] = np.zeros((0, 4), np.uint8)
         file.create_dataset("reference", (3,), h5py.ref_dtype)
+        named = np.dtype([("id", np.int32), ("name", h5py.string_dtype())])
+        file["named"] = np.array([(1, "a"), (2, "b")], named)
+        file.create_dataset("lists of texts", (3,), h5py.vlen_dtype(h5py.string_dtype()))
     for name, text in (
         ("scalar", "no samples"),
         ("empty", "no samples"),
         ("reference", "not read"),
+        ("named", "not read"),
+        ("lists of texts", "not read"),
     ):
         with pytest.raises(UsageError, match=rf"a\.h5, dataset {name}: .*{text}"):
             nostall.HDF5(tmp_path / "a.h5", name)
