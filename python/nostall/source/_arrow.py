@@ -360,6 +360,8 @@ class ArrowIPC(RecordStore, Composite):
                 parts.append(places)
             file = np.concatenate([np.full(len(p[0]), i, np.uint32) for i, p in enumerate(parts)])
             offset, length, labels = (np.concatenate(c) for c in zip(*parts, strict=True))
+            if not len(offset):
+                raise UsageError(f"{paths[0]} has no rows")
             return self._table(
                 "arrow",
                 stamp,
@@ -430,8 +432,6 @@ def _arrow_places(
         parts.append(_table_places(table, held, image, label, path))
 
     state = each_piece(path, store, take)
-    if sum(len(p[0]) for p in parts) == 0:
-        raise UsageError(f"{path} has no rows")
     offset, length, labels = (np.concatenate(c) for c in zip(*parts, strict=True))
     return (offset, length, labels), state
 

@@ -175,6 +175,16 @@ def test_several_arrow_files_and_slices(tmp_path: Path) -> None:
     check_source(source, [CONTENTS[i] for i in chosen], [LABELS[i] for i in chosen])
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_files_without_rows_among_others(tmp_path: Path, stream: bool) -> None:
+    for first, (a, b) in enumerate([("a", "b"), ("b", "a")]):
+        folder = tmp_path / str(first)
+        folder.mkdir()
+        write_ipc(folder / f"{a}.arrow", table(), stream)
+        write_ipc(folder / f"{b}.arrow", table(contents=[]), stream)
+        check_source(nostall.ArrowIPC(folder), CONTENTS, LABELS)
+
+
 def test_empty_batches_and_empty_values(tmp_path: Path) -> None:
     what = table("binary", [b"", b"", b"x", b""])
     with pa.ipc.new_stream(str(tmp_path / "a.arrow"), what.schema) as writer:
