@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import re
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -46,7 +47,8 @@ class Manifest(Files):
         path: the table; its ending (.csv, .tsv, .jsonl, .ndjson) says what it is.
         files: the field of each column that names a file, ``{"image": "path"}``; or the columns, if the
             fields are to have their names. An empty cell, or null, is a missing file.
-        columns: likewise, of the columns that are values themselves; if None, all others.
+        columns: likewise, of the columns that are values themselves; if None, all others that have a
+            name (the index that pandas writes has none).
         schema: the kinds of fields. Cells of a CSV file are decimal numbers if all of a column are and
             int64, uint64 or, with fractions, float64 holds them, and texts otherwise; where the schema
             says array or JSON they are read as JSON. An empty cell among numbers is a missing value,
@@ -72,7 +74,7 @@ class Manifest(Files):
         named = _by_field(files)
         table = _table(path)
         if columns is None:
-            columns = [name for name in table if name not in named.values()]
+            columns = [name for name in table if name and name not in named.values()]
         valued = _by_field(columns)
         for name in (*named.values(), *valued.values()):
             if name not in table:
@@ -137,34 +139,45 @@ def _json_lines(path: PathLike) -> Iterator[tuple[int, dict[str, Any]]]:
         yield number, row
 
 
-def _csv_lines(path: PathLike) -> Iterator[tuple[int, list[str]]]:
+# csv's limit of a cell's characters is one of the whole process: it is another while a table is read.
+_cells = threading.Lock()
+
+
+def _csv_lines(path: PathLike) -> list[tuple[int, list[str]]]:
     """The names of the columns, then the rows, each with the number of its last line."""
     ending = os.path.splitext(path_of(path))[1].lower()
     if ending not in (".csv", ".tsv"):
         raise UsageError(f"{path} ends neither with .csv, .tsv, .jsonl nor .ndjson")
     delimiter = "," if ending == ".csv" else "\t"
-    reader = csv.reader(io.StringIO(_text(path), newline=""), delimiter=delimiter, strict=True)
-    try:
-        names = next(reader, [])
-        if len(set(names)) < len(names):
-            raise CorruptionError(f"{path} names a column twice: {', '.join(names)}")
-        yield reader.line_num, names
-        for row in reader:
-            if row and len(row) != len(names):
-                raise CorruptionError(
-                    f"{path}, line {reader.line_num}: {len(row)} cells for {len(names)} columns"
-                )
-            if row:
-                yield reader.line_num, row
-    except csv.Error as error:
-        raise CorruptionError(f"{path}, line {reader.line_num}: {error}") from None
+    text = _text(path)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    with _cells:
+        limit = csv.field_size_limit()
+        csv.field_size_limit(max(limit, len(text)))
+        try:
+            names = next(reader, [])
+            if len(set(names)) < len(names):
+                raise CorruptionError(f"{path} names a column twice: {', '.join(names)}")
+            lines = [(reader.line_num, names)]
+            for row in reader:
+                if row and len(row) != len(names):
+                    raise CorruptionError(
+                        f"{path}, line {reader.line_num}: {len(row)} cells for {len(names)} columns"
+                    )
+                if row:
+                    lines.append((reader.line_num, row))
+        except csv.Error as error:
+            raise CorruptionError(f"{path}, line {reader.line_num}: {error}") from None
+        finally:
+            csv.field_size_limit(limit)
+    return lines
 
 
 def _place(path: PathLike, row: int) -> str:
     """A row of a table, from 0, as messages name it."""
-    lines: Iterator[tuple[int, Any]] = _json_lines(path)
+    lines: Iterable[tuple[int, Any]] = _json_lines(path)
     if not _is_json(path):
-        lines = itertools.islice(_csv_lines(path), 1, None)
+        lines = _csv_lines(path)[1:]
     line, _ = next(itertools.islice(lines, row, None))
     return f"{path}, line {line}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import pickle
 from pathlib import Path
@@ -73,6 +74,18 @@ def test_a_table_gives_a_sample_a_row(root: Path, ending: str) -> None:
     assert found["title"] == [r["title"] for r in rows]
     copy = pickle.loads(pickle.dumps(source.select(["rank"])))
     assert samples(copy) == {"rank": found["rank"]}
+
+
+def test_a_cell_may_be_as_long_as_the_table(root: Path) -> None:
+    limit = csv.field_size_limit()
+    (root / "a.csv").write_text(f"text,number\n{'x' * 140_000},1\n")
+    assert samples(nostall.Manifest(root / "a.csv"))["text"] == ["x" * 140_000]
+    assert csv.field_size_limit() == limit
+
+
+def test_the_index_of_a_frame_is_no_field(root: Path) -> None:
+    (root / "a.csv").write_text(",rank\n0,7\n1,8\n")
+    assert samples(nostall.Manifest(root / "a.csv")) == {"rank": [7, 8]}
 
 
 def test_cells_are_what_the_schema_says(root: Path) -> None:
