@@ -45,6 +45,9 @@ Format = Literal["auto", "raw", "npy", "megatron", "llm.c", "wav"]
 _FORMATS = ("auto", "raw", "npy", "megatron", "llm.c", "wav")
 
 _THREADS = 8
+# Bytes of a file that are read at once for its header, and those that say what a chunk of WAV is.
+_HEAD = 4096
+_WAV_CHUNK = 34
 # Seconds that a process waits for another one that looks for documents, and one more for so many bytes.
 _PATIENCE = 600.0
 _SLOWEST = 10e6
@@ -327,9 +330,9 @@ class Tokens:
         if format == "raw":
             return None
         size, path = int(self.storage.sizes[file]), self.storage.paths[file]
-        head = self.storage.read(file, 0, min(size, 4096))
         if format == "wav" or (format == "auto" and path.endswith(".wav")):
-            return _wav_header(head, size, path)
+            return _wav_header(self.storage, file)
+        head = self.storage.read(file, 0, min(size, _HEAD))
         npy = head.startswith(_NPY)
         if format == "llm.c" or (format == "auto" and not npy and not path.endswith(".npy")):
             return _llmc_header(head, size, path, format == "llm.c")
@@ -604,18 +607,25 @@ def _llmc_header(
     return dtype, _LLMC_HEADER, (count,)
 
 
-def _wav_header(head: bytes, size: int, path: str) -> tuple[str, int, tuple[int, ...]]:
+def _wav_header(storage: _native.Storage, file: int) -> tuple[str, int, tuple[int, ...]]:
     """As `Tokens._header`, of a WAV file."""
+    size, path = int(storage.sizes[file]), storage.paths[file]
+    first, head = 0, storage.read(file, 0, min(size, _HEAD))
     if head[:4] != b"RIFF" or head[8:12] != b"WAVE":
         raise CorruptionError(f"{path} is no WAV file")
     at, kind, channels, bits = 12, 0, 0, 0
-    while at + 8 <= len(head):
-        name, length = struct.unpack_from("<4sI", head, at)
+    while at + 8 <= size:
+        if first + len(head) < min(size, at + _WAV_CHUNK):
+            first, head = at, storage.read(file, at, min(size - at, _HEAD))
+        chunk = head[at - first :]
+        name, length = struct.unpack_from("<4sI", chunk)
+        if not name.isascii() or not name.decode().isprintable():
+            break
         at += 8
-        if name == b"fmt " and at + 16 <= len(head):
-            kind, channels, _, _, _, bits = struct.unpack_from("<HHIIHH", head, at)
-            if kind == 0xFFFE and at + 26 <= len(head):  # extensible: the kind stands behind
-                kind = struct.unpack_from("<H", head, at + 24)[0]
+        if name == b"fmt " and len(chunk) >= 24:
+            kind, channels, _, _, _, bits = struct.unpack_from("<HHIIHH", chunk, 8)
+            if kind == 0xFFFE and len(chunk) >= _WAV_CHUNK:  # extensible: the kind stands behind
+                kind = struct.unpack_from("<H", chunk, 32)[0]
         elif name == b"data":
             if (kind, bits) not in _SOUNDS or channels != 1:
                 raise UsageError(
@@ -628,7 +638,7 @@ def _wav_header(head: bytes, size: int, path: str) -> tuple[str, int, tuple[int,
                 )
             return _SOUNDS[kind, bits], at, (length // (bits // 8),)
         at += length + length % 2
-    raise CorruptionError(f"{path} has no sound in its first {len(head)} bytes")
+    raise CorruptionError(f"{path} has no sound: none of its chunks is data")
 
 
 def _pairs(paths: list[str], format: Format, store: Any) -> tuple[list[str], list[str]]:

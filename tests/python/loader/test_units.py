@@ -364,6 +364,17 @@ def test_clips_are_filled_up_with_silence(tmp_path: Path, dtype: str, silence: i
     assert found == [[*range(1, 9)], [9, 10, *[silence] * 6]]
 
 
+@pytest.mark.parametrize("size", [4040, 4061, 5000, 20_001])
+def test_the_samples_of_a_sound_may_begin_late(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "a.wav"
+    sound(path, np.arange(10, dtype=np.int16))
+    whole = path.read_bytes()
+    more = b"bext" + size.to_bytes(4, "little") + bytes(size + size % 2)
+    for at in (12, 36):  # before what says the format, and after it
+        path.write_bytes(whole[:at] + more + whole[at:])
+        assert nostall.Tokens(path).read(0, 10).tolist() == list(range(10))
+
+
 def test_sounds_that_are_none_are_named(tmp_path: Path) -> None:
     path = tmp_path / "a.wav"
     sound(path, np.zeros(100, np.int16), channels=2)
@@ -374,7 +385,7 @@ def test_sounds_that_are_none_are_named(tmp_path: Path) -> None:
     for match, data in {
         "has 243 bytes, its header tells of 244: it was cut": whole[:-1],
         "is no WAV file": b"RIFX" + whole[4:],
-        "has no sound in its first 36 bytes": whole[:36],
+        "has no sound: none of its chunks is data": whole[:36],
     }.items():
         path.write_bytes(data)
         with pytest.raises(CorruptionError, match=match):
