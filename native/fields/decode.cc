@@ -336,6 +336,11 @@ Result<ArrayValues> read_array(const Array& kind, std::span<const std::byte> byt
     }
     array.shape = npy.value().shape;
     array.values = npy.value().values;
+    if (npy.value().fortran || npy.value().big_endian) {
+      array.converted.resize(array.values.size());
+      put_in_order(npy.value(), array.converted.data());
+      array.values = array.converted;
+    }
   } else if (kind.codec == Array::Codec::msgpack) {
     auto numbers = parse_msgpack(bytes, kind.type, kind.shape);
     if (!numbers) return numbers.error();

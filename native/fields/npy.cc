@@ -1,6 +1,7 @@
 // The header is the text of a Python dictionary of three entries; only what NumPy writes is taken.
 #include "fields/npy.h"
 
+#include <algorithm>
 #include <charconv>
 #include <cstring>
 #include <string>
@@ -83,9 +84,6 @@ Result<Type> type_of(std::string_view descr) {
     return refused("which is no type");
   }
   if (descr[1] == 'O') return refused("Python objects, which only pickle reads: it is never run");
-  if (descr[0] == '>' && descr.substr(2) != "1") {
-    return refused("in big-endian order: store them as '<'");
-  }
   struct Known {
     std::string_view text;
     Type type;
@@ -119,7 +117,6 @@ Result<Npy> parse_npy(std::span<const std::byte> bytes) {
   Walker text({reinterpret_cast<const char*>(bytes.data()) + head, length});
   Npy out;
   unsigned seen = 0;
-  bool fortran = false;
   text.expect('{');
   while (text.ok() && !text.take('}')) {
     const std::string_view key = text.quoted();
@@ -131,11 +128,12 @@ Result<Npy> parse_npy(std::span<const std::byte> bytes) {
       auto type = type_of(descr);
       if (!type) return type.error();
       out.type = type.value();
+      out.big_endian = descr[0] == '>';
     } else if (key == "fortran_order") {
       seen |= 2;
       const std::string_view word = text.word();
       if (word != "True" && word != "False") return damaged("its header is none");
-      fortran = word == "True";
+      out.fortran = word == "True";
     } else if (key == "shape") {
       seen |= 4;
       out.dims = 0;
@@ -159,9 +157,7 @@ Result<Npy> parse_npy(std::span<const std::byte> bytes) {
     }
   }
   if (!text.ok() || seen != 7 || !text.at_end()) return damaged("its header is none");
-  if (fortran && out.dims > 1) {
-    return damaged("its values lie in Fortran order: store numpy.ascontiguousarray of it");
-  }
+  out.fortran = out.fortran && out.dims > 1;
   uint64_t size = size_of(out.type);
   bool empty = false;
   for (size_t d = 0; d < out.dims; ++d) empty = empty || out.shape[d] == 0;
@@ -179,6 +175,33 @@ Result<Npy> parse_npy(std::span<const std::byte> bytes) {
                    std::to_string(out.values.size()) + " follow");
   }
   return out;
+}
+
+void put_in_order(const Npy& array, std::byte* out) {
+  const size_t size = size_of(array.type);
+  std::array<size_t, kMostDims> step{}, at{};  // of each side: bytes between values, and the place
+  size_t bytes = size;
+  for (size_t i = 0; i < array.dims; ++i) {
+    const size_t d = array.fortran ? i : array.dims - 1 - i;
+    step[d] = bytes;
+    bytes *= static_cast<size_t>(array.shape[d]);
+  }
+  const std::byte* from = array.values.data();
+  for (size_t left = array.values.size() / size; left > 0; --left, out += size) {
+    if (array.big_endian) {
+      std::reverse_copy(from, from + size, out);
+    } else {
+      std::memcpy(out, from, size);
+    }
+    for (size_t d = array.dims; d-- > 0;) {
+      if (++at[d] < static_cast<size_t>(array.shape[d])) {
+        from += step[d];
+        break;
+      }
+      from -= step[d] * (at[d] - 1);
+      at[d] = 0;
+    }
+  }
 }
 
 }  // namespace nostall::fields

@@ -256,6 +256,16 @@ def test_a_cut_archive_and_a_bad_member_are_named(tmp_path: Path) -> None:
         nostall.TarShards(path, members="all")
 
 
+def test_arrays_of_every_order_are_read(tmp_path: Path) -> None:
+    rows = [np.arange(6, dtype="<i4").reshape(2, 3) + i for i in range(4)]
+    stored = [rows[0], np.asfortranarray(rows[1]), rows[2].astype(">i4"), rows[3].T.copy().T]
+    path = shard(tmp_path / "a.tar", [(f"{i}.npy", npy(a)) for i, a in enumerate(stored)])
+    source = nostall.TarShards(path, members="all")
+    assert source.schema["npy"] == f.Array(dtype="int32", shape=(2, 3))
+    for order, batch in batches(source, on_error="substitute"):
+        assert np.array_equal(batch["npy"], [rows[sample] for sample in order])
+
+
 def test_arrays_that_differ_need_a_schema(tmp_path: Path) -> None:
     arrays = [npy(np.zeros(3)), npy(np.zeros(3, np.int8))]
     path = shard(tmp_path / "a.tar", [(f"{i}.npy", array) for i, array in enumerate(arrays)])
