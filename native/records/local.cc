@@ -251,14 +251,12 @@ std::string LocalFiles::changed(uint32_t file) const {
   return {};
 }
 
-std::optional<int64_t> LocalFiles::touched(uint32_t file) const {
+std::optional<Storage::Touched> LocalFiles::touched(uint32_t file) const {
   struct stat s {};
   if (::fstat(buffered(file), &s) != 0) return {};
-  const int64_t time = mtime_of(s);
-  if (static_cast<uint64_t>(s.st_size) != files_[file].size || time == files_[file].mtime_ns) {
-    return {};
-  }
-  return time;
+  const auto size = static_cast<uint64_t>(s.st_size);
+  if (size < files_[file].size) return {};
+  return Touched{mtime_of(s), size};
 }
 
 std::unique_ptr<RangeReader> LocalFiles::make_reader(source::ReaderKind kind,

@@ -16,7 +16,7 @@ class LocalFiles : public Storage {
   std::span<const StorageFile> files() const override { return files_; }
   std::unique_ptr<RangeReader> make_reader(source::ReaderKind kind, unsigned depth) const override;
   std::string changed(uint32_t file) const override;
-  std::optional<int64_t> touched(uint32_t file) const override;
+  std::optional<Touched> touched(uint32_t file) const override;
   bool is_local() const override { return true; }
 
   int buffered(uint32_t file) const noexcept { return opened_[file].buffered.get(); }

@@ -62,9 +62,14 @@ class Storage {
   // An empty string if the file is still the one that was opened, else what changed. Cheap enough
   // for one call per read.
   virtual std::string changed(uint32_t file) const = 0;
-  // The file's time now, if it is the only thing that changed since the file was opened: the file
-  // was written to, or only touched.
-  virtual std::optional<int64_t> touched(uint32_t file) const {
+  // The file's time and size now, if nothing of what was there when it was opened need have changed:
+  // it was written to or only touched, and did not shrink.
+  struct Touched {
+    int64_t time = 0;
+    uint64_t size = 0;
+    bool operator==(const Touched&) const = default;
+  };
+  virtual std::optional<Touched> touched(uint32_t file) const {
     static_cast<void>(file);
     return {};
   }

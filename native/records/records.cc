@@ -372,18 +372,21 @@ void RecordSource::remember(uint64_t sample, std::span<const std::byte> bytes) c
 std::string RecordSource::changed(uint32_t file, RangeReader& reader) const {
   std::string change = storage_->changed(file);
   if (change.empty()) return {};
-  const std::optional<int64_t> time = storage_->touched(file);
-  if (!time) return change;
+  const std::optional<Storage::Touched> touched = storage_->touched(file);
+  if (!touched) return change;
+  // A database is mapped larger without a transaction; of other files more bytes are another content.
+  const bool grown = touched->size > storage_->files()[file].size;
+  if (grown && !options_.same) return change;
   const MutexLock lock(contents_mutex_);
   Content& content = contents_[file];
-  if (content.time == *time) return {};
+  if (content.same == *touched) return {};
   if (options_.same && !options_.same(reader, table_, file)) return change;
   std::vector<Remembered> known = content.remembered;
   for (uint64_t s = 0; content.remembered.empty() && s < size(); ++s) {
     if (known.size() == kMostRemembered) break;
     if (table_.file_of(s) == file && sums().of(s) != 0) known.push_back({s, sums().of(s)});
   }
-  if (known.empty()) return change;  // there is no checksum to compare
+  if (known.empty() && !grown) return change;  // there is no checksum to compare
   for (const Remembered& r : known) {
     std::vector<std::byte> bytes(table_.length[r.sample]);
     RangeRead range;
@@ -393,7 +396,7 @@ std::string RecordSource::changed(uint32_t file, RangeReader& reader) const {
     reader.read({&range, 1});
     if (range.error != 0 || sample_sum(bytes) != r.sum) return change;
   }
-  content.time = *time;
+  content.same = *touched;
   return {};
 }
 

@@ -145,7 +145,7 @@ class RecordSource : public source::Source {
   struct Content {
     std::atomic<uint32_t> count{0};  // of `remembered`
     std::vector<Remembered> remembered;
-    int64_t time = 0;  // a later time of the file at which the content was still the same
+    Storage::Touched same;  // a later state of the file, in which the content was still the same
   };
   mutable Mutex contents_mutex_;
   mutable std::vector<Content> contents_;  // of each file; guarded, but for the counts

@@ -29,12 +29,16 @@ class MemoryStorage : public Storage {
   }
   std::string changed(uint32_t) const override { return change; }
 
-  std::optional<int64_t> touched(uint32_t) const override { return time; }
+  std::optional<Touched> touched(uint32_t file) const override {
+    if (!time) return {};
+    return Touched{*time, files_[file].size + grown};
+  }
 
   std::string& content(uint32_t file = 0) { return contents_[file]; }
 
   std::string change;             // what changed() says
   std::optional<int64_t> time{};  // and touched()
+  uint64_t grown = 0;             // bytes
   // Looked at before every range: 0, or the error that the range gets.
   std::function<int(const RangeRead&)> before;
   mutable std::atomic<uint64_t> ranges{0}, bytes{0};  // that were asked for

@@ -586,6 +586,28 @@ TEST(RecordSource, AFileThatWasOnlyTouchedIsTheSame) {
   EXPECT_EQ(errors(), std::set<int>{kWrongBytes});
 }
 
+TEST(RecordSource, AFileThatGrewIsTheSameWhereItsFormatSaysSo) {
+  const Data d = regular(20, 1000, 0);
+  bool same = true;
+  RecordOptions options;
+  options.same = [&same](RangeReader&, const KeptTable&, uint32_t) { return same; };
+  const RecordSource source(d.storage, d.table, options);
+  const RecordSource other(d.storage, d.table, {});
+  d.storage->change = "its size changed";
+  d.storage->time = 7;
+  d.storage->grown = 1;
+  Requests r(source, {1});
+  const auto error_of = [&r](const RecordSource& s) {
+    s.make_reader(ReaderKind::pread, 1)->read(r.requests);
+    return r.requests[0].error;
+  };
+  EXPECT_EQ(error_of(source), 0);
+  EXPECT_EQ(error_of(other), kWrongBytes);
+  d.storage->grown = 2;  // within the same tick of the clock
+  same = false;
+  EXPECT_EQ(error_of(source), kWrongBytes);
+}
+
 TEST(RecordSource, RefusesTablesThatAreNotOfTheseFiles) {
   const auto kind_of = [](const std::function<void(RecordTable&)>& bend) {
     Data d = regular(5, 100, 0);

@@ -197,3 +197,19 @@ def test_a_database_that_is_written_to_meanwhile(tmp_path: Path) -> None:
     with lmdb.open(str(tmp_path), readonly=True, lock=False) as env, env.begin() as t:
         for key in range(400):
             assert source.read(key) == t.get(str(key).encode())
+
+
+def test_a_database_that_another_process_maps_larger_is_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "data.mdb"
+    with lmdb.open(str(tmp_path), map_size=1 << 24) as env, env.begin(write=True) as t:
+        for i in range(8):
+            t.put(str(i).encode(), OLDER[i])
+    source, other = (nostall.LMDB(path, index=False) for _ in range(2))
+    assert source.read(0) == OLDER[0]
+    os.truncate(path, path.stat().st_size + (1 << 20))
+    for opened in (source, other):
+        assert [opened.read(i) for i in range(8)] == OLDER[:8]
+    with lmdb.open(str(tmp_path), map_size=1 << 25) as env, env.begin(write=True) as t:
+        t.put(b"0", NEWER[3])
+    with pytest.raises(IoError, match=r"data\.mdb.*changed"):
+        source.read(1)
