@@ -19,6 +19,9 @@
 namespace nostall::source {
 namespace {
 
+// What this library keeps beside a data set: indexes, checksums.
+constexpr std::string_view kOwnNames = ".nostall-";
+
 struct File {
   std::string path;  // relative to the root
   uint64_t size = 0;
@@ -74,7 +77,7 @@ std::vector<std::string> list_one(const std::string& root, const std::string& di
       break;
     }
     const std::string name = entry->d_name;
-    if (name == "." || name == "..") continue;
+    if (name == "." || name == ".." || name.starts_with(kOwnNames)) continue;
     const bool candidate = wanted(name, extensions);
     if (entry->d_type == DT_REG && !candidate) continue;
     if (::fstatat(fd, name.c_str(), &status, 0) != 0) {

@@ -197,6 +197,18 @@ def test_wrong_folders_are_named(tmp_path: Path) -> None:
         nostall.ImageFolder(tmp_path, allow_empty=True)
 
 
+def test_what_is_kept_beside_files_is_no_sample(tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    for name in ("full/a.jpg", ".hidden", ".nostall-records-0123456789ab"):
+        (tmp_path / name).write_bytes(b"a")
+    nostall.ImageFolder(tmp_path)
+    assert (tmp_path / ".nostall-index").exists()
+    files = nostall.FileList(root=tmp_path)
+    assert [files.describe(i) for i in range(len(files))] == [
+        str(tmp_path / name) for name in (".hidden", "full/a.jpg")
+    ]
+
+
 def test_file_lists(tmp_path: Path) -> None:
     for name in ("b", "a", "sub/c"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
