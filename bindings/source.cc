@@ -58,6 +58,10 @@ std::optional<source::SampleIndex> reuse(const std::string& root, const std::str
     why = "the folder has changed";
     return std::nullopt;
   }
+  if (!options.allow_empty && source::has_empty_class(index.value())) {
+    why = "it was made with allow_empty=True";
+    return std::nullopt;
+  }
   return std::move(index).take();
 }
 

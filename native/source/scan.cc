@@ -199,6 +199,13 @@ SampleIndex scan_folder(const std::string& root, const ScanOptions& options) {
   return index;
 }
 
+bool has_empty_class(const SampleIndex& index) {
+  std::vector<bool> full(index.classes().size());
+  if (full.empty()) return false;
+  for (const int64_t label : index.labels()) full[static_cast<size_t>(label)] = true;
+  return std::find(full.begin(), full.end(), false) != full.end();
+}
+
 bool unchanged(const std::string& root, const SampleIndex& index) {
   try {
     if (!index.classes().empty() && class_folders(root) != index.classes()) return false;

@@ -29,6 +29,9 @@ SampleIndex scan_folder(const std::string& root, const ScanOptions& options);
 // rewritten in place does not change its directory: that is found when it is read (kSizeChanged).
 bool unchanged(const std::string& root, const SampleIndex& index);
 
+// Whether a class of the index has no samples: with ScanOptions::allow_empty alone.
+bool has_empty_class(const SampleIndex& index);
+
 // Sizes of a list of files, in order. Throws Error(io) with the path that cannot be examined.
 SampleIndex list_files(const std::string& root, const std::vector<std::string>& paths,
                        const std::vector<int64_t>& labels, unsigned threads);

@@ -197,6 +197,16 @@ def test_wrong_folders_are_named(tmp_path: Path) -> None:
         nostall.ImageFolder(tmp_path, allow_empty=True)
 
 
+def test_a_listing_with_empty_classes_is_of_those_that_allow_them(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "a.jpg").write_bytes(b"a")
+    for _ in range(2):
+        assert len(nostall.ImageFolder(tmp_path, allow_empty=True)) == 1
+        with pytest.raises(UsageError, match="empty holds no samples"):
+            nostall.ImageFolder(tmp_path)
+
+
 def test_what_is_kept_beside_files_is_no_sample(tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     for name in ("full/a.jpg", ".hidden", ".nostall-records-0123456789ab"):
