@@ -153,11 +153,19 @@ def _of_batches(transform: Any) -> m.BatchTransform:
 def _flat(transforms: Any) -> Iterator[Any]:
     if _name(transforms) == "Compose":
         transforms = transforms.transforms
-    if isinstance(transforms, Iterable):
+    if _holds_steps(transforms):
         for transform in transforms:
             yield from _flat(transform)
     else:
         yield transforms
+
+
+def _holds_steps(transforms: Any) -> bool:
+    """Whether it does all that it gives when iterated, as a callable of the user's own may not."""
+    kind = type(transforms)
+    if f"{kind.__module__}.{kind.__qualname__}" == "torch.nn.modules.container.Sequential":
+        return True
+    return isinstance(transforms, Iterable) and not callable(transforms)
 
 
 def _name(transform: Any) -> str | None:

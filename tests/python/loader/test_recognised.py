@@ -18,6 +18,7 @@ import nostall
 from nostall import fields as f
 from nostall import transforms as t
 from nostall.errors import TransformError, UsageError
+from nostall.loader._torchvision import recognise
 
 MEAN, STD = [0.4, 0.5, 0.6], [0.2, 0.3, 0.1]
 
@@ -106,6 +107,55 @@ def test_what_has_no_equal_is_called_with_what_it_takes(image_folder: Path) -> N
     assert settings["native_steps"] == [] and images.shape == (8, 3, 16, 16)
     with pytest.raises(TransformError):
         first(image_folder, RECIPES[1], decode=False)
+
+
+class OneOf(list[Any]):
+    """Does one of its members."""
+
+    def __call__(self, image: Any) -> Any:
+        return self[-1](image)
+
+
+class Last(torch.nn.Sequential):
+    def forward(self, image: Any) -> Any:
+        return self[-1](image)
+
+
+class Fewer(v2.Compose):
+    def forward(self, image: Any) -> Any:
+        return self.transforms[-1](image)
+
+
+class FewerOfV1(v1.Compose):
+    def __call__(self, image: Any) -> Any:
+        return self.transforms[-1](image)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [OneOf, lambda steps: Last(*steps), Fewer, FewerOfV1],
+    ids=["list", "Sequential", "Compose", "ComposeOfV1"],
+)
+@pytest.mark.parametrize("compose", [v1.Compose, v2.Compose])
+def test_a_callable_of_several_steps_is_called_itself(
+    image_folder: Path, compose: Any, own: Any
+) -> None:
+    """What it does with them is not known, also where they can be iterated."""
+    one = own([v2.RandomHorizontalFlip(1.0), v2.RandomVerticalFlip(1.0)])
+    recipe = compose([v2.CenterCrop(8), one, v1.ToTensor()])
+    assert any(step is one for step in recognise([recipe], None)[0])
+    assert t.from_torchvision(recipe) is None
+    images, _, settings = first(image_folder, recipe, shuffle=False)
+    assert settings["called_steps"] == [type(one).__name__, "ToTensor"]
+    straight, _, _ = first(image_folder, [t.CenterCrop(8), t.ToTensor()], shuffle=False)
+    assert torch.allclose(images, straight.flip(2), atol=1e-6)
+
+
+def test_containers_that_do_all_their_steps_are_read(image_folder: Path) -> None:
+    steps = [v2.CenterCrop(8), v2.RandomHorizontalFlip(1.0)]
+    for one in (torch.nn.Sequential(*steps), v1.Compose(steps), steps, tuple(steps)):
+        found = t.from_torchvision(v2.Compose([one, v1.ToTensor()]))
+        assert found is not None and len(found) == 3
 
 
 def brighter(image: Any) -> Any:
