@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,6 +31,9 @@ class Dataset:
     processes, forked or spawned, the ranks of the job, and data sets over other views of the source
     share what was read. It stays while one of these processes lives, and the one that makes the data
     set counts: workers may end after every epoch.
+
+    Kinds that draw, such as a video that begins at random, draw from the module ``random``, which torch
+    seeds in each worker.
 
     The order is that of any sampler; `BatchSampler` has nostall's. It has the protocol of
     ``torch.utils.data.Dataset`` (`__len__`, `__getitem__`, `__getitems__`) without needing torch, and
@@ -134,8 +138,10 @@ class Dataset:
 
     def _fields(self, sample: int, record: bytes) -> dict[str, Any]:
         records = self._unpacking()
+        # Torch seeds this generator in each worker, anew in each epoch.
+        seed = random.getrandbits(64)
         batch = _native.unpack_one(
-            self.source.native, records.program, record, sample, seed=0, epoch=0, occurrence=0
+            self.source.native, records.program, record, sample, seed=seed, epoch=0, occurrence=0
         )
         values = records.whole(batch)
         for name, kind in self._schema.items():

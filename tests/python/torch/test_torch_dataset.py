@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import random
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -200,6 +201,28 @@ def test_an_item_may_be_asked_for_while_another_one_is_made() -> None:
     Asking.dataset = nostall.torch.Dataset(source, tiers=[])
     items = [Asking.dataset[i] for i in range(2)]
     assert [bytes(item["b"]) for item in items] == values["b"]
+
+
+@dataclass(frozen=True)
+class Drawing(fields.Custom):
+    """Decodes to its draw."""
+
+    dtype: str = "uint64"
+
+    def decode(self, stored: bytes, draw: int = 0) -> Any:
+        return np.array(draw, np.uint64)
+
+
+def test_kinds_draw_as_torch_has_seeded_the_process() -> None:
+    source = nostall.Files({}, {"a": [b"a", b"b"]}, schema={"a": Drawing()})
+    data = nostall.torch.Dataset(source, tiers=[])
+
+    def drawn(seed: int) -> list[int]:
+        random.seed(seed)
+        return [int(data[i]["a"]) for i in (0, 1, 1)]
+
+    assert drawn(1) == drawn(1)
+    assert len({*drawn(1), *drawn(2)}) == 6
 
 
 def test_damage_is_named(make_folder: Callable[[int], Path]) -> None:
