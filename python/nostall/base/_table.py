@@ -361,8 +361,7 @@ _LOADER = (
         "collate",
         _or_none(_FUNCTION),
         None,
-        "makes a batch of the list of its samples, which is empty where a rank has no share of the "
-        "last batch; labels stay beside it",
+        "makes a batch of the list of its samples; labels stay beside it",
         "they are stacked",
     ),
     _loader(

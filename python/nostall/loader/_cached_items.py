@@ -149,15 +149,6 @@ class ItemStage(PythonStage):
         if self._source.were_killed(sample):
             raise TransformError(f"{named(source, sample)} cannot be made: {reason}") from error
 
-    def _empty(self, one: Any) -> Any:
-        if isinstance(one, dict):
-            return {key: self._empty(value) for key, value in one.items()}
-        if isinstance(one, tuple) and hasattr(one, "_fields"):
-            return type(one)(*map(self._empty, one))
-        if isinstance(one, list | tuple) and one and not isinstance(one[0], str | bytes):
-            return type(one)(map(self._empty, one))
-        return one[:0]
-
 
 def _unmade(why: str) -> NDArray[np.uint8]:
     raise CorruptionError(why)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import errno
 import functools
@@ -14,7 +15,7 @@ import time
 import traceback
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from concurrent.futures import BrokenExecutor, CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -473,8 +474,8 @@ class PythonStage:
             results[i] = value
             substituted.append((bad, replacement, message))
             places[i] = replacement
-        if not results and not self._own_collate:
-            return self._nothing(source, batch), substituted, places
+        if not results:
+            return self.nothing(source, batch), substituted, places
         return self._together(source, batch, results), substituted, places
 
     def _is_ending(self, feeder: Feeder) -> bool:
@@ -569,19 +570,16 @@ class PythonStage:
                 f"{shapes[other]} for {named(source, bad)}: give one shape, or pass collate="
             ) from error
 
-    def _nothing(self, source: Source, batch: _native.Batch) -> Any:
-        # A rank's share of the last batch may be empty after a resume on another number of ranks:
-        # no samples, in the shape that the callable gives.
-        return self._empty(self._collate([self._any(source, batch.epoch)]))
+    def nothing(self, source: Source, batch: _native.Batch) -> Any:
+        """A batch without samples, in the form of others: a rank's share of the last may be empty."""
+        one, *two = (self._any(source, batch.epoch) for _ in range(3))  # collate= may change them
+        return _without_rows(self._collate([one]), self._collate(two))
 
     def _any(self, source: Source, epoch: int) -> Any:
         """What the function gives for some sample of the order."""
         none = Context(len(source), epoch, self._seed)  # in whose place any sample can stand
         message = "the shape of an empty batch is not known"
         return self._stand_in(source, none, message, _Tries())[1]
-
-    def _empty(self, one: Any) -> Any:
-        return one[:0]
 
     def _stand_in(
         self, source: Source, bad: Context, message: str, tries: _Tries
@@ -643,7 +641,7 @@ class RecordStage(PythonStage):
         # All fields: in a batch of others the sample is not among those of the program.
         return sample, value if isinstance(value, Failed) else {**self._of.whole(batch), **value}
 
-    def _nothing(self, source: Source, batch: _native.Batch) -> Any:
+    def nothing(self, source: Source, batch: _native.Batch) -> Any:
         self._of.learn(self._any(source, batch.epoch))
         return self._together(source, batch, [])
 
@@ -653,6 +651,37 @@ class RecordStage(PythonStage):
 
         data = self._of.together(batch, results, self._seed, describe)
         return self._collate(data) if self._own_collate else data
+
+
+class UncalledStage(PythonStage):
+    """Where nothing is called but collate=: makes the batch without samples alone."""
+
+    def _called(self, sample: Any, context: Context) -> Any:
+        return self._function(sample, context)
+
+
+def _without_rows(one: Any, two: Any) -> Any:
+    """What a batch of no samples would be, from those of one sample and of two like it.
+
+    What the second has more is one sample's, be it a row, a member of a list or a part of a count.
+    """
+    if isinstance(one, MutableMapping):
+        none = copy.copy(one)
+        none.update({key: _without_rows(value, two[key]) for key, value in one.items()})
+        return none
+    if isinstance(one, tuple) and hasattr(one, "_fields"):
+        return type(one)(*map(_without_rows, one, two))
+    if isinstance(one, list | tuple):
+        return type(one)(map(_without_rows, one[: max(0, 2 * len(one) - len(two))], two))
+    if dataclasses.is_dataclass(one) and not isinstance(one, type):
+        whole = copy.copy(one)
+        for name in (field.name for field in dataclasses.fields(one)):
+            object.__setattr__(whole, name, _without_rows(getattr(one, name), getattr(two, name)))
+        return whole
+    if (shape := getattr(one, "shape", ())) != ():
+        sides = zip(shape, two.shape, strict=True)
+        return one[tuple(slice(max(0, 2 * of_one - of_two)) for of_one, of_two in sides)]
+    return 2 * one - two if type(one) in (int, float) else one
 
 
 # Results that stacking would change, or cannot stack.

@@ -77,7 +77,6 @@ class Recipe:
         self._dataset = dataset
         self._options = options
         self._shift = shift  # from a sample of a batch to the one before it that is another
-        self._seed = 0  # until follow()
         self._on_error = on_error
         self._threads = threads
         self._output = options.output or ("torch" if importlib.util.find_spec("torch") else "numpy")
@@ -101,7 +100,7 @@ class Recipe:
 
     def follow(self, job: _native.JobSpec) -> None:
         """Takes the job, before anything is drawn."""
-        self._seed = job.seed
+        self._job = job
         if self.stage is not None:
             self.stage.follow(job)
 
@@ -461,7 +460,25 @@ class Recipe:
         data = RawBatch(batch.data, batch.offsets, batch.lengths)
         if self.program is not None:
             data = self.array(batch.output(0))
-        return data if self._collate is None else self._collate([data[i] for i in range(len(data))])
+        if self._collate is None:
+            return data
+        if len(data) == 0:
+            return self._nothing(batch)
+        return self._collate([data[i] for i in range(len(data))])
+
+    def _nothing(self, batch: _native.Batch) -> Any:
+        """The same of a batch without samples."""
+        from nostall.loader._python_transforms import UncalledStage
+
+        pipeline = self._arranged[0].pipeline if self._arranged else None
+        stage = UncalledStage(
+            lambda sample, _: sample if pipeline is None else self.array(sample),
+            decode=False,
+            unpacked=None if pipeline is None else OneImage(pipeline),
+            **{**self._staging(), "workers": "threads"},
+        )
+        stage.follow(self._job)
+        return stage.nothing(self._dataset, batch)
 
     def _labelled(
         self, batch: _native.Batch, data: Any, labels: NDArray[Any]
@@ -473,5 +490,5 @@ class Recipe:
         if self.stage is None:
             targets = batch.output(1) if mix.native.classes else None
             return lambda to: mix.labelled(batch.mixture[1], targets, labels, to)
-        lam, mixed = mix.images_of(data, labels, self._seed, batch.epoch, batch.index)
+        lam, mixed = mix.images_of(data, labels, self._job.seed, batch.epoch, batch.index)
         return lambda to: mix.labelled(lam, mixed, labels, to)

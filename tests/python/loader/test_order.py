@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import nostall
 import nostall.plugins.torch_loader
+from nostall import transforms as t
 from nostall.base._sizes import parse_size
 from nostall.errors import UsageError
 
@@ -647,6 +649,57 @@ def test_an_empty_share_of_the_last_batch_has_the_shape_of_the_others(
             ((2, 2, 3, 3), 2),
             ((0, 2, 3, 3), 0),
         ]
+
+
+@dataclass(frozen=True)
+class Pixels:
+    values: torch.Tensor
+
+
+def listed(images: list[Any]) -> dict[str, Any]:
+    """A batch as collators of other libraries make it, which also change what they are given."""
+    given = [image.pop("x") if isinstance(image, dict) else image for image in images]
+    lengths = [len(image) for image in given]
+    return {
+        "pixel_values": torch.stack([torch.as_tensor(image) for image in given]),
+        "names": tuple("image" for _ in given),
+        "ends": np.cumsum([0, *lengths]),
+        "count": len(given),
+        "pixels": Pixels(torch.zeros(len(given), 2)),
+        "columns": (torch.zeros(len(given), 2), "all"),
+    }
+
+
+def as_item(image: np.ndarray) -> dict[str, np.ndarray]:
+    return {"x": image.transpose(2, 0, 1)[:, :8, :8].astype(np.float32)}
+
+
+@pytest.mark.parametrize("way", ["native", "called", "cached", "bytes"])
+def test_collate_is_never_given_no_samples(make_folder: Callable[[int], Path], way: str) -> None:
+    folder = nostall.ImageFolder(make_folder(5), index=False)
+    data: Any = folder
+    options: dict[str, Any] = {"collate": listed}
+    if way == "native":
+        options["transforms"] = [t.Resize((8, 8)), t.ToTensor()]
+    elif way == "called":
+        options |= {"transforms": as_item, "decode": True}
+    elif way == "cached":
+        images = nostall.torch.Dataset(folder, as_item, decode=True, tiers=[])
+        data = nostall.Cached([images[i][0] for i in range(5)], makers=1)
+    else:
+        options["collate"] = lambda samples: listed([sample[:192] for sample in samples])
+    with nostall.DataLoader(
+        data, None, global_batch_size=4, **one_rank(1, 2), epochs=1, shuffle=False, tiers=[],
+        **options,
+    ) as loader:  # fmt: skip
+        batches = [batch if way == "cached" else batch[0] for batch in loader]
+    shape = (192,) if way == "bytes" else (3, 8, 8)
+    assert [batch["pixel_values"].shape for batch in batches] == [(2, *shape), (0, *shape)]
+    none = batches[1]
+    assert none["pixel_values"].dtype == batches[0]["pixel_values"].dtype
+    assert (len(none["names"]), none["ends"].tolist(), none["count"]) == (0, [0], 0)
+    assert none["pixels"].values.shape == (0, 2)
+    assert none["columns"][0].shape == (0, 2) and none["columns"][1] == "all"
 
 
 @pytest.mark.parametrize("fields", [False, True])
