@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from nostall.base._words import counted
 from nostall.errors import UsageError
 from nostall.job._world import find_world, refuse_late_group
 from nostall.plan import ClassBalanced, Order, Plan, order_name
@@ -61,18 +62,18 @@ class BatchSampler:
         }
         self._order_name = order_name(self._arguments["order"])
         self._order_world = self.world_size
-        self._plan = self._make_plan()
+        self._plan = self._make_plan(self._order_world)
         self._epoch = 0
         self._start = 0
         self._asked = 0
         self._ended: int | None = None  # the epoch that the loaded state had just ended
 
-    def _make_plan(self) -> Plan:
+    def _make_plan(self, order_world: int) -> Plan:
         return Plan(
             **self._arguments,
             batch_size=self.batch_size,
             world_size=self.world_size,
-            order_world=self._order_world,
+            order_world=order_world,
         )
 
     def __len__(self) -> int:
@@ -121,7 +122,8 @@ class BatchSampler:
         """Goes on where `state` was taken, also on another number of ranks.
 
         Raises:
-            UsageError: the state is of another job.
+            UsageError: the state is of another job, or ranks would have no samples of the last batch of
+                an epoch, which torch's DataLoader cannot make.
         """
         mine = self.state_dict()
         for key in ("version", "global_batch", "samples", "seed", "drop_last", "order"):
@@ -130,17 +132,22 @@ class BatchSampler:
                     f"the sampler's state was saved with {key}={state.get(key)}, but this sampler "
                     f"has {key}={mine[key]}"
                 )
-        before = self._order_world, self._plan
-        self._order_world = int(state["order_world"])
-        self._plan = self._make_plan()
+        order_world = int(state["order_world"])
+        plan = self._make_plan(order_world)
         epoch, batch = int(state["epoch"]), int(state["batch"])
-        if epoch < 0 or not 0 <= batch <= len(self):
-            possible = len(self)
-            self._order_world, self._plan = before
+        if epoch < 0 or not 0 <= batch <= len(plan):
             raise UsageError(
                 f"the sampler's state is at epoch {epoch}, batch {batch}, which cannot be: an "
-                f"epoch has {possible} batches"
+                f"epoch has {len(plan)} batches"
             )
+        rest = plan.epoch_length % (self.batch_size * self.world_size)
+        if 0 < rest < self.world_size:
+            raise UsageError(
+                f"the last batch of each epoch has {counted(rest, 'sample')} for {self.world_size} "
+                f"ranks, as the job began on {order_world}, and torch's DataLoader cannot make a batch "
+                f"of none: go on with at most {counted(rest, 'rank')}, or with nostall.DataLoader"
+            )
+        self._order_world, self._plan = order_world, plan
         self._ended = epoch if batch == len(self) else None
         self._epoch, self._start = (epoch + 1, 0) if batch == len(self) else (epoch, batch)
         self._asked = self._start

@@ -99,20 +99,45 @@ def test_torchs_loader_gets_our_order(image_folder: Path, workers: int) -> None:
 
 
 def test_sampler_resumes_on_another_world() -> None:
-    first = nostall.torch.BatchSampler(50, 6, epochs=3, seed=3, rank=0, world_size=2)
+    first = nostall.torch.BatchSampler(52, 6, epochs=3, seed=3, rank=0, world_size=2)
     head = list(itertools.islice(first, 2))
     state = first.state_dict()
     assert state["batch"] == len(head) == 2
     parts = []
     for rank in range(3):
-        sampler = nostall.torch.BatchSampler(50, 4, epochs=3, seed=3, rank=rank, world_size=3)
+        sampler = nostall.torch.BatchSampler(52, 4, epochs=3, seed=3, rank=rank, world_size=3)
         sampler.load_state_dict(state)
         parts.append(list(sampler))
-    whole = [expected(50, 6, 2, r, 0) for r in range(2)]
+    whole = [expected(52, 6, 2, r, 0) for r in range(2)]
     for i, batch in enumerate(zip(*parts, strict=True), 2):
         assert sorted(itertools.chain(*batch)) == sorted(whole[0][i] + whole[1][i])
     with pytest.raises(UsageError, match="seed"):
-        nostall.torch.BatchSampler(50, 12, seed=4, rank=0, world_size=1).load_state_dict(state)
+        nostall.torch.BatchSampler(52, 12, seed=4, rank=0, world_size=1).load_state_dict(state)
+
+
+@pytest.mark.parametrize("samples", range(24, 36))
+def test_a_sampler_that_resumes_has_no_batch_without_samples(samples: int) -> None:
+    """torch's DataLoader asks for the first sample of each."""
+    worlds, refused = (1, 2, 3, 4, 6), set()
+    for old, new in itertools.product(worlds, worlds):
+        first = nostall.torch.BatchSampler(samples, 12 // old, rank=0, world_size=old)
+        next(iter(first))
+        parts = []
+        for rank in range(new):
+            sampler = nostall.torch.BatchSampler(samples, 12 // new, rank=rank, world_size=new)
+            before = sampler.state_dict()
+            try:
+                sampler.load_state_dict(first.state_dict())
+            except UsageError as error:
+                assert "cannot make a batch of none: go on with at most" in str(error)
+                assert sampler.state_dict() == before
+                assert len(next(iter(sampler))) == 12 // new
+                refused.add((old, new))
+            else:
+                parts.append(list(sampler))
+        assert all(map(all, parts))
+    whole = {(old, new): -(-samples // old) * old % 12 for old in worlds for new in worlds}
+    assert refused == {pair for pair, rest in whole.items() if 0 < rest < pair[1]}
 
 
 @pytest.mark.parametrize(
