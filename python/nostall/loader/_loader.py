@@ -856,6 +856,19 @@ class DataLoader:
         self._position, self._turn = (epoch, batch), None
         self._begin = (epoch, batch) if epoch < self._last_epoch else (self._last_epoch - 1, 0)
         self._resumed = True
+        if self.world.rank == 0:
+            self._warn_of_empty_shares()
+
+    def _warn_of_empty_shares(self) -> None:
+        """With ``batch_size=`` they come after a resume on more ranks alone: nobody expects them."""
+        options, ranks = self._options, self.world.world_size
+        rest = self._plan.epoch_length % self._global_batch
+        if options.global_batch_size is None and options.scheme != "whole" and 0 < rest < ranks:
+            _log.warning(
+                "the last batch of each epoch has %s for %d ranks, as the job began on %s, so some get "
+                "none, of which a mean loss is NaN: sum losses, or pass drop_last=True from the start",
+                counted(rest, "sample"), ranks, counted(self._order_world, "rank"),
+            )  # fmt: skip
 
     # ------------------------------------------------------------------ what happened
 

@@ -651,6 +651,29 @@ def test_an_empty_share_of_the_last_batch_has_the_shape_of_the_others(
         ]
 
 
+def test_a_resume_that_leaves_ranks_without_samples_is_warned_of(
+    make_folder: Callable[[int], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = nostall.ImageFolder(make_folder(10), index=False)
+
+    def warned(rank: int, world: int, **options: Any) -> list[str]:
+        caplog.clear()
+        drop_last = options.pop("drop_last", False)
+        options = {"batch_size": 8 // world, **options}
+        others: dict[str, Any] = {"drop_last": drop_last, "tiers": []}
+        with nostall.DataLoader(folder, 4, **one_rank(0, 2), **others) as loader:
+            state = loader.state_dict()
+        with nostall.DataLoader(folder, **options, **one_rank(rank, world), **others) as loader:
+            loader.load_state_dict(state)
+        return [record.message for record in caplog.records if "none" in record.message]
+
+    (told,) = warned(0, 4)
+    assert "has 2 samples for 4 ranks, as the job began on 2 ranks, so some get none" in told
+    assert "sum losses, or pass drop_last=True from the start" in told
+    assert warned(1, 4) == [] == warned(0, 2) == warned(0, 4, drop_last=True)
+    assert warned(0, 4, batch_size=None, global_batch_size=8) == []
+
+
 @dataclass(frozen=True)
 class Pixels:
     values: torch.Tensor
