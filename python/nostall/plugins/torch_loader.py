@@ -42,6 +42,24 @@ class _Ids(torch.utils.data.Sampler):
         return numbers
 
 
+class _Unread(torch.utils.data.Dataset):
+    """In the place of a data set whose items could be read past the loader, without what it does."""
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, sample: int) -> Any:
+        self._source._refuse_items()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # of protocols, which are this one's
+            raise AttributeError(name)
+        return getattr(self._source, name)
+
+
 class TorchLoader(torch.utils.data.DataLoader):
     """What torch's loader has (`dataset`, `batch_size`, `drop_last`, `sampler`, `batch_sampler`, the
     length), and the batches, order and state of `loader`.
@@ -69,8 +87,9 @@ class TorchLoader(torch.utils.data.DataLoader):
         self._names = (
             None if names is None else (names,) if isinstance(names, str) else tuple(names)
         )
+        data = loader.dataset
         super().__init__(
-            loader.dataset,
+            data if data.item_maker is None else _Unread(data),
             batch_size=loader.batch_size,
             sampler=_Ids(loader),
             drop_last=loader.drop_last,

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 
 import numpy as np
 
@@ -115,6 +115,14 @@ class Source:
 
     def __getitem__(self, sample: int) -> Any:
         """Refused: what gives samples is named, and what gives their bytes.
+
+        Raises:
+            UsageError: always.
+        """
+        self._refuse_items()
+
+    def _refuse_items(self) -> NoReturn:
+        """What `__getitem__` does.
 
         Raises:
             UsageError: always.

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import gc
 import itertools
 import logging
+import operator
 import os
+import pickle
 import signal
 import threading
 import time
@@ -28,6 +31,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_co
 import nostall
 from nostall.base import _children
 from nostall.errors import CorruptionError, IoError, TransformError, UsageError
+from nostall.plugins.torch_loader import TorchLoader
 from nostall.source import _makers
 
 N = 50
@@ -806,3 +810,17 @@ def test_items_with_much_room_are_made_side_by_side_too(
     with nostall.DataLoader(source, 8, epochs=1, threads=1, tiers=[]) as loader:
         assert len(list(loader)) == 4
     assert max(together) == 2  # for each of the two threads that fetch
+
+
+def test_items_are_not_read_past_a_loader_of_torchs_class() -> None:
+    """As Accelerate's skip_first_batches makes another loader of it: `then` would not be called."""
+    cached = nostall.Cached(range(6), then=operator.neg, makers=1)
+    for data in (cached, nostall.Subset(cached, range(4))):
+        with nostall.DataLoader(data, 2, shuffle=False, tiers=[]) as loader:
+            given = TorchLoader(loader)
+            for dataset in (given.dataset, pickle.loads(pickle.dumps(copy.copy(given.dataset)))):
+                assert len(dataset) == len(data) and dataset.schema == data.schema
+                again = torch.utils.data.DataLoader(dataset, batch_sampler=given.batch_sampler)
+                with pytest.raises(UsageError, match="leave skip_first_batches out"):
+                    next(iter(again))
+            assert next(iter(given)).tolist() == [0, -1]

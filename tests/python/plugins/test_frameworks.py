@@ -208,14 +208,16 @@ def refused(told, loader):
 refused("not torch.utils.data", torch.utils.data.DataLoader([1]))
 with nostall.DataLoader(data, 4, tiers=[]) as inner:
     refused("pass names=", inner)
+for given in (nostall.Cached(range(16), makers=1), data):
+    with nostall.DataLoader(given, 4, tiers=[]) as inner:
+        skipped = accelerator.skip_first_batches(accelerate.Loader(inner), 1)
+        try:
+            list(skipped)
+        except nostall.errors.UsageError as error:
+            assert "leave skip_first_batches out" in str(error), error
+        else:
+            raise AssertionError("the batches were read")
 with nostall.DataLoader(data, 4, tiers=[]) as inner:
-    skipped = accelerator.skip_first_batches(accelerate.Loader(inner), 1)
-    try:
-        list(skipped)
-    except nostall.errors.UsageError as error:
-        assert "leave skip_first_batches out" in str(error), error
-    else:
-        raise AssertionError("the batches were read")
     taken = transformers.TrainingArguments(sys.argv[1] + "/trained", use_cpu=True, report_to=[])
     trainer = Trained(loader=inner, names=["x", "y"], model=torch.nn.Linear(1, 1), args=taken)
     try:
