@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import sys
 from collections.abc import Callable
@@ -123,17 +122,9 @@ class SampleTransform(Protocol):
         """What takes the sample's place."""
 
 
-@functools.lru_cache(maxsize=64)
-def _takes_context(function: Any) -> bool:
+def takes_context(function: Callable[..., Any]) -> bool:
+    """Whether a callable has a parameter named `context`."""
     try:
         return "context" in inspect.signature(function).parameters
     except (TypeError, ValueError):  # of a library, without a signature
         return False
-
-
-def takes_context(function: Callable[..., Any]) -> bool:
-    """Whether a callable has a parameter named `context`."""
-    try:
-        return _takes_context(function)
-    except TypeError:  # it cannot be hashed
-        return bool(_takes_context.__wrapped__(function))

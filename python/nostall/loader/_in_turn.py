@@ -40,6 +40,7 @@ class Function:
 
     function: Callable[..., Any]
     schema: Mapping[str, Kind] = field(default_factory=dict)
+    _takes: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not callable(self.function) or isinstance(self.function, Transform):
@@ -47,9 +48,10 @@ class Function:
         for name, kind in self.schema.items():
             if not isinstance(kind, Kind):
                 raise UsageError(f"Function: field {name}: {kind!r} is no kind of nostall.fields")
+        object.__setattr__(self, "_takes", takes_context(self.function))
 
     def __call__(self, sample: Any, context: Context) -> Any:
-        if takes_context(self.function):
+        if self._takes:
             return self.function(sample, context=context)
         return self.function(sample)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import random
 import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any, Literal
 
@@ -291,3 +293,24 @@ def test_torch_is_seeded_when_it_is_imported_not_when_it_is_looked_for(tmp_path:
     path = os.pathsep.join([str(tmp_path), *sys.path])
     command = [sys.executable, "-c", LOOKED]
     subprocess.run(command, check=True, timeout=100, env={**os.environ, "PYTHONPATH": path})
+
+
+class Model:
+    """What a bound method keeps alive."""
+
+    def twice(self, raw: Any) -> Any:
+        return np.array([2 * raw.size])
+
+
+@pytest.mark.parametrize("as_function", [False, True])
+def test_a_callable_goes_with_its_loader(image_folder: Path, as_function: bool) -> None:
+    model = Model()
+    step: Any = nostall.transforms.Function(model.twice) if as_function else model.twice
+    data = nostall.ImageFolder(image_folder, index=False)
+    with nostall.DataLoader(data, 8, transforms=step, tiers=[]) as loader:
+        for _ in loader:
+            pass
+    gone = weakref.ref(model)
+    del loader, step, model
+    gc.collect()
+    assert gone() is None
