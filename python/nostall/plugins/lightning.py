@@ -41,6 +41,9 @@ class LoaderMonitor(Callback):
 
     def __init__(self, loader: nostall.DataLoader | None = None) -> None:
         self._given = loader
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begins anew: another training counts its steps from 0 on."""
         self._logged = 0
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:

@@ -116,6 +116,15 @@ assert of_tensorboard(folder / "lightning") == of_mlflow(to_mlflow.run_id) == ex
 # Beside Lightning's own numbers of these steps.
 history = mlflow.MlflowClient().get_metric_history(to_mlflow.run_id, "loss")
 assert [metric.step for metric in history] == expected
+# A monitor that has seen another training logs all steps of the next one.
+monitor = LoaderMonitor()
+for name in ("one", "next"):
+    logger = TensorBoardLogger(folder, f"lightning-{name}", "")
+    with make() as loader:
+        once = {**trained, "max_steps": EVERY}
+        trainer = pytorch_lightning.Trainer(callbacks=[monitor], logger=[logger], **once, **quiet)
+        trainer.fit(Model(), loader)
+    assert of_tensorboard(folder / f"lightning-{name}") == [EVERY - 1], name
 try:
     trainer = pytorch_lightning.Trainer(callbacks=[LoaderMonitor()], logger=False, **trained, **quiet)
     trainer.fit(Model(), [(torch.zeros(4, 3, 8, 8), torch.zeros(4, dtype=torch.long))])
