@@ -44,7 +44,6 @@
 #include <filesystem>
 #include <iterator>
 #include <new>
-#include <ranges>
 #include <string_view>
 #include <thread>
 #include <utility>
@@ -690,14 +689,16 @@ bool NodeCacheImpl::is_late(const Descriptor& catalog) const {
 // Returns when no rank that lives has the catalogue any more, or at the deadline.
 void NodeCacheImpl::await_late(const Descriptor& catalog, Handover::Deadline deadline) const {
   const LockFile ranks(reopen(catalog.get()).take());
-  const auto lives = [&ranks](uint32_t rank) {
-    return ranks.is_held_elsewhere(kFirstMember + rank);
+  const auto somebody_lives = [&] {
+    for (uint32_t rank = 0; rank < config_.local_world; ++rank) {
+      if (ranks.is_held_elsewhere(kFirstMember + rank)) return true;
+    }
+    return false;
   };
-  const auto all = std::views::iota(uint32_t{0}, config_.local_world);
   do {  // one that is about to lock its byte has it by the next look
     std::this_thread::sleep_for(kWaitSlice);
     if (config_.waiting) config_.waiting();
-  } while (std::ranges::any_of(all, lives) && std::chrono::steady_clock::now() < deadline);
+  } while (somebody_lives() && std::chrono::steady_clock::now() < deadline);
 }
 
 // Where there is no memory for the second copy that there is for a moment, every rank keeps its own.

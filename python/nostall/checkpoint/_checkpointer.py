@@ -566,10 +566,13 @@ class Checkpointer:
         self._check_process()
         self.before_update()  # for restoring changes the state as well
         # What `save` has returned for counts: each rank waits until its own part is written.
-        if not self._background.wait(drained=False, timeout=self._options.patience):
+        # Not for long: another rank may not be in that save, and wait for this one.
+        seconds = min(self._options.patience, self._options.timeout / 2)
+        if not self._background.wait(drained=False, timeout=seconds):
             _log.warning(
-                "a save is not written after %g s, its storage hangs: the restore looks for what is",
-                self._options.patience,
+                "a save is not written after %g s, its storage hangs or other ranks do not save: the "
+                "restore looks for what is there",
+                seconds,
             )
         stores = [s for s in (self.fast, self.durable) if s is not None]
         search = Search(

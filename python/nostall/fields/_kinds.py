@@ -68,6 +68,10 @@ class Kind(ABC):
     #: Whether transforms apply to it, together with the images of its sample.
     transformed: ClassVar[bool] = False
 
+    def _is_drawn(self) -> bool:
+        """Whether random bits decide what a value is."""
+        return False
+
     def to_native(
         self,
         name: str,
@@ -589,6 +593,9 @@ class Custom(Kind):
             CorruptionError: they are damaged: the sample is unusable. Any other exception ends the
                 iteration with a TransformError.
         """
+
+    def _is_drawn(self) -> bool:
+        return _draws(type(self))
 
     def decoded(self, stored: bytes, draw: int) -> tuple[tuple[int, ...], np.ndarray]:
         """The shape of what `decode` gives, and its bytes.

@@ -86,6 +86,9 @@ class Video(Custom):
         height, width = self.size or (None, None)
         return (self.frames, height, width, 3)
 
+    def _is_drawn(self) -> bool:
+        return self.begin == "random"
+
     def decode(self, stored: bytes, draw: int = 0) -> NDArray[np.uint8]:
         import av
 

@@ -197,8 +197,8 @@ def _end_with_child() -> None:
     """
     with contextlib.ExitStack() as stack:
         for loader in list(_started):
-            taker = loader._taker
-            if taker is threading.current_thread() or taker.daemon or not taker.is_alive():
+            taker = loader._taker()
+            if taker in (None, threading.current_thread()) or taker.daemon or not taker.is_alive():
                 stack.callback(loader.close)
 
 
@@ -402,7 +402,9 @@ class DataLoader:
         self._turn: int | None = None  # of epochs(), behind turns of which nothing was taken
         self._loader: _native.Loader | None = None
         self._ahead: Ahead | None = None  # of the last iteration
-        self._taker = threading.current_thread()  # the thread that has taken the last batch
+        self._taker = weakref.ref(
+            threading.current_thread()
+        )  # the thread that has taken the last batch
         self._told = _Told()
         self._recorder = Recorder(self.world.rank, self.world.world_size, self.dataset.describe)
         if self._recipe.place is not None:
@@ -690,7 +692,7 @@ class DataLoader:
         self._refuse_closed()  # it may have been made before
         self._refuse_before_load(loads)
         self._told.begun = True
-        self._taker = threading.current_thread()
+        self._taker = weakref.ref(threading.current_thread())
         # Lightning makes the iterator, then sets the epoch, or finds that all epochs are over.
         epoch, start = place()
         if epoch >= self._last_epoch:
@@ -760,7 +762,7 @@ class DataLoader:
                 value = one.hand_out(one.batch, self._recipe.here)
         self._recorder.batch(one.batch, began, one.substituted)
         self._position = position
-        self._taker = threading.current_thread()
+        self._taker = weakref.ref(threading.current_thread())
         self._samples_taken = len(one.batch)
         self._resumed = False
         return value
@@ -1156,12 +1158,13 @@ class DataLoader:
         if self._process != os.getpid():
             one_of_several = self.world.processes is None and self.world.local_world_size > 1
             # Here, for the core would wait for threads of the run before, which are not in a child.
-            if self._loader is not None or one_of_several:
+            if self._loader is not None:
                 raise UsageError(
                     f"this loader belongs to process {self._process}; a forked child must make its own"
                 )
             self._process = os.getpid()
-            self._job += f" process {self._process}"  # other children begin with it, too
+            if not one_of_several:  # whose ranks meet by the name
+                self._job += f" process {self._process}"  # other children begin with it, too
         if (loader := self._loader) is None:
             if self._options.rank is None:
                 refuse_late_group(self.world.world_size, "loader")

@@ -573,7 +573,16 @@ class PythonStage:
     def nothing(self, source: Source, batch: _native.Batch) -> Any:
         """A batch without samples, in the form of others: a rank's share of the last may be empty."""
         one, *two = (self._any(source, batch.epoch) for _ in range(3))  # collate= may change them
-        return _without_rows(self._collate([one]), self._collate(two))
+        try:
+            return _without_rows(self._collate([one]), self._collate(two))
+        except Exception as error:  # of a kind that cannot be cut: collate= may know how
+            try:
+                return self._collate([])
+            except Exception:
+                raise UsageError(
+                    "a rank has no sample of the last batch, and what collate= gives cannot be cut to "
+                    f"none ({error}): give arrays, or take an empty list"
+                ) from error
 
     def _any(self, source: Source, epoch: int) -> Any:
         """What the function gives for some sample of the order."""
@@ -678,10 +687,12 @@ def _without_rows(one: Any, two: Any) -> Any:
         for name in (field.name for field in dataclasses.fields(one)):
             object.__setattr__(whole, name, _without_rows(getattr(one, name), getattr(two, name)))
         return whole
-    if (shape := getattr(one, "shape", ())) != ():
-        sides = zip(shape, two.shape, strict=True)
-        return one[tuple(slice(max(0, 2 * of_one - of_two)) for of_one, of_two in sides)]
-    return 2 * one - two if type(one) in (int, float) else one
+    if one is None or isinstance(one, str | bytes | bool):
+        return one
+    if isinstance(one, int | float) or tuple(one.shape) == ():
+        return one if "bool" in str(getattr(one, "dtype", "")) else 2 * one - two
+    sides = zip(one.shape, two.shape, strict=True)
+    return one[tuple(slice(max(0, 2 * of_one - of_two)) for of_one, of_two in sides)]
 
 
 # Results that stacking would change, or cannot stack.

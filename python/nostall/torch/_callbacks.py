@@ -40,11 +40,7 @@ class Callbacks:
         """One that is done after this one, and whose callbacks run in these threads."""
         later: Future[None] = Future()
 
-        def end() -> None:
-            later.set_result(None)
-            self._idle.append(None)
-
-        future.add_done_callback(lambda _: self._give(end))
+        future.add_done_callback(lambda _: self._give(lambda: later.set_result(None)))
         return later
 
     def _give(self, call: Callable[[], None]) -> None:
@@ -58,7 +54,12 @@ class Callbacks:
                 call()
                 return
             self._threads.append(thread)
-        self._waiting.put(call)
+
+        def run() -> None:
+            call()
+            self._idle.append(None)
+
+        self._waiting.put(run)
 
     def end(self) -> None:
         """Ends the threads, once their callbacks have returned."""

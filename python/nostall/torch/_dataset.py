@@ -76,6 +76,7 @@ class Dataset:
         self.transform = transform
         self._decode = decode
         self._schema = source.schema if fields is None else source.schema.select(fields)
+        self._is_drawn = any(kind._is_drawn() for kind in self._schema.values())
         self._pairs = source._pairs and fields is None
         self._records: tuple[int, Records] | None = None
         self.tiers = tiers if isinstance(tiers, Tiers) else Tiers(self.source, tiers)
@@ -139,7 +140,7 @@ class Dataset:
     def _fields(self, sample: int, record: bytes) -> dict[str, Any]:
         records = self._unpacking()
         # Torch seeds this generator in each worker, anew in each epoch.
-        seed = random.getrandbits(64)
+        seed = random.getrandbits(64) if self._is_drawn else 0
         batch = _native.unpack_one(
             self.source.native, records.program, record, sample, seed=seed, epoch=0, occurrence=0
         )

@@ -242,7 +242,7 @@ class _Delegated(dist.Work):  # type: ignore[misc]
         self._limit = limit
         self._last = last
         self._result: list[torch.Tensor] | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may call amid _finish
         self._is_watched = limit is not None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -258,6 +258,21 @@ class _Delegated(dist.Work):  # type: ignore[misc]
                 raise ended_with_program()
         self._finish()
         return done
+
+    def wait_for_result(self) -> None:
+        """As wait(), but not for callbacks: Gloo runs them before its work is complete."""
+        try:
+            future = self._work.get_future()
+        except RuntimeError:  # some of Gloo's have none
+            self.wait()
+            return
+        if not future.done():
+            with self._calls.if_open() as is_open:
+                if not is_open:
+                    raise ended_with_program()
+                with self._aborts.watching(self._doing), Wait(self._doing.name):
+                    future.wait()
+        self._finish()
 
     def is_completed(self) -> bool:
         if self.has_ended():
@@ -635,7 +650,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
 
         def work() -> list[torch.Tensor]:
             for each in before:
-                each.wait()
+                each.wait_for_result()
             if among is None:
                 self._node.barrier()
             else:

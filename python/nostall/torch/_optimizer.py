@@ -109,20 +109,11 @@ class GradientSync:
         self.replans = 0
         # Hooks must not keep this object alive: the parameters hold them.
         me = weakref.ref(self)
-        # Those of the node run after all hooks of the parameter, whenever these were registered.
-        self._nodes = {
-            i: torch.autograd.graph.get_gradient_edge(p).node
-            for i, p in enumerate(self._parameters)
-            if p.requires_grad
-        }
-        self._hooks = [
-            handle
-            for i, node in self._nodes.items()
-            for handle in (
-                self._parameters[i].register_hook(_hook(me, i, GradientSync.admit)),
-                node.register_hook(_hook(me, i, GradientSync.ready)),
-            )
-        ]
+        trained = [(i, p) for i, p in enumerate(self._parameters) if p.requires_grad]
+        self._hooks = [p.register_hook(_hook(me, i, GradientSync.admit)) for i, p in trained]
+        self._last: dict[int, Any] = {}  # of each parameter's hooks
+        for i, _ in trained:
+            self._listen(i)
         _all.add(self)
 
     # ------------------------------------------------------------------ what reduces
@@ -159,8 +150,16 @@ class GradientSync:
 
     # ------------------------------------------------------------------ while backward runs
 
+    def _listen(self, i: int) -> None:
+        """Has `ready` called after all other hooks of parameter i."""
+        ready = _hook(weakref.ref(self), i, GradientSync.ready)
+        self._last[i] = self._parameters[i].register_post_accumulate_grad_hook(ready)
+
     def admit(self, i: int) -> None:
         """Called before autograd adds to the gradient of parameter i: it may be under reduction."""
+        if next(reversed(self._parameters[i]._post_accumulate_grad_hooks)) != self._last[i].id:
+            self._last[i].remove()
+            self._listen(i)
         if i in self._submitted and _accumulates(self._parameters[i]):
             self._refuse_again(i)
 
@@ -178,6 +177,8 @@ class GradientSync:
         parameter = self._parameters[i]
         if not parameter.requires_grad:
             return  # frozen amid the step: autograd adds nothing, but calls
+        if parameter.grad is None:
+            return  # autograd had nothing to add
         self._refuse_again(i)  # what `admit` cannot see: backward() of the parameter itself
         self._accumulated[i] = None
         if self._paused:
@@ -187,7 +188,6 @@ class GradientSync:
             return
         self._ready_order.append(i)
         gradient = parameter.grad
-        assert gradient is not None
         if gradient.is_sparse:
             return  # gathered when the step ends
         self._give(i, gradient)
@@ -507,9 +507,9 @@ class GradientSync:
         self._release()
 
     def _release(self) -> None:
-        for hook in self._hooks:
+        for hook in (*self._hooks, *self._last.values()):
             hook.remove()
-        self._hooks = []
+        self._hooks, self._last = [], {}
         # As long as they lie in the ranks' shared memory, this rank stays connected.
         self._detach()
         self._views = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,6 +12,8 @@ from nostall.job._world import find_world, refuse_late_group
 from nostall.plan import ClassBalanced, Order, Plan, order_name
 
 _STATE_VERSION = 2
+
+_log = logging.getLogger("nostall")
 
 
 class BatchSampler:
@@ -122,8 +125,7 @@ class BatchSampler:
         """Goes on where `state` was taken, also on another number of ranks.
 
         Raises:
-            UsageError: the state is of another job, or ranks would have no samples of the last batch of
-                an epoch, which torch's DataLoader cannot make.
+            UsageError: the state is of another job.
         """
         mine = self.state_dict()
         for key in ("version", "global_batch", "samples", "seed", "drop_last", "order"):
@@ -141,12 +143,14 @@ class BatchSampler:
                 f"epoch has {len(plan)} batches"
             )
         rest = plan.epoch_length % (self.batch_size * self.world_size)
-        if 0 < rest < self.world_size:
-            raise UsageError(
-                f"the last batch of each epoch has {counted(rest, 'sample')} for {self.world_size} "
-                f"ranks, as the job began on {order_world}, and torch's DataLoader cannot make a batch "
-                f"of none: go on with at most {counted(rest, 'rank')}, or with nostall.DataLoader"
-            )
+        if 0 < rest < self.world_size and self.rank == 0:
+            _log.warning(
+                "the last batch of each epoch has %s for %d ranks, as the job began on %s, so some get "
+                "none, of which torch's own collate_fn cannot make a batch: go on with at most %s, or "
+                "pass a collate_fn that takes an empty list",
+                counted(rest, "sample"), self.world_size, counted(order_world, "rank"),
+                counted(rest, "rank"),
+            )  # fmt: skip
         self._order_world, self._plan = order_world, plan
         self._ended = epoch if batch == len(self) else None
         self._epoch, self._start = (epoch + 1, 0) if batch == len(self) else (epoch, batch)

@@ -76,6 +76,10 @@ _FORMATS = {
 }
 
 
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
 class _Saving(threading.local):
     """The save that a thread is at: torch calls the writer for all of it in one thread."""
 
@@ -114,11 +118,14 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
             raise UsageError(f"fast={fast} is for a URL: parts are written to {root} itself")
         self._fast = None if fast is None else Path(os.path.abspath(fast))
         self._keep = keep if isinstance(keep, Keep) else Keep(keep)
+        self._threads = threads
         self._snapshot = _native.Snapshot(threads)
         self._streams: dict[Any, Any] = {}  # of copies, by device
         self._saving = _Saving()
-        self._writing = threading.Lock()  # the snapshot is of one save at a time
-        self._changing = threading.Lock()  # what the coordinator has and knows of the directory
+        # The snapshot is of one save at a time; a signal's handler may save within a save.
+        self._writing = threading.RLock()
+        self._within = False
+        self._changing = threading.RLock()  # what the coordinator has and knows of the directory
         self._owned = False
         self._recognized = False  # on a rank that leaves the owning to the coordinator
         # The steps of saves that are not complete, and the threads that are or were at them, by id.
@@ -134,12 +141,17 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
             )
         self._saving.given = step
 
-    def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **__: Any) -> None:
+    def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **kwargs: Any) -> None:
         """The coordinator takes the directory at its first save.
 
         Raises:
-            UsageError: this save has no id.
+            UsageError: this save has no id, or several ranks save each by itself.
         """
+        if not kwargs.get("use_collectives", True) and _ranks() > 1:
+            raise UsageError(
+                "use_collectives=False is not supported on several ranks: each would make a checkpoint "
+                "of its own part"
+            )
         saving = self._saving
         step, saving.given = saving.given, None
         if step is None:
@@ -228,7 +240,12 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
             values[key] = data
             keys.append(key)
         with self._writing:
-            part = self._write(state, where["part"], where["id"])
+            within, self._within = self._within, True
+            try:
+                snapshot = _native.Snapshot(self._threads) if within else self._snapshot
+                part = self._write(snapshot, state, where["part"], where["id"])
+            finally:
+                self._within = within
         note = {"id": where["id"], "parts": where["parts"], "part": part.to_dict()}
         done.set_result(
             [
@@ -246,7 +263,9 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
         )
         return done
 
-    def _write(self, state: dict[str, dict[str, Any]], rank: int, id: str) -> Part:
+    def _write(
+        self, snapshot: _native.Snapshot, state: dict[str, dict[str, Any]], rank: int, id: str
+    ) -> Part:
         """Takes the state to its device as the part of a rank."""
         copies = DeviceCopies(self._streams, {})  # of all tensors on a device at once, and one wait
         tree, leaves = encode(state, copies.host)
@@ -255,8 +274,8 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
         leaves = files.layout(leaves)
         pieces = [(leaf.address, leaf.nbytes) for leaf in leaves]
         copies.await_all()
-        self._snapshot.begin(files.header(tree, leaves), pieces)
-        self._snapshot.finish()
+        snapshot.begin(files.header(tree, leaves), pieces)
+        snapshot.finish()
         name = part_name(rank, id)
         if self._fast is None:
             path = self._store.prepare(self._saving.step) / name
@@ -267,9 +286,7 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
             path = self._fast / name
         priority = _native.Priority.normal
         try:
-            written = _native.SnapshotWrite(
-                self._snapshot, str(path), threads=2, priority=priority
-            ).run()
+            written = _native.SnapshotWrite(snapshot, str(path), threads=2, priority=priority).run()
         except BaseException:
             with contextlib.suppress(OSError):
                 path.unlink()

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -723,6 +724,32 @@ def test_collate_is_never_given_no_samples(make_folder: Callable[[int], Path], w
     assert (len(none["names"]), none["ends"].tolist(), none["count"]) == (0, [0], 0)
     assert none["pixels"].values.shape == (0, 2)
     assert none["columns"][0].shape == (0, 2) and none["columns"][1] == "all"
+
+
+def counts_alone(samples: list[Any]) -> SimpleNamespace:
+    return SimpleNamespace(count=torch.tensor(len(samples)))
+
+
+def test_a_batch_without_samples_is_cut_from_others_or_left_to_collate(
+    make_folder: Callable[[int], Path],
+) -> None:
+    def last(collate: Callable[[list[Any]], Any]) -> Any:
+        with nostall.DataLoader(
+            nostall.ImageFolder(make_folder(5), index=False), None, global_batch_size=4,
+            **one_rank(1, 2), epochs=1, shuffle=False, tiers=[], collate=collate,
+        ) as loader:  # fmt: skip
+            return [batch[0] for batch in loader][-1]
+
+    counted = last(lambda samples: {"of torch": torch.tensor(len(samples)), "any": np.bool_(True)})
+    assert (counted["of torch"].item(), counted["any"]) == (0, True)
+    # What cannot be cut is asked for.
+    assert last(counts_alone).count.item() == 0
+
+    def taken(samples: list[Any]) -> SimpleNamespace:
+        return SimpleNamespace(first=samples[0])
+
+    with pytest.raises(UsageError, match="cannot be cut to none"):
+        last(taken)
 
 
 @pytest.mark.parametrize("fields", [False, True])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultSavePlanner
 
+import nostall.torch.checkpoint
 from nostall import _native
 from nostall.checkpoint._format import Branch
 from nostall.checkpoint._store import Store
@@ -261,6 +264,52 @@ def test_a_save_that_is_under_way_at_a_close_leaves_nothing(group: None, tmp_pat
     with pytest.raises(dcp.api.CheckpointException, match="writer was closed meanwhile"):
         first.result()
     assert not list(tmp_path.glob("step-*"))
+
+
+def test_a_signals_handler_saves_within_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, name = StorageWriter(tmp_path), nostall.torch.checkpoint.part_name
+
+    def handle(*_: object) -> None:
+        dcp.save(state_of(2), checkpoint_id="2", storage_writer=writer, no_dist=True)
+
+    def interrupted(*arguments: Any) -> str:
+        if not handled:
+            handled.append(1)
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return name(*arguments)
+
+    handled: list[int] = []
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        monkeypatch.setattr(nostall.torch.checkpoint, "part_name", interrupted)
+        with pytest.raises(SystemExit):
+            writer.reset("1")
+            writer.set_up_storage_writer(True)
+            plan = DefaultSavePlanner()
+            plan.set_up_planner(state_of(1), is_coordinator=True)
+            (local,) = writer.prepare_global_plan(
+                [writer.prepare_local_plan(plan.create_local_plan())]
+            )
+            writer.write_data(local, plan)
+            raise SystemExit  # as a handler that saves does in the end
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    writer.close()
+    state = state_of(0)
+    assert load(state, tmp_path, no_dist=True) == 2
+    assert torch.equal(state["model"]["w"], whole() + 2)
+
+
+def test_ranks_that_save_each_by_itself_are_refused(
+    group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)
+    writer = StorageWriter(tmp_path)
+    writer.reset("1")
+    with pytest.raises(UsageError, match="use_collectives=False is not supported on several ranks"):
+        writer.set_up_storage_writer(True, rank=0, use_collectives=False)
 
 
 @pytest.mark.parametrize("then", ["the next save", "the end"])

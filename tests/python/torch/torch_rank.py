@@ -468,6 +468,15 @@ def called_back() -> None:
         store.set("attached", "")
     done.wait()
     assert [t.item() for t in (first, second, third)] == [1, 3, 5]
+    if rank == 1:
+        store.wait(["attached to Gloo's"])
+    mine, theirs = torch.arange(2.0) + 2 * rank, torch.zeros(2)
+    met = dist.all_to_all_single(theirs, mine, async_op=True).get_future()
+    met = met.then(lambda _: dist.barrier())
+    if rank == 0:
+        store.set("attached to Gloo's", "")
+    met.wait()
+    assert theirs.tolist() == [rank, 2 + rank]
     failed = begin(first).then(lambda _: dist.all_reduce(torch.ones(1), "no operation"))
     try:
         failed.wait()
