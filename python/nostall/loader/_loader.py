@@ -402,9 +402,7 @@ class DataLoader:
         self._turn: int | None = None  # of epochs(), behind turns of which nothing was taken
         self._loader: _native.Loader | None = None
         self._ahead: Ahead | None = None  # of the last iteration
-        self._taker = weakref.ref(
-            threading.current_thread()
-        )  # the thread that has taken the last batch
+        self._taker = weakref.ref(threading.current_thread())  # of the last batch
         self._told = _Told()
         self._recorder = Recorder(self.world.rank, self.world.world_size, self.dataset.describe)
         if self._recipe.place is not None:
