@@ -587,7 +587,7 @@ _CHECKPOINT = (
         60.0,
         "seconds that a save may wait until an earlier snapshot is written; then it is given up with "
         "a warning, so that hanging storage does not stop the training. A restore waits as long for "
-        "saves that have returned",
+        "saves that have returned, but at most half of timeout",
         file=True,
     ),
     _checkpoint(

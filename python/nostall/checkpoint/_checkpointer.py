@@ -533,9 +533,10 @@ class Checkpointer:
     ) -> Restored | None:
         """Restores the newest complete and undamaged checkpoint, from the fast tier if it is there.
 
-        Saves that have returned are written first; it waits for them at most `patience` seconds. All
-        ranks restore the same one. Damaged ones are passed over with a warning that says what is
-        damaged. Nothing is unpickled. Tensors of a device are filled while the file is read.
+        Saves that have returned are written first; it waits for them at most `patience` seconds
+        and half of `timeout`. All ranks restore the same one. Damaged ones are passed over with a
+        warning that says what is damaged. Nothing is unpickled. Tensors of a device are filled while
+        the file is read.
 
         Args:
             step: restore this one instead of the newest; if it is not the newest, a branch begins
