@@ -118,7 +118,7 @@ int Queue::start(std::function<int()> operation, MPI_Request* request) {
 void Queue::run_until(uint64_t number) {
   MutexLock lock(mutex_);
   while (finished_ < number) {
-    if (running_) {  // also a later entry than this thread may wait for
+    if (running_) {  // another thread's: it may be a later call than the one that is waited for here
       ended_.wait(lock);
       continue;
     }

@@ -575,14 +575,15 @@ class PythonStage:
         one, *two = (self._any(source, batch.epoch) for _ in range(3))  # collate= may change them
         try:
             return _without_rows(self._collate([one]), self._collate(two))
-        except Exception as error:  # of a kind that cannot be cut: collate= may know how
-            try:
-                return self._collate([])
-            except Exception:
-                raise UsageError(
-                    "a rank has no sample of the last batch, and what collate= gives cannot be cut to "
-                    f"none ({error}): give arrays, or take an empty list"
-                ) from error
+        except Exception as error:
+            reason = error
+        try:  # collate= may know what no samples of its kind are
+            return self._collate([])
+        except Exception:
+            raise UsageError(
+                "a rank has no sample of the last batch, and what collate= gives cannot be cut to none "
+                f"({reason}): give arrays, or take an empty list"
+            ) from reason
 
     def _any(self, source: Source, epoch: int) -> Any:
         """What the function gives for some sample of the order."""

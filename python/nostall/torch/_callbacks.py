@@ -39,7 +39,6 @@ class Callbacks:
     def after(self, future: Future[Any]) -> Future[None]:
         """One that is done after this one, and whose callbacks run in these threads."""
         later: Future[None] = Future()
-
         future.add_done_callback(lambda _: self._give(lambda: later.set_result(None)))
         return later
 
