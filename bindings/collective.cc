@@ -343,7 +343,7 @@ void bind_collective(nb::module_& m) {
           },
           nb::arg("what") = "aborted it", no_gil, "`what` that rank did, for the others.")
       .def(
-          "end_with_program",
+          "end_from_here",
           [](Communicator& self, const std::string& what) {
             self.end_from_here(Error(ErrorKind::peer, "rank " + std::to_string(self.rank()) + " " +
                                                           what + "; make a new communicator"));

@@ -750,7 +750,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
         is_busy = len(self._under_way) > 0
         if is_busy:
             with suppress(UsageError):  # it was closed
-                self._node._live().end_with_program(
+                self._node._live().end_from_here(
                     "ended its program while an operation was under way"
                 )
         if is_busy or is_called or self._aborts.is_waiting() or self._delegated.pending():
