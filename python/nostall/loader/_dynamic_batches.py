@@ -74,6 +74,7 @@ class DynamicBatches:
         self.smaller_is_better, self.sawtooth = smaller_is_better, sawtooth
         self.factor = 1
         self._last: float | None = None
+        self._joining = (0, range(0))  # where the loader may be before the caller has the batch
         self._agree = agree
 
     def report(self, value: float) -> int:
@@ -116,7 +117,9 @@ class DynamicBatches:
         source, batch = iter(epoch), self.loader._begin_of(epoch.index)[1]
         while True:
             parts, counts = [], []
-            for _ in range(self.size_at(epoch.index, batch)):
+            size = self.size_at(epoch.index, batch)
+            self._joining = (epoch.index, range(batch, batch + size + 1))
+            for _ in range(size):
                 part = next(source, None)
                 if part is None:
                     break
@@ -127,7 +130,10 @@ class DynamicBatches:
                 next(source, None)
                 return
             batch += len(parts)
-            yield parts[0] if len(parts) == 1 else self._joined(parts, counts)
+            if len(parts) > 1:
+                parts = [self._joined(parts, counts)]
+            self._joining = (0, range(0))
+            yield parts.pop()
 
     def _joined(self, parts: Sequence[Any], counts: Sequence[int]) -> Any:
         """The batches as one; `counts` are the samples of each."""
@@ -157,10 +163,18 @@ class DynamicBatches:
     # ------------------------------------------------------------------ resuming
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's state and the numbers that decide the next sizes."""
+        """The loader's state and the numbers that decide the next sizes.
+
+        It is that after the last batch handed out, also while parts of the next one are joined, and
+        after one of them failed.
+        """
+        epoch, batch = self.loader.position
+        joining, places = self._joining
+        if epoch == joining and batch in places:
+            batch = places.start
         return {
             "version": _STATE_VERSION,
-            "loader": self.loader.state_dict(),
+            "loader": self.loader._state_at(epoch, batch),
             "factor": self.factor,
             "last": self._last,
             "sawtooth": self.sawtooth,
@@ -175,6 +189,7 @@ class DynamicBatches:
         if state.get("version") != _STATE_VERSION or state.get("sawtooth") != self.sawtooth:
             raise UsageError("this state was not saved by DynamicBatches with the same sawtooth=")
         self.loader.load_state_dict(state["loader"])
+        self._joining = (0, range(0))
         self.factor, self._last = int(state["factor"]), state["last"]
 
 

@@ -769,7 +769,9 @@ class DataLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch handed out, and what it depends on; plain numbers."""
-        epoch, batch = self._position
+        return self._state_at(*self._position)
+
+    def _state_at(self, epoch: int, batch: int) -> dict[str, Any]:
         return {
             "version": _STATE_VERSION,
             "epoch": epoch,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
@@ -15,7 +15,7 @@ import pytest
 import nostall
 from nostall import fields
 from nostall import transforms as t
-from nostall.errors import UsageError
+from nostall.errors import TransformError, UsageError
 from nostall.loader._ahead import Ahead, Made
 
 EPOCHS = 4
@@ -117,6 +117,42 @@ def test_a_resumed_job_goes_on_with_the_same_batches(image_folder: Path, sawtoot
                 parts.append(labels_of(batches, rest))
         joined = [sorted(a + b) for a, b in zip(*parts, strict=True)]
         assert joined == [sorted(b) for b in whole[stop:]]
+
+
+def test_a_state_has_no_part_of_a_batch_that_failed() -> None:
+    """Nor one that is saved while a batch is joined, as by a handler of a signal."""
+    inside: list[int] = []
+
+    class Saving(nostall.DynamicBatches):
+        def _joined(self, parts: Sequence[Any], counts: Sequence[int]) -> Any:
+            inside.append(self.state_dict()["loader"]["batch"])
+            return super()._joined(parts, counts)
+
+    def once(row: dict[str, Any]) -> dict[str, Any]:
+        if row["x"] == 12 and not failed:
+            failed.append(12)
+            raise ValueError("sample 12")
+        return {}
+
+    failed: list[int] = []
+    source = nostall.Files({}, {"x": list(range(32))})
+    with nostall.DataLoader(
+        source, 2, epochs=1, shuffle=False, tiers=[], transforms=[once], output="numpy", threads=1
+    ) as loader:
+        batches = Saving(loader)
+        batches.factor = 4
+        seen: list[int] = []
+        with pytest.raises(TransformError, match="sample 12"):
+            for _, epoch in batches.epochs():
+                for batch in epoch:
+                    seen += batch["x"].tolist()
+        state = batches.state_dict()
+        assert failed
+        batches.load_state_dict(state)
+        rest = [x for _, epoch in batches.epochs() for batch in epoch for x in batch["x"].tolist()]
+        assert seen + rest == list(range(32))
+        assert inside == [0, 4, 8, 12]
+        assert batches.state_dict()["loader"]["epoch"] == 1
 
 
 def test_an_epoch_behind_the_interrupted_one_begins_with_its_first_batch(
