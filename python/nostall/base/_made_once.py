@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from nostall.base._locks import take_lock
+from nostall.base._locks import free_lock, is_named, take_lock
 
 _log = logging.getLogger("nostall")
 _T = TypeVar("_T")
@@ -67,13 +66,8 @@ class _Lock:
         return take_lock(self._file)
 
     def is_named(self) -> bool:
-        """Whether the file still has its name: who comes next will open this one."""
         assert self._file is not None
-        try:
-            there = os.stat(self._path, dir_fd=self._directory, follow_symlinks=False)
-        except OSError:
-            return False
-        return os.path.samestat(there, os.fstat(self._file))
+        return is_named(self._file, self._path, self._directory)
 
     def mark(self, done: bool) -> None:
         """Tells those that wait whether it has been made."""
@@ -93,9 +87,7 @@ class _Lock:
     def close(self) -> None:
         if self._file is None:
             return
-        # A child that was forked meanwhile has the lock too, and keeps it over a close.
-        with contextlib.suppress(OSError):
-            fcntl.flock(self._file, fcntl.LOCK_UN)
+        free_lock(self._file)
         os.close(self._file)
         self._file = None
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nostall import errors
-from nostall.base._locks import take_lock
+from nostall.base._locks import free_lock, take_lock
 from nostall.errors import CorruptionError, Error, IoError, UsageError
 from nostall.job._cores import cores_of_rank
 from nostall.job._world import find_world
@@ -381,7 +381,10 @@ def _alone(folder: Path) -> Iterator[bool]:
                 logged = True
                 _log.info("%s: another process tokenises; waiting for it", folder)
             time.sleep(0.05)
-        yield bool(held)
+        try:
+            yield bool(held)
+        finally:
+            free_lock(lock.fileno())
 
 
 def _in_parts(pieces: Sequence[Piece]) -> list[list[Piece]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import gzip
@@ -694,6 +695,26 @@ def test_file_systems_without_locks(
     done.unlink()
     nostall.tokenize(path, TOKENIZER, tmp_path / "cache", end=0)
     assert not of_another.exists()
+
+
+def test_a_folder_is_free_although_a_child_has_its_lock(tmp_path: Path) -> None:
+    path = json_lines(tmp_path / "a.jsonl", TEXTS)
+    kept: list[int] = []
+
+    def fork(_: int) -> None:  # as a child that is forked now has it
+        (lock,) = tmp_path.glob("cache/*/lock")
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                if os.path.samestat(os.stat(f"/proc/self/fd/{name}"), lock.stat()):
+                    kept.append(os.dup(int(name)))
+
+    nostall.tokenize(path, TOKENIZER, tmp_path / "cache", end=0, progress=fork)
+    (lock,) = tmp_path.glob("cache/*/lock")
+    with open(lock) as other:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert kept
+    for fd in kept:
+        os.close(fd)
 
 
 def test_a_row_group_is_unpacked_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
