@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from nostall.base._sizes import parse_size
 from nostall.convert._work import Converted, Progress, Work, forget_cached
 from nostall.errors import IoError, UsageError
@@ -80,6 +82,8 @@ def to_lmdb(
         options["order"] = f"plan of seed {seed}"
         ids = Plan(samples=len(source), batch_size=1, seed=seed).epoch_order(0).tolist()
     with Work(source, dest, threads, options) as work:
+        if values == "datum":
+            _check_labels(source)
         try:
             resumed_at = _write(liblmdb, work, ids, values, limit, progress)
             forget_cached(work.folder / "data.mdb")
@@ -110,7 +114,7 @@ def _write(
     if not (work.folder / "data.mdb").exists():
         work.check_room(0)  # before there is a file
     with liblmdb.open(
-        str(work.folder), map_size=room // _PAGE * _PAGE, readahead=False, meminit=False
+        os.fsencode(work.folder), map_size=room // _PAGE * _PAGE, readahead=False, meminit=False
     ) as environment:
         with environment.begin() as transaction:
             complete = transaction.get(LABELS_KEY) is not None
@@ -118,7 +122,10 @@ def _write(
         work.check_unchanged(ids[:begin])
         if complete:
             return n
-        work.check_room(int(source.sizes[ids[:begin]].sum()))
+        # What a commit wrote before the disk was full lies behind the last page, and is written again.
+        file = os.stat(work.folder / "data.mdb").st_blocks * 512
+        rest = file - (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
+        work.check_room(int(source.sizes[ids[:begin]].sum()) + max(0, rest))
         encode = _encoder(values)
         sorted_keys = isinstance(ids, range)
         labels = source.labels
@@ -142,6 +149,16 @@ def _write(
             writing.abort()
             raise
         return begin
+
+
+def _check_labels(source: Source) -> None:
+    bounds = np.iinfo(np.int32)
+    wrong = np.flatnonzero((source.labels < bounds.min) | (source.labels > bounds.max))
+    if wrong.size:
+        raise UsageError(
+            f"the label {source.labels[wrong[0]]} of {source.describe(int(wrong[0]))} is beyond the 32 "
+            'bits of a Datum: pass values="raw"'
+        )
 
 
 def key_of(sample: int, samples: int) -> bytes:

@@ -7,6 +7,7 @@ import os
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
@@ -84,12 +85,14 @@ def _write(work: Work, shards: list[range], progress: Progress | None) -> int:
     done = next((k for k, name in enumerate(names) if not name.exists()), len(names))
     begin = shards[done].start if done < len(shards) else len(work.source)
     work.check_unchanged(range(begin))
+    for left in work.folder.glob("shard-*.tar.partial"):
+        left.unlink()  # is written again, in its room
     work.check_room(int(work.source.sizes[:begin].sum()))
     samples = work.samples(range(begin, len(work.source)))
     for name, part in zip(names[done:], shards[done:], strict=True):
         unfinished = name.with_name(name.name + ".partial")
         with unfinished.open("wb") as file:
-            with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as archive:
+            with _archive(file) as archive:
                 for _ in part:
                     sample, data = next(samples)
                     key = f"{sample:08d}"
@@ -104,6 +107,11 @@ def _write(work: Work, shards: list[range], progress: Progress | None) -> int:
         unfinished.rename(name)
         sync_folder(work.folder)
     return begin
+
+
+def _archive(file: IO[bytes]) -> tarfile.TarFile:
+    """Members are USTAR's, but of 8 GiB or more, whose size that cannot hold."""
+    return tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT)
 
 
 def _add(archive: tarfile.TarFile, name: str, data: bytes) -> None:

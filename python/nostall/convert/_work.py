@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from nostall.base._locks import take_lock
+from nostall.base._locks import free_lock, is_named, take_lock
 from nostall.errors import CorruptionError, IoError, UsageError
 from nostall.source._records import CLASSES_FILE
 from nostall.source._source import ImageFolder, Source
@@ -109,8 +109,7 @@ class Work:
         self._pool = ThreadPoolExecutor(threads)  # its threads start when samples are read
 
     def __enter__(self) -> Work:
-        if self.dest.exists():
-            raise UsageError(f"{self.dest} exists already: remove it, or convert to another place")
+        self._refuse_existing()
         try:
             self._made = not self.folder.exists()
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -125,6 +124,10 @@ class Work:
             self._close()
             raise
         return self
+
+    def _refuse_existing(self) -> None:
+        if self.dest.exists():
+            raise UsageError(f"{self.dest} exists already: remove it, or convert to another place")
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
@@ -144,6 +147,8 @@ class Work:
                 self.folder.rmdir()
 
     def _close(self) -> None:
+        if self._lock >= 0:
+            free_lock(self._lock)
         for descriptor in (self._sums, self._lock):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -157,17 +162,15 @@ class Work:
             _log.warning(
                 "%s: its file system has no locks: no second process may convert to it", self.folder
             )
-        elif not held:
+        elif not held or not is_named(self._lock, path):
+            self._refuse_existing()
             raise UsageError(f"another process is converting to {self.dest}")
         text = json.dumps(self._state, sort_keys=True)
         found = os.pread(self._lock, 1 << 16, 0).decode(errors="replace")
         if not found:
-            if any(p.name != _STATE for p in self.folder.iterdir()):
-                raise UsageError(f"{self.folder} holds something else: remove it, then start again")
             try:
-                os.pwrite(self._lock, text.encode(), 0)
-                os.fsync(self._lock)
-            except OSError:
+                self._begin(text)
+            except (OSError, UsageError):
                 # A part of it would be taken for another conversion's. NFS keeps an open file's folder.
                 with contextlib.suppress(OSError):
                     path.unlink()
@@ -181,6 +184,14 @@ class Work:
             raise UsageError(
                 f"{self.folder} is left from a conversion {whose}: remove it, then start again"
             )
+
+    def _begin(self, text: str) -> None:
+        """Writes the record of a conversion that begins."""
+        self._refuse_existing()  # another process may have come to its end meanwhile
+        if any(p.name != _STATE for p in self.folder.iterdir()):
+            raise UsageError(f"{self.folder} holds something else: remove it, then start again")
+        os.pwrite(self._lock, text.encode(), 0)
+        os.fsync(self._lock)
 
     def check_room(self, written: int) -> None:
         """Refuses a conversion for which the disk is too small; `written` bytes are there already.

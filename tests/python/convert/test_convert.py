@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import fcntl
@@ -9,12 +10,14 @@ import json
 import logging
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
 import tarfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lmdb
@@ -23,8 +26,10 @@ import pytest
 
 import nostall
 from nostall import convert
+from nostall.base._locks import take_lock
 from nostall.cli import main
 from nostall.convert._database import datum
+from nostall.convert._shards import _add, _archive
 from nostall.errors import CorruptionError, IoError, UsageError
 from nostall.plan import Plan
 
@@ -377,6 +382,49 @@ def test_file_systems_without_locks(
     assert "no second process may convert to it" in caplog.text
 
 
+def test_a_conversion_goes_on_although_a_child_has_its_lock(
+    folder: nostall.ImageFolder, tmp_path: Path
+) -> None:
+    state = tmp_path / "new.partial" / "nostall-convert.json"
+    kept: list[int] = []
+
+    def stop(phase: str, done: int) -> None:
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                if os.path.samestat(os.stat(f"/proc/self/fd/{name}"), state.stat()):
+                    kept.append(os.dup(int(name)))  # as a child that is forked now has it
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert.to_tar(folder, tmp_path / "new", progress=stop)
+    assert convert.to_tar(folder, tmp_path / "new").samples == 61
+    assert kept
+    for fd in kept:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("end", ["finishes", "is refused", "leaves another"])
+def test_what_another_process_ends_meanwhile_is_not_converted_again(
+    folder: nostall.ImageFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """It ends between the first look at the place and the lock."""
+    dest, partial = tmp_path / "new", tmp_path / "new.partial"
+
+    def lock(file: int) -> bool | None:
+        if end == "leaves another":
+            dest.mkdir()
+        else:
+            (partial / "nostall-convert.json").unlink()
+            partial.rename(dest) if end == "finishes" else partial.rmdir()
+        return take_lock(file)
+
+    monkeypatch.setattr(convert._work, "take_lock", lock)
+    words = "another process is converting" if end == "is refused" else "new exists already"
+    with pytest.raises(UsageError, match=words):
+        convert.to_lmdb(folder, dest)
+    assert not partial.exists()
+
+
 def test_of_a_record_that_cannot_be_written_nothing_is_left(
     folder: nostall.ImageFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -513,6 +561,67 @@ def test_a_full_disk_is_said_and_can_be_mended(
     assert make().resumed_at > 0
     store = nostall.LMDB if kind == "lmdb" else nostall.TarShards
     assert same(store(small_disk / "out"), folder)
+
+
+@pytest.mark.parametrize("kind", ["lmdb", "tar"])
+def test_what_a_killed_conversion_left_is_no_room_that_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    (tmp_path / "data").mkdir()
+    for i in range(20):
+        (tmp_path / "data" / f"{i:02d}.jpg").write_bytes(bytes([i]) * 10_000)
+    source, dest = nostall.FileList(root=tmp_path / "data"), tmp_path / "new"
+    partial = tmp_path / "new.partial"
+    left = partial / ("data.mdb" if kind == "lmdb" else "shard-000000.tar.partial")
+
+    def stop(phase: str, done: int) -> None:
+        if done == 15:
+            raise KeyboardInterrupt
+
+    def free(_: object) -> Any:
+        used = sum(path.stat().st_blocks * 512 for path in partial.iterdir())
+        return SimpleNamespace(free=400_000 - used)
+
+    make: Any = convert.to_lmdb if kind == "lmdb" else convert.to_tar
+    with pytest.raises(KeyboardInterrupt):
+        make(source, dest, progress=stop)
+    with left.open("ab") as file:  # what a killed transaction or archive had written
+        file.write(bytes(380_000))
+        os.fsync(file.fileno())
+    monkeypatch.setattr(shutil, "disk_usage", free)
+    assert make(source, dest).samples == 20
+
+
+def test_samples_of_any_size_go_into_an_archive(tmp_path: Path) -> None:
+    """Also those whose size USTAR cannot hold."""
+    large = tarfile.TarInfo("00000000.jpg")
+    large.size = 1 << 33
+    with (tmp_path / "a.tar").open("wb") as file:
+        archive = _archive(file)
+        archive.addfile(large)
+        file.seek(large.size, os.SEEK_CUR)
+        _add(archive, "00000000.cls", b"3")
+        archive.close()
+    assert nostall.TarShards(tmp_path / "a.tar", index=False).sizes.tolist() == [1 << 33]
+
+
+@pytest.mark.parametrize("label", [2**31, -(2**31) - 1])
+def test_labels_beyond_a_datum_are_refused_before_the_work(
+    folder: nostall.ImageFolder, tmp_path: Path, label: int
+) -> None:
+    paths = [folder.describe(i) for i in range(3)]
+    source = nostall.FileList(paths, [0, label, 1])
+    with pytest.raises(UsageError, match=rf"label {label} of {paths[1]} .*values=\"raw\""):
+        convert.to_lmdb(source, tmp_path / "new", values="datum")
+    assert not list(tmp_path.glob("new*"))
+    assert convert.to_lmdb(source, tmp_path / "new").samples == 3
+    assert nostall.LMDB(tmp_path / "new").labels.tolist() == [0, label, 1]
+
+
+def test_a_path_need_not_be_utf_8(folder: nostall.ImageFolder, tmp_path: Path) -> None:
+    dest = tmp_path / os.fsdecode(b"caf\xe9")
+    convert.to_lmdb(folder, dest)
+    assert same(nostall.LMDB(dest), folder)
 
 
 def test_labels_that_do_not_fit_are_refused(folder: nostall.ImageFolder, tmp_path: Path) -> None:
