@@ -134,10 +134,21 @@ void bind_job(nb::module_& m) {
           })
       .def_prop_rw(
           "user_order",
-          [](const plan::JobSpec& spec) { return bindings::array_of(spec.user_order); },
+          // The ids themselves, which are as large as the data set's index: not a copy.
+          [](const plan::JobSpec& spec) {
+            using Order = std::shared_ptr<const std::vector<plan::SampleId>>;
+            auto kept = std::make_unique<Order>(
+                spec.user_order ? spec.user_order
+                                : std::make_shared<std::vector<plan::SampleId>>());
+            const std::vector<plan::SampleId>& ids = **kept;
+            return nb::ndarray<nb::numpy, const plan::SampleId, nb::ndim<1>>(
+                ids.data(), {ids.size()}, bindings::owner_of(std::move(kept)));
+          },
           [](plan::JobSpec& spec, const bindings::Ids& ids) {
-            spec.user_order.assign(ids.data(), ids.data() + ids.size());
-          });
+            spec.user_order = std::make_shared<const std::vector<plan::SampleId>>(
+                ids.data(), ids.data() + ids.size());
+          },
+          nb::for_getter(nb::rv_policy::automatic));
 }
 
 void bind_orders(nb::module_& m) {

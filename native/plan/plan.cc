@@ -90,7 +90,7 @@ uint64_t order_world(const JobSpec& spec) {
 uint64_t base_length(const JobSpec& spec) {
   switch (spec.order) {
     case OrderKind::user:
-      return spec.user_order.size();
+      return spec.user_order->size();
     case OrderKind::weighted:
       return spec.draws;
     case OrderKind::repeated:
@@ -200,8 +200,8 @@ void validate(const JobSpec& spec) {
   if (spec.order == OrderKind::bucketed) validate_buckets(spec);
   if (spec.order == OrderKind::repeated && spec.times == 0) fail("a sample comes at least once");
   if (spec.order == OrderKind::user) {
-    if (spec.user_order.empty()) fail("the user's order is empty");
-    for (const SampleId id : spec.user_order) {
+    if (!spec.user_order || spec.user_order->empty()) fail("the user's order is empty");
+    for (const SampleId id : *spec.user_order) {
       if (id >= spec.samples) {
         fail("the user's order names sample " + std::to_string(id) + ", but there are only " +
              std::to_string(spec.samples));
@@ -261,7 +261,7 @@ void fill_order(const JobSpec& spec, uint32_t epoch, std::vector<Id>& order,
       break;
     }
     case OrderKind::user:
-      std::transform(spec.user_order.begin(), spec.user_order.end(), order.begin(),
+      std::transform(spec.user_order->begin(), spec.user_order->end(), order.begin(),
                      [](SampleId id) { return static_cast<Id>(id); });
       break;
     case OrderKind::sequential:
@@ -510,8 +510,9 @@ uint64_t fingerprint(const JobSpec& spec) {
         static_cast<uint64_t>(spec.scheme)}) {
     hash.number(value);
   }
-  for (const SampleId id : spec.user_order) hash.number(id);
-  if (spec.order == OrderKind::sub_batch) {
+  if (spec.order == OrderKind::user) {
+    for (const SampleId id : *spec.user_order) hash.number(id);
+  } else if (spec.order == OrderKind::sub_batch) {
     hash.number(spec.sub_batches.reuse)
         .number(spec.sub_batches.resident)
         .number(spec.sub_batches.together);

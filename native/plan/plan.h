@@ -79,8 +79,9 @@ struct JobSpec {
   bool drop_last = false;
   OrderKind order = OrderKind::torch;
   Scheme scheme = Scheme::uniform;
-  std::vector<SampleId> user_order;  // OrderKind::user only; ids below `samples`, any length
-  SubBatches sub_batches;            // OrderKind::sub_batch only
+  // OrderKind::user only: ids below `samples`, any length.
+  std::shared_ptr<const std::vector<SampleId>> user_order;
+  SubBatches sub_batches;  // OrderKind::sub_batch only
   // OrderKind::weighted only: one weight per sample, draws in an epoch, and whether a sample may be
   // drawn again in it.
   std::shared_ptr<const std::vector<double>> weights;

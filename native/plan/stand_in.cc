@@ -9,7 +9,7 @@ namespace nostall::plan {
 
 StandIns::StandIns(const JobSpec& job) : seed_(job.seed) {
   if (job.order == OrderKind::user) {
-    named_ = job.user_order;
+    named_ = *job.user_order;
     count_ = named_.size();
   } else if (job.order == OrderKind::weighted) {
     for (SampleId s = 0; s < job.samples; ++s) {

@@ -107,8 +107,8 @@ std::string arguments_of(const plan::JobSpec& job, const source::Source& source,
   std::string order = name_of(job.order);
   if (job.order == plan::OrderKind::user) {
     Fnv hash;
-    hash.number(job.user_order.size());
-    for (const plan::SampleId id : job.user_order) hash.number(id);
+    hash.number(job.user_order->size());
+    for (const plan::SampleId id : *job.user_order) hash.number(id);
     order += " ids, hash " + std::to_string(hash.value());
   } else if (job.order == plan::OrderKind::sub_batch) {
     order += " " + std::to_string(job.sub_batches.reuse) + "x" +

@@ -48,9 +48,7 @@ class SubBatches:
 
     def __post_init__(self) -> None:
         for name in ("resident", "reuse", "together"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or not 1 <= value < 2**31:
-                raise UsageError(f"{name} must be an integer from 1 to {2**31 - 1}: {value!r}")
+            object.__setattr__(self, name, _whole(name, getattr(self, name), 1, 2**31))
 
     def __str__(self) -> str:
         return f"sub_batch resident={self.resident} reuse={self.reuse} together={self.together}"
@@ -80,7 +78,7 @@ class Weighted:
         samples: int | None = None,
         replacement: bool = True,
     ) -> None:
-        found = np.asarray(weights)
+        found = _array(weights)
         if found.ndim != 1 or found.dtype.kind not in "biuf":
             raise UsageError(
                 f"weights must be one number per sample, not {found.dtype} of shape {found.shape}"
@@ -131,7 +129,7 @@ class ClassBalanced:
     def __init__(
         self, labels: Sequence[int] | NDArray[Any] | None = None, samples: int | None = None
     ) -> None:
-        self.labels = None if labels is None else np.asarray(labels)
+        self.labels = None if labels is None else _array(labels)
         self.samples = samples
         _check_draws(samples)
         if self.labels is not None:
@@ -177,8 +175,7 @@ class RepeatedAugmentation:
     times: int = 3
 
     def __post_init__(self) -> None:
-        if not isinstance(self.times, int) or not 1 <= self.times < 2**31:
-            raise UsageError(f"times must be an integer from 1 to {2**31 - 1}: {self.times!r}")
+        object.__setattr__(self, "times", _whole("times", self.times, 1, 2**31))
 
     def __str__(self) -> str:
         return f"repeated times={self.times}"
@@ -206,7 +203,6 @@ class Buckets:
         lengths: Sequence[float] | NDArray[Any] | None = None,
         bounds: int | Sequence[float] = 16,
     ) -> None:
-        self.lengths = None if lengths is None else np.asarray(lengths)
         if isinstance(bounds, (int, np.integer)):
             if not 1 <= bounds <= 2**16:
                 raise UsageError(f"bounds= must be 1 to {2**16} buckets, or a sequence: {bounds}")
@@ -216,20 +212,12 @@ class Buckets:
             or len(bounds) >= 2**16
         ):
             raise UsageError(f"the bounds of buckets must rise: {list(bounds)[:20]}")
-        self.bounds = bounds
-        if self.lengths is not None and (
-            self.lengths.ndim != 1 or self.lengths.dtype.kind not in "biuf" or not self.lengths.size
-        ):
-            raise UsageError(
-                f"lengths must be one number per sample, not {self.lengths.dtype} of shape "
-                f"{self.lengths.shape}"
-            )
-        if self.lengths is not None and np.isnan(self.lengths).any():
-            raise UsageError(f"lengths[{int(np.isnan(self.lengths).argmax())}] is no number")
+        self._bounds = bounds
+        self._numbers = None if lengths is None else _numbers_of(_array(lengths), bounds)
 
     def of(self, sizes: NDArray[Any]) -> Buckets:
         """These buckets, of `sizes` where no lengths were given."""
-        return self if self.lengths is not None else Buckets(sizes, self.bounds)
+        return self if self._numbers is not None else Buckets(sizes, self._bounds)
 
     @property
     def numbers(self) -> NDArray[np.uint32]:
@@ -238,16 +226,27 @@ class Buckets:
         Raises:
             UsageError: there are no lengths.
         """
-        if self.lengths is None:
+        if self._numbers is None:
             raise UsageError("Buckets() takes the sizes of a loader's data set: pass lengths=")
-        bounds: Any = self.bounds
-        if isinstance(bounds, (int, np.integer)):
-            at = np.arange(1, bounds) * len(self.lengths) // bounds
-            bounds = np.unique(np.partition(self.lengths, at)[at]) if len(at) else []
-        return np.searchsorted(bounds, self.lengths).astype(np.uint32)
+        return self._numbers
 
     def __str__(self) -> str:
         return f"bucketed {zlib.crc32(self.numbers.tobytes()):08x}"
+
+
+def _numbers_of(lengths: NDArray[Any], bounds: Any) -> NDArray[np.uint32]:
+    if lengths.ndim != 1 or lengths.dtype.kind not in "biuf" or not lengths.size:
+        raise UsageError(
+            f"lengths must be one number per sample, not {lengths.dtype} of shape {lengths.shape}"
+        )
+    if np.isnan(lengths).any():
+        raise UsageError(f"lengths[{int(np.isnan(lengths).argmax())}] is no number")
+    if isinstance(bounds, (int, np.integer)):
+        at = np.arange(1, bounds) * len(lengths) // bounds
+        bounds = np.unique(np.partition(lengths, at)[at]) if len(at) else []
+    numbers = np.searchsorted(bounds, lengths).astype(np.uint32)
+    numbers.setflags(write=False)
+    return numbers
 
 
 @dataclass(frozen=True)
@@ -286,6 +285,21 @@ class Mixed:
         return f"mixture {self.at_end}" + (f" {self.samples}" if self.samples else "")
 
 
+def _whole(name: str, value: Any, least: int, beyond: int) -> int:
+    if not isinstance(value, (int, np.integer)) or not least <= value < beyond:
+        raise UsageError(f"{name} must be an integer from {least} to {beyond - 1}: {value!r}")
+    return int(value)
+
+
+def _array(values: Any) -> NDArray[Any]:
+    """Numbers as an array; also of a tensor on a device, with a gradient, or of a type NumPy lacks."""
+    if hasattr(values, "detach"):
+        values = values.detach().cpu()
+        if values.is_floating_point():
+            values = values.double()
+    return np.asarray(values)
+
+
 def _check_draws(samples: Any) -> None:
     if samples is not None and (
         not isinstance(samples, (int, np.integer)) or not 1 <= samples < 2**63
@@ -318,6 +332,9 @@ class Plan:
         order_world: the ranks that padding and dropping follow; 1 pads nothing. `world_size` if None.
         global_batch_size: samples of a batch over all ranks; `batch_size` has no effect then.
 
+    Attributes:
+        order: as it was given; of a sequence of sample ids a copy that cannot be written.
+
     Raises:
         UsageError: arguments that cannot be planned, named with their value.
     """
@@ -346,10 +363,9 @@ class Plan:
             ("steps", 1 if steps is None else steps, 1, 2**63),
             ("global_batch_size", 1 if global_batch_size is None else global_batch_size, 1, 2**63),
         ):
-            if not isinstance(value, (int, np.integer)) or not least <= value < beyond:
-                raise UsageError(
-                    f"{name} must be an integer from {least} to {beyond - 1}: {value!r}"
-                )
+            _whole(name, value, least, beyond)
+        if not isinstance(drop_last, (bool, np.bool_)):
+            raise UsageError(f"drop_last must be True or False, not {drop_last!r}")
         spec = _native.JobSpec()
         spec.samples = samples
         spec.global_batch = (
@@ -359,7 +375,7 @@ class Plan:
         spec.world = world_size
         spec.order_world = world_size if order_world is None else order_world
         spec.seed = seed
-        spec.drop_last = drop_last
+        spec.drop_last = bool(drop_last)
         if not hasattr(_native.Scheme, scheme):
             raise UsageError(f'scheme must be "uniform", "whole" or "imbalanced", not {scheme!r}')
         spec.scheme = getattr(_native.Scheme, scheme)
@@ -380,6 +396,8 @@ class Plan:
             spec.steps = steps
             spec.epochs = _epochs_of(steps, int(_native.batches_per_epoch(spec)))
         self.native = spec
+        # Of the caller's own sequence the ids that the core holds: it may change, and is not kept.
+        self.order = spec.user_order if spec.order == _native.OrderKind.user else order
 
     def __len__(self) -> int:
         """Global batches in one epoch."""
@@ -558,7 +576,7 @@ def sample_ids(order: Sequence[int] | NDArray[np.integer[Any]]) -> NDArray[np.ui
             "nostall.Weighted(weights), another order of nostall, or list(sampler), the same samples "
             "in every epoch"
         )
-    ids = np.asarray(order)
+    ids = _array(order)
     if ids.ndim != 1 or (ids.size and (ids.dtype.kind not in "iu" or ids.min() < 0)):
         raise UsageError(
             "order must be one sequence of sample ids, integers from 0 on, not "

@@ -1063,6 +1063,7 @@ class DataLoader:
             "steps": self._options.steps,
         }
         self._plan = Plan(**self._planned)
+        self._order = self._planned["order"] = self._plan.order
         self._spec = self._plan.native
         self._last_epoch = int(self._spec.epochs)
         self._batches = int(_native.batches_per_epoch(self._spec))

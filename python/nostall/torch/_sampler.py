@@ -66,6 +66,7 @@ class BatchSampler:
         self._order_name = order_name(self._arguments["order"])
         self._order_world = self.world_size
         self._plan = self._make_plan(self._order_world)
+        self._arguments["order"] = self._plan.order
         self._epoch = 0
         self._start = 0
         self._asked = 0
@@ -117,7 +118,7 @@ class BatchSampler:
             "batch": self._asked if batches is None else batches,
             "global_batch": self.batch_size * self.world_size,
             "order_world": self._order_world,
-            **{key: self._arguments[key] for key in ("samples", "seed", "drop_last")},
+            **{key: getattr(self._plan.native, key) for key in ("samples", "seed", "drop_last")},
             "order": self._order_name,
         }
 

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <map>
+#include <memory>
 #include <utility>
 
 namespace nostall::plan {
@@ -77,7 +78,9 @@ TEST(CopySchedule, LooksAheadByTheLengthOfAnEpochNotByTheSamples) {
   JobSpec spec;
   spec.samples = 10;
   spec.order = OrderKind::user;
-  for (uint64_t i = 0; i < (uint64_t{1} << 20); ++i) spec.user_order.push_back(i % 10);
+  std::vector<SampleId> order(uint64_t{1} << 20);
+  for (uint64_t i = 0; i < order.size(); ++i) order[i] = i % 10;
+  spec.user_order = std::make_shared<const std::vector<SampleId>>(std::move(order));
   spec.global_batch = 1 << 12;
   spec.world = 64;
   spec.epochs = 1000;

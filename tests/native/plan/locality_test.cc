@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <memory>
 
 #include "base/error.h"
 #include "plan/cluster.h"
@@ -101,8 +102,9 @@ TEST(PlaceCluster, CopiesComeAndGoOnlyWhereNotAllThatIsReadAgainHasRoom) {
 TEST(ClusterAccess, OwnedSamplesComeBeforeThoseThatAnOrderRepeats) {
   JobSpec spec = job(8, 4, 4);
   spec.order = OrderKind::user;
-  spec.user_order.assign(400, 0);
-  spec.user_order[3] = 1;
+  std::vector<SampleId> order(400, 0);
+  order[3] = 1;
+  spec.user_order = std::make_shared<const std::vector<SampleId>>(order);
   const Nodes nodes = equal_nodes(spec, {10, 10}, 2);
   const Ownership ownership = owners(spec, std::vector<uint64_t>(8, 10), nodes);
   ASSERT_EQ(ownership.owner[0], 0u);
@@ -114,7 +116,8 @@ TEST(ClusterAccess, OwnedSamplesComeBeforeThoseThatAnOrderRepeats) {
 TEST(Owners, TellWhoReadsARepeatedSampleFirst) {
   JobSpec spec = job(4, 4, 4);
   spec.order = OrderKind::user;
-  spec.user_order = {0, 1, 2, 0};
+  spec.user_order =
+      std::make_shared<const std::vector<SampleId>>(std::vector<SampleId>{0, 1, 2, 0});
   const Ownership ownership =
       owners(spec, std::vector<uint64_t>(4, 10), equal_nodes(spec, {1000, 1000}, 2));
   EXPECT_EQ(ownership.first_reader[0], 0u);
@@ -125,7 +128,8 @@ TEST(Owners, TellWhoReadsARepeatedSampleFirst) {
 TEST(Owners, TellWhoReadsARepeatedSampleNextWhereTheJobGoesOn) {
   JobSpec spec = job(4, 4, 4);
   spec.order = OrderKind::user;
-  spec.user_order = {0, 1, 2, 3, 3, 1, 2, 0};
+  spec.user_order =
+      std::make_shared<const std::vector<SampleId>>(std::vector<SampleId>{0, 1, 2, 3, 3, 1, 2, 0});
   const Ownership ownership =
       owners(spec, std::vector<uint64_t>(4, 10), equal_nodes(spec, {1000, 1000}, 2), {0, 1});
   EXPECT_EQ(ownership.first_reader, (std::vector<uint32_t>{1, 0, 1, 0}));

@@ -5,6 +5,7 @@
 #include <malloc.h>
 
 #include <algorithm>
+#include <memory>
 #include <set>
 
 #include "plan/mixture.h"
@@ -47,7 +48,8 @@ TEST(StandIns, AreOfTheSamplesThatTheOrderCanGive) {
   EXPECT_EQ(std::set<SampleId>(many.begin(), many.end()).size(), 334);
 
   spec.order = OrderKind::user;
-  spec.user_order = {500, 2, 500, 7};
+  spec.user_order =
+      std::make_shared<const std::vector<SampleId>>(std::vector<SampleId>{500, 2, 500, 7});
   EXPECT_EQ(first_of(spec, 123), (std::vector<SampleId>{500, 2, 500, 7}));
 
   spec.order = OrderKind::mixture;
@@ -81,13 +83,15 @@ TEST(Occurrences, AreCountedOverAllRanksOfAUsersOrder) {
   spec.global_batch = 4;
   spec.world = 2;
   spec.order = OrderKind::user;
-  spec.user_order = {5, 3, 5, 5, 3, 0, 1, 5};
+  spec.user_order =
+      std::make_shared<const std::vector<SampleId>>(std::vector<SampleId>{5, 3, 5, 5, 3, 0, 1, 5});
   const std::vector<SampleId> order = epoch_order(spec, 0);
   EXPECT_EQ(occurrences(spec, order), (std::vector<uint32_t>{0, 0, 1, 2, 1, 0, 0, 3}));
   EXPECT_EQ(rank_epoch(spec, order, 0).occurrences, (std::vector<uint32_t>{0, 1, 1, 0}));
   EXPECT_EQ(rank_epoch(spec, order, 1).occurrences, (std::vector<uint32_t>{0, 2, 0, 3}));
   // None where nothing repeats, and none for what pads an order that is not the user's.
-  spec.user_order = {4, 3, 2, 1};
+  spec.user_order =
+      std::make_shared<const std::vector<SampleId>>(std::vector<SampleId>{4, 3, 2, 1});
   EXPECT_TRUE(rank_epoch(spec, 0, 0).occurrences.empty());
   spec.order = OrderKind::torch;
   spec.samples = 7;

@@ -3,6 +3,8 @@
 
 #include <atomic>
 #include <cstring>
+#include <memory>
+#include <numeric>
 #include <set>
 #include <thread>
 
@@ -136,7 +138,9 @@ TEST_P(Beside, ABadNeighbourHurtsNobodyElse) {
   source->broken = {5};
   LoaderConfig config = config_for(source, kSamples);
   config.job.order = plan::OrderKind::user;
-  for (uint64_t i = 0; i < kSamples; ++i) config.job.user_order.push_back(kSamples - 1 - i);
+  std::vector<plan::SampleId> order(kSamples);
+  std::iota(order.rbegin(), order.rend(), plan::SampleId{0});
+  config.job.user_order = std::make_shared<const std::vector<plan::SampleId>>(std::move(order));
   Loader loader(config);
   EXPECT_LE(run(loader, kSamples / 16 - 1), (kSamples - 1) * kBytes);
   try {

@@ -15,6 +15,7 @@
 #include <fstream>
 #include <functional>
 #include <future>
+#include <memory>
 #include <mutex>
 #include <set>
 #include <system_error>
@@ -949,7 +950,8 @@ TEST(Loader, AClaimEndsWithTheRun) {
   placement.fill.resize(1);
   LoaderConfig config = config_for(source, 1, 1);
   config.job.order = plan::OrderKind::user;
-  config.job.user_order = {1};
+  config.job.user_order =
+      std::make_shared<const std::vector<plan::SampleId>>(std::vector<plan::SampleId>{1});
   config.cache = tier::NodeCache::attach(node, source->sizes(), tier::fixed(placement));
   config.ahead = {{0}};
   {
@@ -1060,7 +1062,8 @@ TEST(Loader, ASampleTwiceInAChunkIsNotWaitedForByTheThreadThatReadsIt) {
   {
     LoaderConfig config = config_for(source, 3, 1);
     config.job.order = plan::OrderKind::user;
-    config.job.user_order = {0, 0, 0};
+    config.job.user_order =
+        std::make_shared<const std::vector<plan::SampleId>>(std::vector<plan::SampleId>{0, 0, 0});
     config.cache =
         tier::NodeCache::attach(node, source->sizes(), tier::fixed(in_the_first_tier(*source)));
     node.local_rank = 1;

@@ -18,6 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import nostall
 import nostall.plugins.torch_loader
+import nostall.torch
 from nostall import transforms as t
 from nostall.base._sizes import parse_size
 from nostall.errors import UsageError
@@ -78,6 +79,30 @@ def test_a_users_own_order_is_kept(image_folder: Path) -> None:
         for epoch in loader.epochs():
             seen = [ids[raw[i].tobytes()] for raw, _ in epoch for i in range(len(raw))]
             assert seen == order
+
+
+def test_an_order_that_the_caller_changes_later_stays() -> None:
+    """Also where a state is loaded, which plans anew; the ids are held once, by the core."""
+    order = np.arange(40, dtype=np.uint64)[::-1].copy()
+    kept = order.tolist()
+    lengths = np.arange(40)
+    buckets = nostall.Buckets(lengths, 4)
+    of_buckets = nostall.Plan(samples=40, order=buckets).epoch_order(0).tolist()
+    sampler = nostall.torch.BatchSampler(40, 4, order=order)
+    data = nostall.Arrays({"x": np.arange(40)})
+    with nostall.DataLoader(data, 4, epochs=1, order=order, tiers=[], output="numpy") as loader:
+        state, of_sampler = loader.state_dict(), sampler.state_dict()
+        order[:] = lengths[:] = 0
+        loader.load_state_dict(state)
+        assert [x for batch in loader for x in batch["x"].tolist()] == kept
+        assert loader.state_dict()["order"] == state["order"]
+        held: Any = loader.plan.order
+        assert np.shares_memory(held, loader.plan.native.user_order)
+        assert np.shares_memory(held, loader._order)  # type: ignore[arg-type]
+        assert not held.flags.writeable
+    sampler.load_state_dict(of_sampler)
+    assert list(itertools.chain(*sampler)) == kept
+    assert nostall.Plan(samples=40, order=buckets).epoch_order(0).tolist() == of_buckets
 
 
 State = dict[str, object] | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections import Counter
 from pathlib import Path
@@ -13,7 +14,8 @@ import pytest
 import torch
 
 import nostall
-from nostall import Buckets, ClassBalanced, Plan, RepeatedAugmentation, Weighted
+import nostall.torch
+from nostall import Buckets, ClassBalanced, Plan, RepeatedAugmentation, SubBatches, Weighted
 from nostall.errors import UsageError
 from nostall.plan import Mixed
 
@@ -375,3 +377,41 @@ def test_what_cannot_be_drawn(tmp_path: Path, image_folder: Path) -> None:
     for make, why in refused:
         with pytest.raises(UsageError, match=why):
             make()
+
+
+@pytest.mark.parametrize("make", [Weighted, Buckets, ClassBalanced, list])
+def test_numbers_may_be_tensors_that_numpy_does_not_take(make: Any) -> None:
+    numbers = torch.tensor([1, 3, 2, 3])
+    if make in (Weighted, Buckets):
+        given = numbers.to(torch.bfloat16).requires_grad_()
+        plain = numbers.double().numpy()
+    else:
+
+        class OnDevice:
+            """Of a device; NumPy refuses those of CUDA with the same error."""
+
+            def __array__(self, *_: object, **__: object) -> None:
+                raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+            def detach(self) -> Any:
+                return numbers
+
+        given, plain = OnDevice(), numbers.numpy()
+    orders = [given, plain] if make is list else [make(given), make(plain)]
+    one, other = (Plan(samples=4, order=order, seed=3).epoch_order(0) for order in orders)
+    assert one.tolist() == other.tolist()
+
+
+def test_numbers_and_flags_of_numpy_are_taken() -> None:
+    assert SubBatches(np.int64(4), np.int32(2), np.uint8(1)) == SubBatches(4, 2, 1)
+    assert type(RepeatedAugmentation(np.int64(3)).times) is int  # type: ignore[arg-type]
+    assert not len(Plan(samples=3, batch_size=4, drop_last=np.bool_(True)))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="drop_last must be True or False, not 1"):
+        Plan(samples=3, drop_last=1)  # type: ignore[arg-type]
+    sampler = nostall.torch.BatchSampler(
+        np.int64(8),
+        4,
+        seed=np.int64(1),
+        drop_last=np.bool_(True),  # type: ignore[arg-type]
+    )
+    assert json.loads(json.dumps(sampler.state_dict())) == sampler.state_dict()
