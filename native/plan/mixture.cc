@@ -224,7 +224,24 @@ Mixture::Mixture(Spec spec) : spec_(std::move(spec)) {
   }
   for (size_t c = 0; c < spec_.changes.size(); ++c) {
     const bool last = c + 1 == spec_.changes.size();
-    if (!add_change(spec_.changes[c], last ? kEndless : spec_.changes[c + 1].place)) break;
+    if (add_change(spec_.changes[c], last ? kEndless : spec_.changes[c + 1].place)) continue;
+    if (spec_.at_end == AtEnd::reweight) check_changes_reached(c + 1);
+    break;
+  }
+}
+
+void Mixture::check_changes_reached(size_t first) const {
+  const std::vector<uint64_t> given = counts(end_);
+  for (size_t c = first; c < spec_.changes.size(); ++c) {
+    const Change& change = spec_.changes[c];
+    for (size_t i = 0; i < given.size(); ++i) {
+      if (change.weights[i] == 0.0 || given[i] == spec_.samples[i]) continue;
+      fail("the weights change after " + std::to_string(change.place) +
+           " samples of an epoch, but the sources that have one before are used up after " +
+           std::to_string(end_) + ", so that source " + std::to_string(i) + " would not give " +
+           std::to_string(spec_.samples[i] - given[i]) +
+           " of its samples: let the weights change before, or give it a weight from the start");
+    }
   }
 }
 

@@ -116,6 +116,9 @@ class Mixture {
 
   // The stretches from a change to the next one; whether the mixture goes on there.
   bool add_change(const Change& change, uint64_t next);
+  // Throws Error(usage) if sources that have samples left at the end get a weight from this change
+  // on.
+  void check_changes_reached(size_t first) const;
   std::vector<uint64_t> counts_in(size_t stretch, uint64_t place) const;
   // The first place from which on a source needs a sample that it does not have.
   uint64_t exhausted(size_t stretch) const;

@@ -53,7 +53,8 @@ class Mixture(Concat):
         offset_labels: as of `Concat`.
 
     Raises:
-        UsageError: weights are negative, infinite, NaN or all 0; sources are unlike.
+        UsageError: weights are negative, infinite, NaN or all 0; sources are unlike. The loader's: the
+            schedule gives a source its weight after the end of an epoch that reweighs.
 
     Attributes:
         mixing: the weights in samples.

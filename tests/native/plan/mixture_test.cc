@@ -182,6 +182,25 @@ TEST(Mixture, GivesTheWeightOfAnEndedSourceToTheOthers) {
   EXPECT_NE(ids, other);
 }
 
+TEST(Mixture, IsRefusedIfItEndsBeforeSourcesGetTheirWeight) {
+  const auto made = [](uint64_t place, AtEnd at_end) {
+    return Mixture({{40, 40, 30}, {{0, {1, 1, 0}}, {place, {0, 1, 1}}}, at_end});
+  };
+  EXPECT_EQ(made(79, AtEnd::reweight).end(), 110u);
+  EXPECT_EQ(made(80, AtEnd::reweight).end(), 110u);
+  EXPECT_EQ(made(81, AtEnd::stop).end(), 80u);
+  try {
+    made(81, AtEnd::reweight);
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::usage);
+    EXPECT_THAT(error.what(), testing::HasSubstr("change after 81 samples"));
+    EXPECT_THAT(error.what(), testing::HasSubstr("source 2 would not give 30 of its samples"));
+  }
+  // Nothing is lost where all samples came before the change.
+  EXPECT_EQ(Mixture({{40, 40}, {{0, {1, 1}}, {500, {0, 1}}}, AtEnd::reweight}).end(), 80u);
+}
+
 TEST(Mixture, KeepsWhatWasBeforeAChange) {
   const std::vector<uint64_t> samples{50, 60, 70};
   const Mixture::Change first{0, {0.6, 0.4, 0}}, second{37, {0.1, 0.1, 0.8}}, third{90, {0, 0, 1}};

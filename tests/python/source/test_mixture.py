@@ -159,6 +159,23 @@ def test_what_makes_no_mixture_is_refused(
         load(nostall.Mixture(weighted(sources, *weights), **options), epochs=1)
 
 
+def test_a_source_whose_weight_comes_after_the_end_is_refused(sources: dict[str, Any]) -> None:
+    """Its samples would never be given, though an epoch promises all of them."""
+    web, code, books = sources.values()
+
+    def made(step: int) -> nostall.DataLoader:
+        later = {step: {web: 1, books: 1}}
+        mixture = nostall.Mixture({web: 1, code: 1, books: 0}, schedule=later, at_end="reweight")
+        return load(mixture, epochs=1)
+
+    with made(17) as loader:  # 85 samples of web and code
+        assert len(set(taken(loader))) == 94
+    with pytest.raises(
+        UsageError, match=r"after 90 samples.*after 85, so that source 2 .* give 9 "
+    ):
+        made(18)
+
+
 def test_a_mixture_is_the_last_thing_that_is_made_of_sources(sources: dict[str, Any]) -> None:
     mixture = nostall.Mixture(weighted(sources, 1, 1, 1))
     for made in (
