@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nostall import errors
+from nostall import _native, errors
 from nostall.base._locks import free_lock, take_lock
 from nostall.errors import CorruptionError, Error, IoError, UsageError
 from nostall.job._cores import cores_of_rank
@@ -245,7 +245,7 @@ def tokenize(
         UsageError: there is no such column or id, a function or a tokenizer whose content cannot be
             known has no version, or what files hold is not clear from their names.
         CorruptionError: a row is none, or its ids are not, with its file and place.
-        IoError: a file cannot be read, or the cache cannot be written.
+        IoError: a file cannot be read, or changes meanwhile, or the cache cannot be written.
     """
     if not isinstance(column, str):
         raise UsageError(
@@ -324,6 +324,8 @@ def _cached(
                         paths, list(storage.sizes), parts.separator, _PART_BYTES, parts.store
                     )
                     count = _fill(parts, _in_parts(pieces), alone, workers, progress)
+                    _refuse_changed(parts, storage, open_storage(paths, store=parts.store))
+                    _put(os.path.join(parts.folder, _DONE), str(count).encode())
         return _open(parts, count)
     except OSError as error:
         if isinstance(error, Error):
@@ -416,8 +418,18 @@ def _fill(
     todo = [n for n in range(len(parts)) if not os.path.exists(f"{parts.path(n)}.idx")]
     if todo:
         _run(parts, todo, workers, progress)
-    _put(os.path.join(parts.folder, _DONE), str(len(parts)).encode())
     return len(parts)
+
+
+def _refuse_changed(parts: _Parts, before: _native.Storage, now: _native.Storage) -> None:
+    """Refuses parts of which some may be of the texts before, and some of those now."""
+    changed = (before.sizes != now.sizes) | (before.times != now.times)
+    if changed.any():
+        for index in Path(parts.folder).glob("*.idx"):
+            index.unlink()
+        raise IoError(
+            f"{before.paths[int(changed.argmax())]} changed while it was tokenised: call tokenize again"
+        )
 
 
 def _put(path: str, data: bytes) -> None:

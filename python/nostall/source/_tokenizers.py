@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -54,9 +55,10 @@ class Called(Ids):
 
     def __init__(self, function: Callable[[str], Sequence[int]]) -> None:
         self._function = function
-        self.identity = ("function", getattr(function, "__qualname__", "function"), "")
         found = getattr(function, "vocabulary", None)
         self.vocabulary = None if found is None else int(found)
+        name, size = getattr(function, "__qualname__", "function"), "" if found is None else found
+        self.identity = ("function", name, str(size))
 
     def encode(self, values: Sequence[Any]) -> Sequence[Sequence[int]]:
         return [self._function(value) for value in values]
@@ -183,7 +185,7 @@ def tokenizer_of(given: Any) -> Ids:
     """
     if given is None:
         return Ids()
-    if isinstance(given, str):
+    if isinstance(given, str | os.PathLike):
         try:
             import tokenizers
         except ImportError:
@@ -191,7 +193,7 @@ def tokenizer_of(given: Any) -> Ids:
                 f"{given} needs the package tokenizers: pip install 'nostall[text]'"
             ) from None
         try:
-            return HuggingFace(tokenizers.Tokenizer.from_file(given))
+            return HuggingFace(tokenizers.Tokenizer.from_file(os.fspath(given)))
         except Exception as error:  # the package has no kind of its own
             raise UsageError(f"{given} cannot be opened as a tokenizer.json: {error}") from None
     bases = {f"{kind.__module__.split('.')[0]}.{kind.__name__}" for kind in type(given).__mro__}

@@ -449,7 +449,7 @@ def test_the_key_is_of_the_tokenizer_and_the_texts(
     first = folder()
     assert folder() == first
     TOKENIZER.save(str(tmp_path / "tokenizer.json"))
-    assert folder(str(tmp_path / "tokenizer.json")) == first
+    assert folder(str(tmp_path / "tokenizer.json")) == folder(tmp_path / "tokenizer.json") == first
     assert not caplog.records
     with caplog.at_level(logging.WARNING, "nostall"):
         for wrong in ("none", "nothing"):
@@ -467,6 +467,41 @@ def test_the_key_is_of_the_tokenizer_and_the_texts(
     assert touched[0] != later[0] and touched[1] == later[1]
     json_lines(path, TEXTS[:50])
     assert folder()[1] != later[1]
+
+
+def test_the_key_has_the_vocabulary_of_a_function(tmp_path: Path) -> None:
+    """Two that are made by one function have one name."""
+
+    def made(vocabulary: int) -> Any:
+        def words(text: str) -> list[int]:
+            return [len(word) % vocabulary for word in text.split()]
+
+        words.vocabulary = vocabulary  # type: ignore[attr-defined]
+        return words
+
+    path = json_lines(tmp_path / "a.jsonl", TEXTS)
+    for words in (made(3), made(4)):
+        tokens = nostall.tokenize(path, words, tmp_path / "cache", version="1")
+        assert documents(tokens) == [words(text) for text in TEXTS]
+
+
+def test_texts_that_change_while_they_are_read_are_refused(tmp_path: Path) -> None:
+    path = json_lines(tmp_path / "a.jsonl", TEXTS)
+    before = path.stat()
+
+    def change(_: int) -> None:
+        json_lines(path, TEXTS[::-1])
+        os.utime(path, ns=(1, 1))
+
+    with pytest.raises(IoError, match=r"a\.jsonl changed while it was tokenised"):
+        nostall.tokenize(path, TOKENIZER, tmp_path / "cache", end=0, progress=change)
+    assert not [*tmp_path.glob("cache/*/done"), *tmp_path.glob("cache/*/*.idx")]
+    tokens = nostall.tokenize(path, TOKENIZER, tmp_path / "cache", end=0)
+    assert documents(tokens) == expected()[::-1]
+    json_lines(path, TEXTS)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    tokens = nostall.tokenize(path, TOKENIZER, tmp_path / "cache", end=0)
+    assert documents(tokens) == expected()
 
 
 def test_what_cannot_be_tokenised_is_named(tmp_path: Path) -> None:
