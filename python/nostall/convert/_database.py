@@ -55,7 +55,8 @@ def to_lmdb(
         dest: the folder to be made; ``dest.partial`` exists until it is complete.
         values: ``"raw"`` (the sample; its label goes into the value of the key ``__labels__``, which
             ``nostall.LMDB`` reads), ``"pickled"`` ((bytes, int)), ``"datum"`` (Caffe's Datum,
-            encoded). The latter two carry their labels and need ``values=`` again to be read.
+            encoded, with labels of 32 bits). The latter two carry their labels and need ``values=``
+            again to be read.
         order: how the samples lie in the file. ``"plan"``: as the first epoch of a loader with this
             `seed` reads them, so that it reads the file from its begin to its end. Their numbers
             stay those of `source`. Samples of less than 2 KB lie in the tree's own pages, by number.
