@@ -45,6 +45,8 @@ class LoaderMonitor(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begins anew: another training counts its steps from 0 on."""
         self._logged = 0
+        # Lightning tells of no start of the epoch in whose middle a training goes on.
+        self.on_train_epoch_start(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Finds the loader, which may be another one in each epoch.

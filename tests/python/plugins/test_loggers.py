@@ -18,6 +18,7 @@ import pytorch_lightning
 import torch
 import transformers
 import wandb
+from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import MLFlowLogger, TensorBoardLogger, WandbLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
@@ -125,6 +126,17 @@ for name in ("one", "next"):
         trainer = pytorch_lightning.Trainer(callbacks=[monitor], logger=[logger], **once, **quiet)
         trainer.fit(Model(), loader)
     assert of_tensorboard(folder / f"lightning-{name}") == [EVERY - 1], name
+# It logs as well where a training goes on in the middle of an epoch.
+with make() as loader:
+    keep = ModelCheckpoint(folder, "middle", every_n_train_steps=EVERY - 1)
+    once = {**trained, **quiet, "max_steps": EVERY - 1, "enable_checkpointing": True}
+    pytorch_lightning.Trainer(callbacks=[keep], logger=False, **once).fit(Model(), loader)
+with make() as loader:
+    logger = TensorBoardLogger(folder, "lightning-on", "")
+    more = {"callbacks": [LoaderMonitor()], "logger": [logger]}
+    trainer = pytorch_lightning.Trainer(**more, **trained, **quiet)
+    trainer.fit(Model(), loader, ckpt_path=folder / "middle.ckpt")
+assert of_tensorboard(folder / "lightning-on") == expected
 try:
     trainer = pytorch_lightning.Trainer(callbacks=[LoaderMonitor()], logger=False, **trained, **quiet)
     trainer.fit(Model(), [(torch.zeros(4, 3, 8, 8), torch.zeros(4, dtype=torch.long))])
