@@ -4,8 +4,9 @@
 
 Every process of the command that uses nostall's loaders records into the directory. With --mpi
 libnostall_mpi.so records the collectives of an unmodified MPI program too, without replacing any;
-`nostall report run/mpi` then shows which ranks arrive late. Ctrl-C and SIGTERM end the command, and
-the report of what it recorded is written.
+`nostall report run/mpi` then shows which ranks arrive late. The command gets the signals that its
+launcher sends (SIGHUP, SIGTERM, SIGUSR1, SIGUSR2), and the report of what it recorded is written
+when it has ended, also by Ctrl-C.
 
     nostall profile --mpi -o run -- mpirun -n 4 ./program     # then: nostall report run/mpi
 """
@@ -21,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from nostall.cli import _mpi_library as mpi_library
 from nostall.cli import _run as mpi
 from nostall.errors import Error, UsageError
 from nostall.observe import trace
@@ -34,6 +36,8 @@ from nostall.observe.report import _run as runs
 from nostall.observe.report import (
     _run_page as run_page,
 )
+
+_PASSED_ON = (signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(
             f"{home} holds a run already ({left[0].name}): give another directory with -o"
         )
-    words, calls = command, home / "mpi"
+    words, calls, variables = command, home / "mpi", {trace.VARIABLE: str(home)}
     if arguments.mpi:
         try:
             calls.mkdir(parents=True, exist_ok=True)
@@ -64,10 +68,10 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"nostall: {calls} cannot be made: {error.strerror}", file=sys.stderr)
         else:
             library = mpi.library(command[0])
-            words = mpi.command(
-                command, mpi.environment(library, profile=str(calls), replace=False)
-            )
+            variables |= mpi.environment(library, profile=str(calls), replace=False)
     try:
+        if len(variables) > 1 or mpi_library.is_launcher(command[0]):
+            words = mpi.command(command, variables)
         status = _call(words, {**os.environ, trace.VARIABLE: str(home)})
     except OSError as error:
         remedy = f"nostall profile -- python {' '.join(command)}"
@@ -109,27 +113,26 @@ def _why_nothing(program: str, status: int, home: Path, mpi: bool) -> str:
 def _call(words: list[str], environment: dict[str, str]) -> int:
     """Runs a command to its end; its exit status, as a shell has it.
 
-    Signals end the command, and leave this process to write the report. The terminal sends that of
-    Ctrl-C to both; SIGTERM is passed on.
+    Signals are for the command, and leave this process to write the report. The terminal sends that of
+    Ctrl-C to both; those of launchers and batch systems are passed on.
     """
     child: subprocess.Popen[bytes] | None = None
-    early = False
+    early: list[int] = []
 
     def pass_on(number: int, _: FrameType | None) -> None:
-        nonlocal early
         if child is None:
-            early = True
+            early.append(number)
         else:
             child.send_signal(number)
 
     # Functions: the command would begin with SIG_IGN too. What is ignored already stays so.
-    wanted: dict[int, Any] = {signal.SIGINT: lambda *_: None, signal.SIGTERM: pass_on}
+    wanted: dict[int, Any] = {signal.SIGINT: lambda *_: None, **dict.fromkeys(_PASSED_ON, pass_on)}
     ignored = [number for number in wanted if signal.getsignal(number) == signal.SIG_IGN]
     before = {n: signal.signal(n, do) for n, do in wanted.items() if n not in ignored}
     try:
         child = subprocess.Popen(words, env=environment)
-        if early:
-            child.terminate()
+        for number in early:
+            child.send_signal(number)
         status = child.wait()
     finally:
         for number, handler in before.items():

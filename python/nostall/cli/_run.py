@@ -15,6 +15,7 @@ import argparse
 import itertools
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -79,15 +80,17 @@ def command(words: list[str], variables: Mapping[str, str]) -> list[str]:
 
     Open MPI's launcher passes no variables by itself (-x). MPICH's passes all, but must not load the
     library itself (-genv). srun passes all. Of a variable that the line has twice the launcher takes
-    the first: a setting of the environment that `words` give too is left to them.
+    the first, or none: a setting of the environment that `words` give too is left to them, and what
+    they preload is joined by the library.
     """
     if not mpi_library.is_launcher(words[0]):
         return ["env", *(f"{k}={v}" for k, v in variables.items()), *words]
     version = subprocess.run(
         [words[0], "--version"], capture_output=True, text=True, check=False
     ).stdout
-    given = _given(words)
+    given = _passed(words).keys() & SETTINGS
     variables = {k: v for k, v in variables.items() if k not in given or os.environ.get(k) != v}
+    words, variables = _joined(words, variables)
     if mpi_library.family(version) == "Open MPI":
         options = [word for k, v in variables.items() for word in ("-x", f"{k}={v}")]
     else:
@@ -95,12 +98,26 @@ def command(words: list[str], variables: Mapping[str, str]) -> list[str]:
     return [words[0], *options, *words[1:]]
 
 
-def _given(words: Sequence[str]) -> set[str]:
-    """The settings that the launcher's line gives to its first program."""
+def _passed(words: Sequence[str]) -> dict[str, int]:
+    """The variables that the launcher's line gives to its first program: where it names them."""
     first = itertools.takewhile(lambda word: word != ":", words)
-    pairs = itertools.pairwise(first)
-    named = {name.partition("=")[0] for option, name in pairs if option in _PASSING}
-    return named.intersection(SETTINGS)
+    pairs = enumerate(itertools.pairwise(first), 1)
+    return {name.partition("=")[0]: at for at, (option, name) in pairs if option in _PASSING}
+
+
+def _joined(words: list[str], variables: dict[str, str]) -> tuple[list[str], dict[str, str]]:
+    """With the one LD_PRELOAD of the launcher's line, where it has one, and of the variables."""
+    at = _passed(words).get("LD_PRELOAD")
+    if at is None or "LD_PRELOAD" not in variables:
+        return words, variables
+    words, variables = list(words), dict(variables)
+    both = variables.pop("LD_PRELOAD")
+    library = both.rpartition(" ")[2]
+    if words[at - 1].endswith("genv"):
+        words[at + 1] += f" {library}"
+    else:  # without a value it stands for that of the environment
+        words[at] = f"{words[at]} {library}" if "=" in words[at] else f"LD_PRELOAD={both}"
+    return words, variables
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -152,6 +169,9 @@ def run(arguments: argparse.Namespace) -> int:
         chosen, arguments.profile, not arguments.keep_mpi, verbose=arguments.verbose
     )
     line = command(words, variables)
+    # Python ignores these, and what is ignored stays so in the program.
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
     try:
         os.execvp(line[0], line)
     except OSError as error:

@@ -7,6 +7,7 @@ import gzip
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -56,6 +57,29 @@ def test_what_is_preloaded_already_stays_first(monkeypatch: pytest.MonkeyPatch) 
     assert preload == "/lib/liballocator.so /x/libnostall_mpi.so"
     monkeypatch.delenv("LD_PRELOAD")
     assert mpi.environment(Path("/x/libnostall_mpi.so"))["LD_PRELOAD"] == "/x/libnostall_mpi.so"
+
+
+@pytest.mark.parametrize(
+    ("version", "given", "joined"),
+    [
+        ("mpirun (Open MPI) 5.0.11", "-x LD_PRELOAD=a.so", "-x|LD_PRELOAD=a.so /x/ours.so"),
+        ("mpirun (Open MPI) 5.0.11", "-x LD_PRELOAD", "-x|LD_PRELOAD=env.so /x/ours.so"),
+        ("HYDRA build details:", "-genv LD_PRELOAD a.so", "-genv|LD_PRELOAD|a.so /x/ours.so"),
+        ("mpirun (Open MPI) 5.0.11", "p : -x LD_PRELOAD=a.so", None),  # of another program
+    ],
+)
+def test_what_the_launcher_preloads_is_joined_by_the_library(
+    version: str, given: str, joined: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = tmp_path / "mpirun"
+    launcher.write_text(f"#!/bin/sh\necho '{version}'\n")
+    launcher.chmod(0o755)
+    monkeypatch.setenv("LD_PRELOAD", "env.so")
+    variables = {"LD_PRELOAD": "env.so /x/ours.so"}
+    words = [str(launcher), *given.split(), "./program"]
+    ours = ["-x", "LD_PRELOAD=env.so /x/ours.so", *given.split()]
+    expected = ours if joined is None else joined.split("|")
+    assert mpi.command(words, variables) == [words[0], *expected, "./program"]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -795,6 +819,14 @@ def test_settings_reach_the_ranks_of_other_hosts(
     assert line("a", ":", *own) == passing(**ordered) + "a : " + " ".join(own) + " ./program"
     monkeypatch.setenv("NOSTALL_MPI", "replace")
     assert passing(NOSTALL_MPI="off") in line(replace=False)
+
+
+def test_the_program_begins_with_the_signals_that_python_ignores(tmp_path: Path) -> None:
+    (tmp_path / "library.so").touch()
+    words = ["run", "--library", str(tmp_path / "library.so"), "--", "cat", "/proc/self/status"]
+    done = subprocess.run([sys.executable, "-m", "nostall", *words], capture_output=True, text=True)
+    ignored = int(re.findall(r"SigIgn:\s*(\w+)", done.stdout)[0], 16)
+    assert not ignored & (1 << signal.SIGPIPE - 1 | 1 << signal.SIGXFSZ - 1)
 
 
 def test_the_launcher_passes_the_variables_on() -> None:

@@ -1217,7 +1217,22 @@ def test_profile_runs_a_command_and_reports(
     assert subprocess.run([sys.executable, "-m", "nostall", "profile", "--help"]).returncode == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_launcher_passes_the_directory_on_to_other_hosts(tmp_path: Path) -> None:
+    launcher = tmp_path / "mpirun"
+    launcher.write_text(
+        "#!/bin/sh\n[ \"$*\" != --version ] || { echo 'mpirun (Open MPI) 5.0.11'; exit; }\n"
+        f'echo "$*" > {tmp_path}/called\n'
+    )
+    launcher.chmod(0o755)
+    home = tmp_path / "run"
+    assert main(["profile", "-o", str(home), "--", str(launcher), "-n", "2", "./program"]) == 0
+    called = (tmp_path / "called").read_text()
+    assert called == f"-x NOSTALL_TRACE={home} -n 2 ./program\n"
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
+)
 def test_a_signal_ends_the_profiled_command_and_its_report_is_written(
     number: signal.Signals, image_folder: Path, tmp_path: Path
 ) -> None:
@@ -1228,13 +1243,14 @@ def test_a_signal_ends_the_profiled_command_and_its_report_is_written(
         "  os.write(1, b'ends\\n')\n"  # print() may be under way"
         "  sys.stdin.readline()\n"
         "  sys.exit(7)\n"
-        "for number in (signal.SIGINT, signal.SIGTERM):\n"
-        "  signal.signal(number, end)\n"
+        "for name in ('INT', 'TERM', 'HUP', 'USR1', 'USR2'):\n"
+        "  signal.signal(signal.Signals['SIG' + name], end)\n"
         "data = nostall.ImageFolder(sys.argv[1], index=False)\n"
         "with nostall.DataLoader(data, 4, tiers=[], output='numpy') as loader:\n"
         "  for _ in loader: pass\n"
         "  print('trained', flush=True)\n"
-        "  while True: time.sleep(0.01)\n"  # a signal just before a longer wait would not end it
+        "  parent = os.getppid()\n"
+        "  while os.getppid() == parent: time.sleep(0.01)\n"  # a longer wait may miss a signal
     )
     words = ["profile", "-o", str(tmp_path / "run"), "--", sys.executable, "-c", code]
     profile = subprocess.Popen(
