@@ -123,7 +123,6 @@ class Recorder:
     def end_epoch(self, running: _Running) -> None:
         """Ends the epoch if it is still the current one: an abandoned iterator may end late."""
         if self.is_current(running):
-            self._waiting = None  # for the end, or for what failed
             ended = self._frozen(running)
             epochs = [*self._state[0], ended]
             if len(epochs) > 2 * _EPOCHS:

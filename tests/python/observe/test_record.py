@@ -174,6 +174,23 @@ def test_a_wait_that_goes_on_counts(
         assert source.totals()[0].stall_seconds == taken.stall_seconds
 
 
+def test_a_wait_that_failed_counts_as_it_did_while_it_went_on(
+    loader: Callable[[int], nostall.DataLoader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with loader(3) as source:
+        batches = iter(source)
+        next(batches)
+        began = source._recorder.wait()
+        monkeypatch.setattr(record.time, "perf_counter", lambda: began + 7)
+        seen = source.totals()[0]
+        batches.close()
+        ended = source.totals()[0]
+        assert (ended.stall_seconds, ended.seconds) == (seen.stall_seconds, seen.seconds)
+        monkeypatch.undo()
+        next(iter(source))  # of the next epoch, which waits for itself
+        assert source.stats().epochs[-1].stall_seconds < 7
+
+
 def test_memory_does_not_grow_with_the_batches(
     monkeypatch: pytest.MonkeyPatch, loader: Callable[[int], nostall.DataLoader]
 ) -> None:
