@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import logging
+import os
 import queue
 import threading
 from collections.abc import Iterator
@@ -33,6 +34,16 @@ _NOTHING = contextlib.nullcontext()
 # None of a device whose events cannot be timed.
 _clocks: dict[Any, DeviceClock | None] = {}
 _lock = threading.Lock()
+
+
+def _begin_anew() -> None:
+    """In a forked child, which has none of the threads."""
+    global _lock
+    _lock = threading.Lock()
+    _clocks.clear()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
 
 
 def waiting(torch: Any, device: Any, cause: str) -> AbstractContextManager[None]:

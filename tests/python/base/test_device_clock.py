@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import types
 from typing import Any
 
@@ -93,3 +94,11 @@ def test_nothing_is_enqueued_while_a_graph_is_captured(monkeypatch: pytest.Monke
         assert _device_clock._clocks
     finally:
         _device_clock.settle(last=True)
+
+
+def test_a_forked_child_waits_for_no_lock_of_its_parent() -> None:
+    with _device_clock._lock:
+        child = os.fork()
+        if child == 0:
+            os._exit(not _device_clock._lock.acquire(blocking=False))
+    assert os.waitpid(child, 0)[1] == 0
