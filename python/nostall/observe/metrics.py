@@ -48,7 +48,7 @@ _CLIENT_SECONDS = 10.0
 # Until the next try, where a connection cannot be accepted.
 _PAUSE_SECONDS = 0.5
 
-_lock = threading.Lock()  # of the set: one that grows cannot be gone through
+_lock = threading.Lock()  # of the set, as one that grows cannot be gone through, and of the server
 _loaders: weakref.WeakSet[Observed] = weakref.WeakSet()
 _server: ThreadingHTTPServer | None = None
 _refused = False  # the port of the environment: warned of once
@@ -61,22 +61,24 @@ HELP = {
     "nostall_stall_seconds_total": "Seconds that the consumer waited for batches.",
     "nostall_epoch_seconds_total": "Seconds in epochs, the consumer's own work included.",
     "nostall_decode_seconds_total": "CPU seconds of decoding.",
-    "nostall_memory_bytes": "Most memory seen, by pool.",
+    "nostall_memory_bytes": (
+        "Most memory seen, by pool; ram_tier and file_tier are the node's, of all its ranks together."
+    ),
 }
 
 
 def add(loader: Observed) -> None:
     """Called by loaders that start: serves their numbers from now on."""
     global _refused
-    with _lock:
-        _loaders.add(loader)
-    if _server is not None or _refused:
-        return
     try:
-        port = options.value("observe.metrics_port")
-        # Each rank of the node listens on a port of its own.
-        if port is not None:
-            serve(port + loader.world.local_rank)
+        with _lock:
+            _loaders.add(loader)
+            if _server is not None or _refused:
+                return
+            port = options.value("observe.metrics_port")
+            # Each rank of the node listens on a port of its own.
+            if port is not None:
+                _serve(port + loader.world.local_rank)
     except (Error, OverflowError) as error:
         # A failure to observe never ends the training.
         _refused = True
@@ -86,9 +88,12 @@ def add(loader: Observed) -> None:
 
 
 def _begin_anew() -> None:
-    """In a forked child, whose parent may have held the lock in another thread."""
-    global _lock
-    _lock = threading.Lock()
+    """In a forked child, which has none of its parent's loaders and no thread that serves."""
+    global _lock, _loaders, _server, _refused
+    _lock, _loaders, _refused = threading.Lock(), weakref.WeakSet(), False
+    if _server is not None:
+        _server.socket.close()
+        _server = None
 
 
 os.register_at_fork(after_in_child=_begin_anew)
@@ -108,6 +113,11 @@ def serve(port: int = 9464, address: str | None = None) -> int:
         IoError: the port is taken, or not allowed, or the machine does not have the address.
         UsageError: they are served already.
     """
+    with _lock:
+        return _serve(port, address)
+
+
+def _serve(port: int, address: str | None = None) -> int:
     global _server
     if _server is not None:
         raise UsageError(f"metrics are served already, on port {_server.server_port}")
@@ -124,11 +134,11 @@ def serve(port: int = 9464, address: str | None = None) -> int:
 def close() -> None:
     """Ends `serve`."""
     global _server, _refused
-    _refused = False
-    if _server is not None:
-        _server.shutdown()
-        _server.server_close()
-        _server = None
+    with _lock:
+        server, _server, _refused = _server, None, False
+    if server is not None:
+        server.shutdown()
+        server.server_close()
 
 
 def _server_type() -> type[ThreadingHTTPServer]:

@@ -8,6 +8,7 @@ import http.client
 import json
 import os
 import re
+import signal
 import socket
 import time
 import urllib.error
@@ -206,6 +207,51 @@ def test_a_loader_that_begins_amid_a_scrape_waits_for_it(monkeypatch: pytest.Mon
         metrics.text()
     metrics.add(other)  # type: ignore[arg-type]
     assert len(loaders) == 2
+
+
+def test_a_forked_child_serves_its_own(image_folder: Path) -> None:
+    port = metrics.serve(0)
+    assert metrics._server is not None
+    listening = metrics._server.fileno()
+    with nostall.DataLoader(
+        nostall.ImageFolder(image_folder, index=False), 4, tiers=[], output="numpy"
+    ) as loader:
+        next(iter(loader))
+        child = os.fork()
+        if child == 0:
+            status = 1
+            with contextlib.suppress(BaseException):
+                signal.alarm(30)  # it must not wait for a thread of its parent
+                with pytest.raises(OSError, match="Bad file descriptor"):
+                    os.fstat(listening)
+                metrics.close()
+                assert scrape(metrics.serve(0)) == {}
+                metrics.close()
+                status = 0
+            os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
+        assert scrape(port)
+    metrics.close()
+    with pytest.raises(OSError, match="refused"):
+        connect(port)
+
+
+def test_loaders_that_begin_at_once_start_one_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Begins:
+        world = SimpleNamespace(local_rank=0)
+
+    held: list[bool] = []
+    server_type = metrics._server_type
+
+    def noted() -> Any:
+        held.append(metrics._lock.locked())
+        return server_type()
+
+    monkeypatch.setenv("NOSTALL_METRICS_PORT", "0")
+    monkeypatch.setattr(metrics, "_server_type", noted)
+    monkeypatch.setattr(metrics, "_loaders", weakref.WeakSet())
+    metrics.add(Begins())  # type: ignore[arg-type]
+    assert held == [True]
 
 
 def test_numbers_are_those_of_statistics() -> None:
