@@ -888,6 +888,17 @@ class DataLoader:
             self._fetchers(),
         )
 
+    def lasting_stats(self) -> Callable[[], Stats]:
+        """For recording: a function for the statistics that does not hold this loader."""
+        return functools.partial(
+            self._recorder.stats,
+            self._name,
+            self._bound(),
+            seed=self.seed,
+            threads=self._threads,
+            fetchers=self._fetchers(),
+        )
+
     def _taken_of_sources(self) -> dict[str, dict[str, int]]:
         """What all ranks took of the sources of a mixture."""
         mixing = self.dataset.mixing
@@ -1194,17 +1205,7 @@ class DataLoader:
             metrics.add(self)
             live.add(self)
             if trace.wanted():
-                trace.begin(
-                    self,
-                    functools.partial(
-                        self._recorder.stats,
-                        self._name,
-                        self._bound(),
-                        seed=self.seed,
-                        threads=self._threads,
-                        fetchers=self._fetchers(),
-                    ),
-                )
+                trace.begin(self)
         return loader
 
     def _fetchers(self) -> int:

@@ -62,6 +62,12 @@ def remove(loader: Observed | None = None) -> None:
             _listener = None
 
 
+def running() -> list[Observed]:
+    """The loaders that have begun and have not ended."""
+    with _lock:
+        return list(_open)
+
+
 def _begin_anew() -> None:
     """In a forked child, which has none of the loaders: its parent alone answers."""
     global _lock, _listener
@@ -113,10 +119,8 @@ class _Listener:
 
 
 def _doing() -> list[dict[str, Any]]:
-    with _lock:
-        loaders = list(_open)
     found = []
-    for loader in loaders:
+    for loader in running():
         total, memory = loader.totals()
         epoch, batch = loader.position
         found.append(

@@ -32,6 +32,9 @@ class Observed(Protocol):
 
     def stats(self) -> Stats: ...
 
+    def lasting_stats(self) -> Callable[[], Stats]:
+        """A function for the statistics that does not hold the loader."""
+
     def totals(self) -> tuple[EpochStats, dict[str, int]]:
         """The sum over all epochs, and the bytes of memory by pool."""
 

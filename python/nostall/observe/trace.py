@@ -15,10 +15,13 @@ memory over time). All files of a process begin alike.
 from __future__ import annotations
 
 import atexit
+import itertools
 import logging
 import os
 import platform
+import re
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -30,7 +33,7 @@ from nostall import _native
 from nostall._version import __version__
 from nostall.base import _device_clock
 from nostall.base import _options as options
-from nostall.base._garbage import Closer
+from nostall.base._garbage import Closer, before_child_ends
 from nostall.errors import Error, IoError, UsageError
 from nostall.job._cores import cores_of_rank
 from nostall.job._world import World, find_world
@@ -45,6 +48,7 @@ __all__ = ["enabled", "span", "start", "stop"]
 
 VARIABLE = options.row("observe.trace").variable
 FORMAT = 1
+_OF_PROGRAM = re.compile("-[^-WXcm]*c")
 
 
 @dataclass
@@ -69,12 +73,24 @@ class _Run:
         self.begun = 0
 
 
+# Loaders of several threads begin at once; a finaliser of a loader may run where it is held.
+_lock = threading.RLock()
 _run: _Run | None = None
 _refused = False  # the directory of the environment: warned of once
 
 
+def _begin_anew() -> None:
+    """In a forked child, whose parent may have held the lock in another thread."""
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
+
+
 def start(directory: str | os.PathLike[str], rank: int | None = None, world: int = 1) -> None:
-    """Records from now on, until `stop` or the end of the process.
+    """Records from now on, until `stop` or the end of the process; also loaders that run already, whose
+    statistics are of all their batches.
 
     Args:
         directory: of the run; made if absent; the same for all ranks.
@@ -85,51 +101,80 @@ def start(directory: str | os.PathLike[str], rank: int | None = None, world: int
         UsageError: this process records already.
     """
     global _run
-    if _run is not None and _run.pid == os.getpid():
-        raise UsageError(f"this process records already, to {_run.directory}")
-    if rank is None:
-        here = find_world()
-        rank, world = here.rank, here.world_size
-    home = Path(directory).absolute()
-    try:
-        home.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise IoError(
-            f"cannot make {home} for the trace: {error.strerror}; give another directory"
-        ) from error
-    stem = _claim(home, rank)
-    _device_clock.begin()
-    _native.trace_start(str(home / f"{stem}.trace.json.gz"), rank, world)
-    _run = _Run(home, stem)
-    atexit.register(stop)
+    with _lock:
+        if _run is not None and _run.pid == os.getpid():
+            raise UsageError(f"this process records already, to {_run.directory}")
+        if rank is None:
+            here = find_world()
+            rank, world = here.rank, here.world_size
+        home = Path(directory).absolute()
+        try:
+            home.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise IoError(
+                f"cannot make {home} for the trace: {error.strerror}; give another directory"
+            ) from error
+        stem = _claim(home, rank)
+        _device_clock.begin()
+        _native.trace_start(str(home / f"{stem}.trace.json.gz"), rank, world)
+        _run = _Run(home, stem)
+        atexit.register(stop)
+        before_child_ends(_stop_with_child, -1)  # after the loaders
+        from nostall.observe import _live as live
+
+        for loader in live.running():
+            _note(_run, loader)
 
 
 def _claim(home: Path, rank: int) -> str:
-    """A name for this process's files: the rank's, unless another process of the rank uses it."""
-    for stem in (f"rank{rank}", f"rank{rank}.{os.getpid()}"):
+    """A name for this process's files: the rank's, unless another process of the rank uses it.
+
+    The numbers of processes of a container are given again when it starts again.
+    """
+    own = f"rank{rank}.{os.getpid()}"
+    again = (f"{own}.{number}" for number in itertools.count(2))
+    stems = itertools.chain((f"rank{rank}", own), again)
+    while True:
+        stem = next(stems)
         try:
             os.close(os.open(home / f"{stem}.trace.json.gz", os.O_CREAT | os.O_EXCL, 0o644))
+            return stem
         except FileExistsError:
             continue
         except OSError as error:
             raise IoError(
                 f"cannot write the trace to {home}: {error.strerror}; give another directory"
             ) from error
-        return stem
-    raise UsageError(f"{home} holds traces of this very process: give another directory")
+
+
+def _stop_with_child() -> None:
+    """Once threads have ended for which this process still waits, and in which loaders may go on."""
+    here = threading.current_thread()
+    others = [t for t in threading.enumerate() if t is not here and not t.daemon]
+
+    def stop_after() -> None:
+        for thread in others:
+            thread.join()
+        stop()
+
+    if not others:
+        stop()
+    else:
+        threading.Thread(target=stop_after, name="nostall-trace").start()
 
 
 def stop() -> tuple[int, int, int] | None:
     """Ends the recording; (events, events dropped, bytes of the file), None if there was none."""
     global _run, _refused
-    _refused = False
-    if _run is None or _run.pid != os.getpid():
-        return None
-    for entry in list(_run.entries):
-        _end(_run, entry)
-    _device_clock.settle(last=True)
-    _run = None
-    return _native.trace_stop()
+    with _lock:
+        _refused = False
+        if _run is None or _run.pid != os.getpid():
+            return None
+        for entry in list(_run.entries):
+            _end(_run, entry)
+        _device_clock.settle(last=True)
+        _run = None
+        return _native.trace_stop()
 
 
 def enabled() -> bool:
@@ -168,36 +213,46 @@ def wanted() -> bool:
     return enabled() or bool(options.value("observe.trace"))
 
 
-def begin(loader: Observed, stats: Callable[[], Stats]) -> None:
-    """For loaders: starts recording if ``NOSTALL_TRACE`` asks for it, and notes the loader.
+def begin(loader: Observed) -> None:
+    """For loaders that run: notes them, by starting to record if ``NOSTALL_TRACE`` asks for it.
 
-    `stats` gives its statistics and does not hold the loader. A failure here loses the record and does
-    not end the training.
+    A failure here loses the record and does not end the training.
     """
     global _refused
-    directory = options.value("observe.trace")
-    if directory and not _refused and (_run is None or _run.pid != os.getpid()):
-        try:
-            place = _place(loader)
-            start(directory, place.rank, place.world_size)
-        except Error as error:
-            _refused = True
-            logging.getLogger("nostall").warning("%s; training goes on without a record", error)
-    if _run is not None and _run.pid == os.getpid():
-        entry = next((e for e in _run.entries if e.loader() is loader), None)
+    with _lock:
+        directory = options.value("observe.trace")
+        if _run is not None and _run.pid == os.getpid():
+            _note(_run, loader)
+        elif directory and not _refused:
+            try:
+                place = _place(loader)
+                start(directory, place.rank, place.world_size)
+            except Error as error:
+                _refused = True
+                logging.getLogger("nostall").warning("%s; training goes on without a record", error)
+
+
+def _note(run: _Run, loader: Observed) -> None:
+    """Begins the record of a loader, or goes on with it."""
+    try:
+        settings, stats = describe(loader), loader.lasting_stats()
+        entry = next((e for e in run.entries if e.loader() is loader), None)
         if entry is not None:  # it goes on, from another place
-            began = entry.settings["began"]
-            entry.settings, entry.stats = describe(loader) | {"began": began}, stats
+            entry.settings, entry.stats = settings | {"began": entry.settings["began"]}, stats
         else:
-            stem = str(_run.directory / f"{_run.stem}.{_run.begun}")
-            _run.begun += 1
+            stem = str(run.directory / f"{run.stem}.{run.begun}")
             live = metrics.Live(stem, loader.world.rank, loader.name)
             path = Path(f"{stem}.run.json")
-            entry = _Entry(weakref.ref(loader), describe(loader), stats, live, path)
-            _run.entries.append(entry)
+            entry = _Entry(weakref.ref(loader), settings, stats, live, path)
+            run.begun += 1
+            run.entries.append(entry)
             loader.on_batch(live)
-            Closer(loader, _end, _run, entry)
-        _write(entry, dict)  # a job that is killed leaves this
+            Closer(loader, _end, run, entry)
+    except Exception as error:
+        # The training does not end because it cannot be described.
+        logging.getLogger("nostall").warning("%s is not recorded: %r", loader.name, error)
+        return
+    _write(entry, dict)  # a job that is killed leaves this
 
 
 def _place(loader: Observed) -> World:
@@ -217,9 +272,12 @@ def keep(loader: Observed) -> None:
 
 
 def _end(run: _Run, entry: _Entry) -> None:
-    if run.pid != os.getpid() or entry not in run.entries:
+    if run.pid != os.getpid():
         return
-    run.entries.remove(entry)
+    try:
+        run.entries.remove(entry)
+    except ValueError:  # it has ended
+        return
     entry.live.end()
     _device_clock.settle()
 
@@ -266,7 +324,11 @@ def _command() -> str:
     if not words or multiprocessing.parent_process() is not None:
         words = ["python", *sys.argv]
     elif sys.argv[:1] == ["-c"]:  # of Python, not of the program
-        words[-len(sys.argv)] = "..."  # the program itself
+        # The program itself, behind the option or in one word with it.
+        for at, word in enumerate(words):
+            if option := _OF_PROGRAM.match(word):
+                words[at : at + 1 + (option[0] == word)] = [option[0], "..."]
+                break
     return shlex.join([os.path.basename(words[0]), *words[1:]])
 
 

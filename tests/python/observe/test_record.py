@@ -221,6 +221,8 @@ def test_memory_does_not_grow_with_the_batches(
         (["/bin/python", "a.py", "-c", "b"], ["a.py", "-c", "b"], "a.py -c b"),
         (["python", "-u", "-c", "pass", "-c", "a"], ["-c", "-c", "a"], "-u -c ... -c a"),
         (["python", "-uc", "pass"], ["-c"], "-uc ..."),
+        (["python", "-c", "pass", "a"], ["-c", "a", "more", "words"], "-c ... a"),
+        (["python", "-Wd", "-cpass", "a"], ["-c"], "-Wd -c ... a"),
     ],
 )  # fmt: skip
 def test_a_command_is_shown_without_a_program_after_c(

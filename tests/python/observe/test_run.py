@@ -696,7 +696,7 @@ def test_a_job_that_was_killed_before_its_first_batch_is_not_told_that_nothing_i
     trace.start(tmp_path, rank=0)
     data = nostall.ImageFolder(image_folder, index=False)
     with nostall.DataLoader(data, 4, epochs=1, tiers=[], output="numpy") as loader:
-        trace.begin(loader, loader.stats)
+        trace.begin(loader)
         run = runs.read(tmp_path)  # as if it were killed here
         assert run_page.headline(run) == "No batch was taken before the record ends"
         assert run_page.advice_lines(run) == []

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import multiprocessing
 import os
 import signal
 import threading
 import time
 import zlib
 from collections.abc import Iterator
+from multiprocessing import util
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +28,7 @@ from nostall.errors import CorruptionError, Error, IoError, UsageError
 from nostall.loader.transforms import RandomResizedCrop, ToTensor
 from nostall.observe import metrics
 from nostall.observe.report import _digest as digest
+from nostall.observe.report import _run as runs
 from nostall.observe.timelines._stream import Source
 
 
@@ -204,6 +207,108 @@ def test_a_forked_child_records_nothing(tmp_path: Path) -> None:
     trace.stop()
     names = {e["name"] for e in events(tmp_path / "rank0.trace.json.gz") if e["ph"] == "X"}
     assert names == {"parent"}
+
+
+def train_in_child(home: Path, images: Path) -> None:
+    """Beside a thread for which the process waits, and which goes on once all else has ended."""
+    trace.start(home, rank=0)
+    at_end = threading.Event()
+
+    def later() -> None:
+        at_end.wait()
+        with trace.span("later"):
+            pass
+
+    threading.Thread(target=later).start()
+    util.Finalize(None, at_end.set, exitpriority=-2)
+    with job(images, tiers=[]) as loader:
+        for _ in loader:
+            pass
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_a_process_of_multiprocessing_leaves_its_whole_trace(
+    method: str, image_folder: Path, tmp_path: Path
+) -> None:
+    start = multiprocessing.get_context(method)
+    process = start.Process(target=train_in_child, args=(tmp_path, image_folder))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    names = [e["name"] for e in events(tmp_path / "rank0.trace.json.gz")]
+    assert names.count("get batch") == 16 and "later" in names and names[-1] == "recorded"
+
+
+def test_loaders_that_run_already_are_recorded(image_folder: Path, tmp_path: Path) -> None:
+    with job(image_folder, tiers=[]) as loader, job(image_folder, tiers=[]) as ended:
+        batches = iter(loader)
+        next(batches), next(iter(ended))
+        ended.close()
+        trace.start(tmp_path, rank=0)
+        next(batches)
+        assert json.loads((tmp_path / "rank0.0.live.json").read_text())["samples"] == 8
+    trace.stop()
+    (kept,) = tmp_path.glob("*.run.json")
+    found = json.loads(kept.read_text())
+    assert found["name"] == loader.name
+    assert found["stats"]["epochs"][0]["batches"] == 2
+
+
+def test_a_loader_that_cannot_be_described_trains(
+    image_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fails(_: object) -> dict[str, Any]:
+        raise IndexError("no word")
+
+    monkeypatch.setenv("NOSTALL_TRACE", str(tmp_path))
+    monkeypatch.setattr(trace, "describe", fails)
+    with job(image_folder, tiers=[]) as loader:
+        next(iter(loader))
+    assert caplog.messages == [f"{loader.name} is not recorded: IndexError('no word')"]
+    trace.stop()
+    assert not list(tmp_path.glob("*.run.json"))
+
+
+def test_loaders_that_begin_at_once_start_one_recording(
+    image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim, free = trace._claim, []
+
+    def claims(home: Path, rank: int) -> str:
+        # As another loader would, in its thread.
+        other = threading.Thread(target=lambda: free.append(trace._lock.acquire(blocking=False)))
+        other.start()
+        other.join()
+        return claim(home, rank)
+
+    monkeypatch.setenv("NOSTALL_TRACE", str(tmp_path))
+    monkeypatch.setattr(trace, "_claim", claims)
+    with job(image_folder, tiers=[]) as loader:
+        next(iter(loader))
+    assert free == [False]
+
+
+def test_a_number_of_a_process_that_is_given_again_records(
+    image_folder: Path, tmp_path: Path
+) -> None:
+    # As when a container starts again, in which it has the same number each time.
+    for _ in range(4):
+        trace.start(tmp_path, rank=0)
+        with job(image_folder, tiers=[]) as loader:
+            next(iter(loader))
+        trace.stop()
+    own = f"rank0.{os.getpid()}"
+    stems = ["rank0", own, f"{own}.2", f"{own}.3"]
+    assert sorted(tmp_path.glob("*.trace.json.gz")) == sorted(
+        tmp_path / f"{stem}.trace.json.gz" for stem in stems
+    )
+    # Each trace with its own loader.
+    run = runs.read(tmp_path)
+    assert [len(rank.loaders) for rank in run.ranks] == [1]
+    assert any("holds 4 attempts" in note for note in run.notes)
 
 
 def so_far(file: Path) -> bytes:
