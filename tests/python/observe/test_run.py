@@ -134,15 +134,48 @@ def test_throughput_is_drawn_with_what_bounds_it() -> None:
     rank = made()
     columns = {n: [1.0] * 2 for n in BatchRecords.__dataclass_fields__}
     batches = BatchRecords(**{**columns, "time": [1.0, 2.0], "source": [20.0, 20.0]})
-    rank.loaders[0] = replace(
-        rank.loaders[0], stats=replace(rank.loaders[0].stats, batches=batches)
-    )
+    stats = rank.loaders[0].stats
+    epochs = [replace(e, batches=1) for e in stats.epochs]
+    rank.loaders[0] = replace(rank.loaders[0], stats=replace(stats, batches=batches, epochs=epochs))
     page = run_page.page([Run("run", [rank], None, [])])
     # 200 samples are 1.6 GB, of 100 MB/s, and 4 s of decoding by one thread.
     assert "as fast as the source gave: 12<" in page
     assert "as fast as 1 thread decoded: 50, above what is drawn<" in page
     assert page.count('<polyline class="line source limit"') == 1
     assert '<polyline class="line decode limit"' not in page
+
+
+def test_a_long_run_is_drawn_from_where_its_batches_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def ran(rank: int, first: int) -> Loader:
+        """Of 3000 batches of 10 samples, one a second, 1000 in an epoch, those from `first` on."""
+        kept = range(first, 3000)
+        columns: dict[str, list[float]] = {n: [0.0] * len(kept) for n in vars(BatchRecords())}
+        columns |= {"time": [float(b) for b in kept], "source": [10.0] * len(kept)}
+        columns |= {"epoch": [float(b // 1000) for b in kept]}
+        stats = made(rank).loaders[0].stats
+        epochs = [replace(stats.epochs[0], epoch=e, batches=1000) for e in range(3)]
+        batches = BatchRecords(**columns)
+        return Loader({}, replace(stats, epochs=epochs, batches=batches, world_size=2))
+
+    drawn: list[Any] = []
+    monkeypatch.setattr(run_page, "lines", lambda *given: drawn.append(given) or "")
+    monkeypatch.setattr(run_page, "stacks", lambda *given: drawn.append(given) or "")
+    run = Run("run", [], None, [])
+    flow = run_page._flow(run, [ran(0, 1200), ran(1, 1500)])
+    origins = run_page._origins([ran(0, 1200).stats, ran(1, 1500).stats])
+    for heading in (flow, origins):
+        assert ", from 1,500 s on: of earlier batches there are sums<" in heading
+    (_, (curve, *_), end, _, marks), (_, ((_, slots),), seconds, _) = drawn
+    assert end == seconds == 1499 and all(slots)
+    assert all(rate == pytest.approx(20, rel=0.1) for _, rate in curve.points)
+    assert marks == [(500.0, "epoch 2")]
+    # One that is kept whole has its time since the loader was made, and all its epochs.
+    assert "on: of" not in run_page._flow(run, [ran(0, 0)])
+    _, _, end, _, marks = drawn[-1]
+    assert end == 2999
+    assert marks == [(1000.0 * epoch, f"epoch {epoch}") for epoch in range(3)]
 
 
 def test_resume_points_say_what_work_was_at_risk() -> None:

@@ -634,16 +634,24 @@ def _read_line(whole: Stats, group: Sequence[Loader]) -> str:
 
 
 def _over_time(stats: Sequence[Stats]) -> tuple[Any, float, dict[str, Any]]:
-    """Edges of slots that all hold batches, and per slot the samples by origin and the waits."""
+    """Edges of slots that all hold batches, from the first moment on whose batches all ranks have
+    kept, which is the second result, and per slot the samples by origin and the waits."""
     names = ("time", "wait", *ORIGINS)
     columns = {n: np.concatenate([np.asarray(getattr(s.batches, n), np.float64) for s in stats])
                for n in names}  # fmt: skip
-    moments = columns["time"]
-    count = max(1, min(_SLOTS, len(moments) // (3 * len(stats))))
-    end = float(moments.max(initial=0.0))
-    edges = np.linspace(0.0, max(end, 1e-9), count + 1)
+    known = [(s.batches.time, sum(e.batches for e in s.epochs)) for s in stats]
+    begin = max((times[0] for times, taken in known if 0 < len(times) < taken), default=0.0)
+    moments = columns["time"] - begin
+    kept = int(np.count_nonzero(moments >= 0))
+    count = max(1, min(_SLOTS, kept // (3 * len(stats))))
+    edges = np.linspace(0.0, max(moments.max(initial=0.0), 1e-9), count + 1)
     sums = {n: np.histogram(moments, edges, weights=columns[n])[0] for n in names[1:]}
-    return edges, end, sums
+    return edges, begin, sums
+
+
+def _since(begin: float) -> str:
+    """What the charts of single batches lack of a long run."""
+    return f", from {begin:,.0f} s on: of earlier batches there are sums" if begin else ""
 
 
 def _limits(run: Run, group: Sequence[Loader]) -> list[tuple[str, str, float]]:
@@ -663,10 +671,10 @@ def _limits(run: Run, group: Sequence[Loader]) -> list[tuple[str, str, float]]:
 def _flow(run: Run, group: Sequence[Loader]) -> str:
     """Samples a second of all ranks, and what bounds them."""
     stats = [x.stats for x in group]
-    edges, end, sums = _over_time(stats)
+    edges, begin, sums = _over_time(stats)
     if not any(s.batches.time for s in stats):
         return ""
-    width = float(edges[1] - edges[0])
+    width, end = float(edges[1] - edges[0]), float(edges[-1])
     middle = ((edges[1:] + edges[:-1]) / 2).tolist()
     rate = (sum(sums[o] for o in ORIGINS) / width).tolist()
     curve = Line("ram", "samples a second", list(zip(middle, rate, strict=True)))
@@ -674,8 +682,14 @@ def _flow(run: Run, group: Sequence[Loader]) -> str:
     for s in stats:
         for epoch, moment in zip(s.batches.epoch, s.batches.time, strict=True):
             first[int(epoch)] = min(moment, first.get(int(epoch), moment))
-    marks = [(moment, f"epoch {epoch}") for epoch, moment in sorted(first.items())]
+    # The first batches of an epoch that began before are not there.
+    marks = [
+        (moment - begin, f"epoch {epoch}")
+        for epoch, moment in sorted(first.items())
+        if moment > begin or not begin
+    ]
     everywhere = ", all ranks" if len(stats) > 1 else ""
+    label = "Samples a second over time" + (_since(begin) or ", since the loader was made")
     names, curves = [(curve.colour, curve.name)], [curve]
     # A bound far above the curve would press it flat.
     for colour, name, value in _limits(run, group):
@@ -684,15 +698,15 @@ def _flow(run: Run, group: Sequence[Loader]) -> str:
         if not far:
             curves.append(Line(f"{colour} limit", name, [(0.0, value), (end, value)]))
     return (
-        f"<h3>Samples a second{everywhere}</h3>"
+        f"<h3>Samples a second{everywhere}{_since(begin)}</h3>"
         + legend(names)
-        + lines("Samples a second over time, since the loader was made", curves, end, "", marks)
+        + lines(label, curves, end, "", marks)
     )
 
 
 def _origins(stats: Sequence[Stats]) -> str:
     """Where samples came from over time."""
-    _, end, sums = _over_time(stats)
+    edges, begin, sums = _over_time(stats)
     totals = sum(sums[o] for o in ORIGINS)
     there = [o for o in ORIGINS if np.any(sums[o])]
     if not there:
@@ -703,9 +717,9 @@ def _origins(stats: Sequence[Stats]) -> str:
         for i in range(len(totals))
     ]  # fmt: skip
     return (
-        "<h3>Where its samples came from</h3>"
+        f"<h3>Where its samples came from{_since(begin)}</h3>"
         + legend([(_ORIGIN_COLOURS[o], _ORIGIN_NAMES[o]) for o in there])
-        + stacks("Where samples came from over time", [("share", columns)], end, 64.0)
+        + stacks("Where samples came from over time", [("share", columns)], float(edges[-1]), 64.0)
     )
 
 
