@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not command:
         raise UsageError("there is no command to profile: nostall profile -- python train.py")
     home = Path(arguments.output).absolute()
-    left = runs.files_of(home) if home.is_dir() else []
+    left = [*runs.files_of(home), *arrivals.find([str(home / "mpi")])] if home.is_dir() else []
     if left:
         raise UsageError(
             f"{home} holds a run already ({left[0].name}): give another directory with -o"
@@ -78,10 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
         hint = f"; for a program of Python: {remedy}" if command[0].endswith(".py") else ""
         raise UsageError(f"cannot run {command[0]}: {error.strerror}{hint}") from error
     if arguments.mpi:
-        try:
-            mpi_trace.convert(arrivals.find([str(calls)]), home)
-        except (Error, OSError) as error:
-            print(f"nostall: {error}", file=sys.stderr)
+        for wrong in mpi_trace.convert(arrivals.find([str(calls)]), home):
+            print(f"nostall: {wrong}", file=sys.stderr)
     if not (home.is_dir() and runs.files_of(home)):
         print(f"nostall: {_why_nothing(command[0], status, home, arguments.mpi)}", file=sys.stderr)
         return status

@@ -23,6 +23,7 @@ from pathlib import Path
 from nostall.base._table import TABLE
 from nostall.cli import _mpi_library as mpi_library
 from nostall.errors import UsageError
+from nostall.observe.report import _arrivals as arrivals
 
 INSTALLED = Path(__file__).parents[1] / "libnostall_mpi.so"
 # Options of launchers that pass a variable on.
@@ -165,6 +166,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"{chosen} does not exist")
     if shutil.which(words[0]) is None:
         raise UsageError(f"cannot run {words[0]}: there is no such program")
+    if arguments.profile and (left := arrivals.find([arguments.profile])):
+        raise UsageError(
+            f"{arguments.profile} holds a profile already ({left[0].name}): give another directory "
+            "with --profile"
+        )
     variables = environment(
         chosen, arguments.profile, not arguments.keep_mpi, verbose=arguments.verbose
     )

@@ -112,6 +112,25 @@ def test_damaged_and_missing_files_are_refused(tmp_path: Path) -> None:
             arrivals.read(files)
 
 
+def test_profiles_of_two_jobs_in_one_directory_are_not_mixed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_profiles(tmp_path, [[1, 2, 3, 4]])
+    write_profiles(tmp_path, [[1, 2]])
+    with pytest.raises(UsageError, match=r"mpi-2\.profile is of a job of 4 ranks, and .* of 2: "):
+        arrivals.read(arrivals.find([str(tmp_path)]))
+    library = tmp_path / "library.so"
+    library.touch()
+    words = ["run", "--library", str(library), "--profile", str(tmp_path), "--", "true"]
+    assert main(words) == UsageError.exit_code
+    said = capsys.readouterr().err
+    assert f"{tmp_path} holds a profile already (mpi-0.profile): give another directory" in said
+    (tmp_path / "run" / "mpi").mkdir(parents=True)
+    write_profiles(tmp_path / "run" / "mpi", [[1, 2]])
+    assert main(["profile", "-o", str(tmp_path / "run"), "--", "true"]) == UsageError.exit_code
+    assert "holds a run already (mpi-0.profile)" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("field", "value"), [("call", 2), ("bytes", 2000)])
 def test_calls_that_cannot_be_one_are_not_paired(field: str, value: int, tmp_path: Path) -> None:
     write_profiles(tmp_path, [[i, 2 * i, 3 * i, 4 * i] for i in range(1, 11)])
@@ -177,16 +196,25 @@ def test_traces_have_the_calls_on_rank_0s_clock(tmp_path: Path) -> None:
     write_profiles(
         tmp_path, [[1000, 4000, 9000, 2000], [5_000_000, 5_000_100, 5_000_000, 5_000_100]]
     )
-    written = mpi_trace.convert(arrivals.find([str(tmp_path)]), tmp_path)
-    assert [p.name for p in written] == [f"rank{r}.mpi.trace.json.gz" for r in range(4)]
-    for rank, path in enumerate(written):
-        with gzip.open(path, "rt") as file:
+    assert mpi_trace.convert(arrivals.find([str(tmp_path)]), tmp_path) == []
+    for rank in range(4):
+        with gzip.open(tmp_path / f"rank{rank}.mpi.trace.json.gz", "rt") as file:
             calls = [e for e in json.load(file)["traceEvents"] if e["ph"] == "X"]
         assert calls[0]["ts"] == pytest.approx([1, 4, 9, 2][rank], abs=0.002)
         assert calls[0]["ts"] + calls[0]["dur"] == pytest.approx(9.05, abs=0.002)
         assert calls[1]["args"] == {
             "bytes": 1000, "elements": 250, "communicator": 3, "seq": 1, "by nostall": 1,
         }  # fmt: skip
+
+
+def test_a_rank_that_was_killed_while_it_wrote_costs_no_other_its_trace(tmp_path: Path) -> None:
+    write_profiles(tmp_path, [[1000, 4000, 9000, 2000]])
+    torn = tmp_path / "mpi-1.profile"
+    torn.write_bytes(torn.read_bytes()[:-1])
+    (said,) = mpi_trace.convert(arrivals.find([str(tmp_path)]), tmp_path)
+    assert said.startswith(f"{torn} is not a whole profile")
+    written = sorted(path.name for path in tmp_path.glob("*.trace.json.gz"))
+    assert written == [f"rank{r}.mpi.trace.json.gz" for r in (0, 2, 3)]
 
 
 def test_a_rank_has_the_trace_of_its_loader_and_that_of_mpi(tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ def read(files: Sequence[Path]) -> Profile:
 
     Raises:
         CorruptionError: a file is not a profile or ends too early.
-        UsageError: files of some ranks are missing.
+        UsageError: files of some ranks are missing, or they are of several jobs.
     """
     sides: dict[tuple[int, int], list[tuple[int, str, Any]]] = {}
     sizes: dict[int, int] = {}
@@ -171,6 +171,11 @@ def read(files: Sequence[Path]) -> Profile:
     alpha = Alpha()
     for file in files:
         header, records = read_file(file)
+        if ranks not in (0, header["ranks"]):
+            raise UsageError(
+                f"{file} is of a job of {counted(header['ranks'], 'rank')}, and {files[0]} of one of "
+                f"{ranks}: record each job into a directory of its own"
+            )
         ranks = int(header["ranks"])
         dropped += int(header["dropped"])
         seen.add(int(header["rank"]))

@@ -10,28 +10,33 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from nostall.errors import Error
 from nostall.observe.report._arrivals import NONBLOCKING, operation_of, read_file
 
 # Of the names of these traces: a rank may have left one of its loaders too.
 MPI = ".mpi"
 
 
-def convert(files: Sequence[Path], directory: Path) -> list[Path]:
-    """Writes ``rank<r>.mpi.trace.json.gz`` for each profile of libnostall_mpi.so; returns the files.
+def convert(files: Sequence[Path], directory: Path) -> list[str]:
+    """Writes ``rank<r>.mpi.trace.json.gz`` for each profile of libnostall_mpi.so; returns what is wrong
+    with those for which it cannot, as where a rank was killed while it wrote.
 
     A call is an event of category "peers", from this rank's arrival to its end, with its bytes,
     elements, communicator, number in the communicator, and whether nostall answered it. A nonblocking
     one is of category "background": until its end the program may compute. All times are
     on rank 0's clock, since 1970 by the clock of this host, which should be rank 0's.
-
-    Raises:
-        CorruptionError: a file is not a profile. IoError: it cannot be read.
     """
     base = time.time_ns() - time.monotonic_ns()
-    return [_convert(file, directory, base) for file in files]
+    wrong = []
+    for file in files:
+        try:
+            _convert(file, directory, base)
+        except (Error, OSError) as error:
+            wrong.append(str(error))
+    return wrong
 
 
-def _convert(file: Path, directory: Path, base: int) -> Path:
+def _convert(file: Path, directory: Path, base: int) -> None:
     header, records = read_file(file)
     rank = int(header["rank"])
     head = {
@@ -70,7 +75,6 @@ def _convert(file: Path, directory: Path, base: int) -> Path:
     path = directory / f"rank{rank}{MPI}.trace.json.gz"
     text = json.dumps(head)[:-1] + ', "traceEvents": [\n' + ",\n".join(map(json.dumps, events))
     path.write_bytes(gzip.compress((text + "\n]}\n").encode()))
-    return path
 
 
 def _named(name: str, rank: int, /, **arguments: Any) -> dict[str, Any]:
