@@ -436,6 +436,25 @@ def test_a_wait_for_callables_is_theirs_though_the_next_batch_is_awaited_as_well
     assert sum(causes.values()) == pytest.approx(14)
 
 
+def test_seconds_in_which_several_threads_wait_count_once() -> None:
+    made = digest.Digest(
+        "t", 0, 1, "h", 0.0,
+        {
+            # Of two consumers; the second waits within the third wait of the first one as well.
+            ("data", "get batch"): spans((0, 10), (20, 30), (40, 50), (5, 15), (42, 44)),
+            ("data", "wait for batch"): spans((0, 10), (20, 30), (40, 50), (5, 15), (42, 44)),
+            ("data", "read source"): spans((0, 15), (40, 42)),
+            ("data", "fetch from peers"): spans((44, 50)),
+        },
+        0,
+    )  # fmt: skip
+    causes = made.causes(threads=2)
+    assert causes["source"] == pytest.approx(15 + 2)
+    assert causes["peer"] == pytest.approx(6)
+    assert causes["other"] == pytest.approx(10 + 2)
+    assert sum(causes.values()) == pytest.approx(15 + 10 + 10)
+
+
 def test_waits_are_those_of_the_consumer_where_a_batch_is_not_at_once_its() -> None:
     made = digest.Digest(
         "t", 0, 1, "h", 0.0,

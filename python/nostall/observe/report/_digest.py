@@ -66,6 +66,14 @@ class Spans:
         samples, size = (np.add.reduceat(v[order], first) for v in (self.samples, self.bytes))
         return Spans(begin[first], end[last], samples, size)
 
+    def once(self) -> Spans:
+        """The times in which at least one event lasts, cut where one begins or ends; without values."""
+        edges = np.unique(np.concatenate([self.begin, self.end]))
+        begun = np.searchsorted(np.sort(self.begin), edges[:-1], "right")
+        ended = np.searchsorted(np.sort(self.end), edges[:-1], "right")
+        begin, end = edges[:-1][begun > ended], edges[1:][begun > ended]
+        return Spans(begin, end, np.zeros_like(begin), np.zeros_like(begin))
+
     def active(self, begin: Float, end: Float) -> Float:
         """How many events last, on average, in each of the intervals [begin, end)."""
         length = np.maximum(end - begin, 1e-12)
@@ -146,9 +154,10 @@ class Digest:
         return max((float(s.end.max()) for s in self.spans.values()), default=0.0)
 
     def waits(self) -> Spans:
-        """The waits of all loaders' consumers; those of the core where nobody else recorded any."""
+        """When consumers of loaders waited, once where several did in their threads; when the core did
+        where nobody else recorded any."""
         waits = self.of("data", "get batch")
-        return waits if len(waits.begin) else self.of("data", "wait for batch")
+        return (waits if len(waits.begin) else self.of("data", "wait for batch")).once()
 
     def causes(self, threads: int, *, alone: bool = False) -> dict[str, float]:
         """Seconds of all waits for batches by cause (see docs/guide/diagnose.md).
