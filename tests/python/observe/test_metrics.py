@@ -40,6 +40,7 @@ def scrape(port: int) -> dict[str, float]:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
         assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
         lines = answer.read().decode().splitlines()
+    assert any("ram_tier and file_tier are the node's" in line for line in lines)
     rows = [line for line in lines if not line.startswith("#")]
     assert all(re.fullmatch(r'nostall_\w+\{(\w+="[^"]*",?)+\} [0-9.e+-]+', r) for r in rows)
     return {r.rpartition(" ")[0]: float(r.rpartition(" ")[2]) for r in rows}
