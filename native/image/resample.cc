@@ -176,6 +176,14 @@ void Filter::prepare(double low, double high, int64_t full, int64_t window_begin
   first.assign(static_cast<size_t>(results), 0);
   count.assign(static_cast<size_t>(results), 1);
   weights.assign(static_cast<size_t>(results) * static_cast<size_t>(taps), 0);
+  if (identity) {
+    for (int64_t i = 0; i < results; ++i) {
+      const auto result = static_cast<size_t>(i);
+      first[result] = static_cast<int32_t>(static_cast<int64_t>(low) + window_begin + i - origin);
+      weights[result * static_cast<size_t>(taps)] = kOne;
+    }
+    return;
+  }
   exact_.resize(static_cast<size_t>(taps));
   for (int64_t i = 0; i < results; ++i) {
     const double center = low + (static_cast<double>(window_begin + i) + 0.5) * scale;

@@ -24,6 +24,24 @@ TEST(Filter, WeightsSumToOneAndStayInside) {
   }
 }
 
+TEST(Filter, AnIdentityTakesTheInputOfItsResult) {
+  for (const Curve curve : {Curve{}, Curve{true, true}, Curve{false, false}}) {
+    for (const int64_t size : {1, 2, 4, 9}) {
+      for (int64_t begin = 0; begin < size; ++begin) {
+        for (int64_t results = 1; results <= size - begin; ++results) {
+          Filter filter;
+          filter.prepare(3, 3 + static_cast<double>(size), size, begin, results, 1, size + 2,
+                         curve);
+          ASSERT_TRUE(filter.identity);
+          for (int64_t i = 0; i < results; ++i) {
+            EXPECT_EQ(filter.first[static_cast<size_t>(i)], 3 + begin + i - 1);
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST(Kernels, AgreeBitForBit) {
   std::mt19937 random(1);
   const Kernels &best = kernels(), &portable = portable_kernels();

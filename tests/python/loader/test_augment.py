@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -69,6 +70,9 @@ def by_torchvision(
             image = image.transform(image.size, kind, data, PILLOW[interpolation], fillcolor=fill)
         elif name == "horizontal_flip":
             image = F.horizontal_flip(image)
+        elif name == "crop":
+            x, y, w, h = map(int, numbers)
+            image = F.crop(image, y, x, h, w)
         else:
             raise AssertionError(name)
     return image
@@ -198,6 +202,32 @@ def test_resize_is_torchvisions(interpolation: Any, antialias: bool, size: tuple
     assert error.max() <= (0 if "nearest" in interpolation else 1)
 
 
+@pytest.mark.parametrize("size", range(1, 10))
+def test_crops_are_the_pixels_of_their_box(size: int) -> None:
+    image = picture(5, size + 1, size)
+    pixels = np.asarray(image)
+    for height, width in itertools.product(range(1, size + 1), range(1, size + 2)):
+        pipeline = t.compile([t.RandomCrop((height, width))])
+        for sample in range(6):
+            crops = [(0, 0, 0, 0), *(n for _, n in pipeline.drawn(size, size + 1, sample=sample))]
+            x, y = map(int, crops[-1][:2])
+            got = pipeline.apply(png(image), sample=sample)
+            np.testing.assert_array_equal(got, pixels[y : y + height, x : x + width])
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("antialias", [True, False])
+@pytest.mark.parametrize("size", [(HEIGHT, 50), (30, WIDTH), (HEIGHT, WIDTH)])
+def test_a_crop_of_an_axis_that_was_not_resized_is_a_slice(
+    interpolation: Any, antialias: bool, size: tuple[int, int]
+) -> None:
+    resize = t.Resize(size, interpolation, antialias)
+    whole = t.compile([resize]).apply(png(picture(6)))
+    got = t.compile([resize, t.CenterCrop(24)]).apply(png(picture(6)))
+    expected = F.center_crop(torch.from_numpy(whole).permute(2, 0, 1), [24, 24])
+    np.testing.assert_array_equal(got, expected.permute(1, 2, 0).numpy())
+
+
 @pytest.mark.parametrize("mode", ["constant", "edge", "reflect", "symmetric"])
 def test_pads_are_torchvisions(mode: Any) -> None:
     image = picture(0)
@@ -274,7 +304,7 @@ def test_boxes_and_keypoints_turn_as_torchvisions(format: str) -> None:
             (affine, lambda v, a=angle: F.affine(v, a, [0, 0], 0.7, [11, -7])),
         ]
         perspective = t.RandomPerspective(0.6, 1)
-        ((_, coefficients),) = drawn(perspective, 0)
+        _, coefficients = drawn(perspective, 0)[0]
         cases.append(
             (perspective, lambda v, c=coefficients: F.perspective(v, None, None, coefficients=c))
         )
@@ -300,7 +330,7 @@ def test_erasing_overwrites_the_box_that_was_drawn() -> None:
             for sample in range(6):
                 got = pipeline.apply(data, sample=sample)
                 expected = plain.apply(data)
-                ((name, (x, y, w, h)),) = pipeline.drawn(HEIGHT, WIDTH, sample=sample)
+                name, (x, y, w, h) = pipeline.drawn(HEIGHT, WIDTH, sample=sample)[-1]
                 assert name == "erase"
                 value = np.array([1, 2, 3], np.float32)
                 value = (value - mean) / std if before else value
@@ -427,10 +457,12 @@ def test_draws_are_those_of_every_release(
     step: t.Transform, name: str, numbers: list[float]
 ) -> None:
     size = t.CenterCrop((67, 90))
-    steps = [size, t.ToTensor(), step] if isinstance(step, t.RandomErasing) else [step, size]
-    first = t.compile(steps).drawn(67, 90, seed=7, epoch=2, sample=11)[0]
-    assert first[0] == name
-    np.testing.assert_allclose(first[1], numbers, atol=1e-6)
+    erases = isinstance(step, t.RandomErasing)
+    steps = [size, t.ToTensor(), step] if erases else [step, size]
+    actions = t.compile(steps).drawn(67, 90, seed=7, epoch=2, sample=11)
+    made, values = actions[-1 if erases else 0]
+    assert made == name
+    np.testing.assert_allclose(values, numbers, atol=1e-6)
 
 
 def test_the_flattest_blur_has_no_negative_weight() -> None:
