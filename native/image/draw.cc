@@ -77,10 +77,11 @@ class Drawer {
            ", padding aside: pass pad_if_needed=True, or a Resize before it");
       return;
     }
-    pad(left, top, right, bottom, step.mode, step.fill);
-    crop({below(across, width() - step.width + 1), below(down, height() - step.height + 1),
-          step.width, step.height},
-         {});
+    // Where nothing is added or cut boxes stay as they are, torchvision's way.
+    if (left + top + right + bottom > 0) pad(left, top, right, bottom, step.mode, step.fill);
+    const int64_t free_x = width() - step.width, free_y = height() - step.height;
+    if (free_x + free_y == 0) return;
+    crop({below(across, free_x + 1), below(down, free_y + 1), step.width, step.height}, {});
   }
   void operator()(const RandomRotation& step) {
     Warp warp = rotation_warp(random_.uniform(step.degrees[0], step.degrees[1]),
@@ -217,8 +218,8 @@ class Drawer {
     return static_cast<int64_t>(std::nearbyint(static_cast<double>(have - want) / 2));
   }
 
+  // Also of the whole canvas: boxes are clamped to it.
   void crop(Box box, const Fill& fill) {
-    if (box.x == 0 && box.y == 0 && box.width == width() && box.height == height()) return;
     push(Crop{box, fill});
     drawing_.width = box.width;
     drawing_.height = box.height;
@@ -226,8 +227,7 @@ class Drawer {
   void pad(int64_t left, int64_t top, int64_t right, int64_t bottom, PadMode mode,
            const Fill& fill) {
     const Box box{-left, -top, width() + left + right, height() + top + bottom};
-    if (mode == PadMode::constant) return crop(box, fill);
-    if (left + top + right + bottom == 0) return;
+    if (mode == PadMode::constant || left + top + right + bottom == 0) return crop(box, fill);
     const int64_t own = mode == PadMode::reflect ? 1 : 0;
     if (mode != PadMode::edge &&
         (std::max(left, right) > width() - own || std::max(top, bottom) > height() - own)) {

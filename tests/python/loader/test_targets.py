@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from samples import png
 from torchvision import tv_tensors
+from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
 from nostall import errors
@@ -94,6 +95,33 @@ def test_boxes_are_torchvisions_bit_for_bit(steps: list[t.Transform], format: st
         )["boxes"][0]
         np.testing.assert_array_equal(got, as_torchvision(steps, sample)(boxes).numpy())
         np.testing.assert_array_equal(kept, np.arange(len(rows)))
+
+
+IDLE: list[tuple[t.Transform, v2.Transform]] = [
+    (t.CenterCrop(8), v2.CenterCrop(8)),
+    (t.RandomResizedCrop(8, (1, 1), (1, 1)), v2.RandomResizedCrop(8, (1, 1), (1, 1))),
+    (t.Pad(0), v2.Pad(0)),
+    (t.RandomCrop(8), v2.RandomCrop(8)),
+    (t.RandomCrop(8, padding=0), v2.RandomCrop(8, padding=0)),
+    (t.Resize((8, 8)), v2.Resize((8, 8))),
+]
+
+
+@pytest.mark.parametrize(("ours", "theirs"), IDLE, ids=lambda step: type(step).__name__)
+@pytest.mark.parametrize("format", ["xyxy", "xywh", "cxcywh"])
+def test_boxes_are_torchvisions_where_no_pixel_changes(
+    ours: t.Transform, theirs: v2.Transform, format: str
+) -> None:
+    image = picture(size=(8, 8))
+    rows = np.array([[2, 2, 12, 6], [-1, 3, 4, 7], [1, 1, 2, 2]], np.float32)
+    boxes = F.convert_bounding_box_format(
+        tv_tensors.BoundingBoxes(rows, format="XYXY", canvas_size=(8, 8)), new_format=format
+    )
+    size = [] if ours.to_step()[0] != "Pad" else [t.Resize((8, 8))]
+    parts = {"images": [png(image)], "boxes": [(boxes.numpy(), format, False)]}
+    got = run([ours, *size], **parts)
+    np.testing.assert_array_equal(got["boxes"][0][0], theirs(boxes).numpy())
+    np.testing.assert_array_equal(got["images"][0], image)
 
 
 @pytest.mark.parametrize("steps", GEOMETRY)
