@@ -2,7 +2,8 @@
 // bits in between, a filter as wide as the ratio when shrinking.
 //
 // Coefficients are 15-bit fixed-point numbers that sum to one exactly; results differ from Pillow's
-// by at most one level. The AVX2 and the portable kernels agree bit for bit.
+// by at most one level, bicubic ones by two. Pillow 13 takes columns first where the height shrinks
+// much more than the width. The AVX2 and the portable kernels agree bit for bit.
 // Thread-safety: functions of their arguments.
 #pragma once
 

@@ -7,7 +7,7 @@ import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -203,6 +203,29 @@ def test_resize_agrees_with_pillow(source: tuple[int, int], target: tuple[int, i
     error = np.abs(got.astype(int) - np.asarray(expected).astype(int))
     assert error.max() <= 1
     assert error.mean() < 0.25  # exact halves may round the other way
+
+
+@pytest.mark.parametrize(("interpolation", "most"), [("bilinear", 1), ("bicubic", 2)])
+@pytest.mark.parametrize("target", [(20, 90), (20, 140), (110, 30), (60, 60), (150, 200)])
+def test_resizes_of_sharp_edges_agree_with_tensors_and_pillow(
+    interpolation: Literal["bilinear", "bicubic"], most: int, target: tuple[int, int]
+) -> None:
+    import torch
+    from torchvision.transforms.v2 import InterpolationMode
+    from torchvision.transforms.v2 import functional as F
+
+    pixels = np.random.default_rng(3).integers(0, 2, (120, 90, 3), dtype=np.uint8) * 255
+    tensor, data = torch.from_numpy(pixels).permute(2, 0, 1), encode(Image.fromarray(pixels), "PNG")
+    by_rows, curve = pillow(data), Image.Resampling[interpolation.upper()]
+    for size in ((target[1], 120), target[::-1]):  # rows first, in every version of Pillow
+        by_rows = by_rows.resize(size, curve)
+    for antialias in (True, False):
+        got = t.compile([t.Resize(target, interpolation, antialias)]).apply(data)
+        mode = InterpolationMode(interpolation)
+        expected = F.resize(tensor, list(target), mode, antialias=antialias).permute(1, 2, 0)
+        assert np.abs(got.astype(int) - expected.numpy().astype(int)).max() <= most
+        if antialias:
+            assert np.abs(got.astype(int) - np.asarray(by_rows).astype(int)).max() <= most
 
 
 @pytest.mark.parametrize("subsampling", [0, 1, 2])
