@@ -137,14 +137,15 @@ class NativeSteps:
         return {**self.__dict__, "_made": {}}  # pipelines cannot be pickled
 
     def _pipeline(self, height: int, width: int) -> _native.Pipeline:
-        if (height, width) not in self._made:
+        made = self._made.get((height, width))
+        if made is None:
             if len(self._made) >= 64:
-                self._made.clear()
+                self._made.clear()  # another thread may be about to take one
             dtype, layout = self._types
-            self._made[height, width] = compile_transforms(
+            made = self._made[height, width] = compile_transforms(
                 self._steps, dtype=dtype, layout=layout, pixels=Pixels(height, width)
             )
-        return self._made[height, width]
+        return made
 
     def _pixels(self, image: Any) -> NDArray[np.uint8]:
         array = np.asarray(image)

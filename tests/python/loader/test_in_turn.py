@@ -393,3 +393,20 @@ def test_an_empty_share_has_the_fields_of_others(several: nostall.Files) -> None
     assert len(last["image"]) == 0 and last["image"].shape == (0, SIZE, SIZE, 3)
     assert last["length"].shape == (0,) and last["words"] == [] and "meta" not in last
     assert len(last["tokens"].values) == 0 and last["caption"] == []
+
+
+def test_pipelines_may_be_dropped_while_another_thread_takes_one() -> None:
+    from nostall.loader._in_turn import NativeSteps
+
+    steps = NativeSteps([t.CenterCrop(4)], "f", 0, None, None)
+
+    class Cleared(dict[Any, Any]):
+        def __contains__(self, key: object) -> bool:
+            found = super().__contains__(key)
+            self.clear()  # another thread does
+            return found
+
+    image = np.zeros((9, 9, 3), np.uint8)
+    steps._made = Cleared()
+    for _ in range(2):
+        assert steps(image, nostall.Context(0, 0, 0)).shape == (4, 4, 3)
