@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from nostall import _native
 from nostall.errors import UsageError
 from nostall.fields import Boxes, Image, Keypoints, Kind, Mask
+from nostall.loader._albumentations import named
 from nostall.loader._compile import compile as compile_transforms
 from nostall.loader._context import Context, takes_context
 from nostall.loader._steps import Step, Transform
@@ -295,6 +296,13 @@ def _takes_the_usual(step: Any) -> bool:
     return isinstance(getattr(step, "function", step), (HandedOver, OnFields))
 
 
+def _callable(step: Any, kinds: Mapping[str, Kind] | None) -> Any:
+    """A step as it is called."""
+    if isinstance(step, Function):
+        return replace(step, function=named(step.function, kinds))
+    return named(step, kinds)
+
+
 def arrange(
     steps: Sequence[Any],
     *,
@@ -330,6 +338,7 @@ def arrange(
     draws = 0
     for i, run in enumerate(runs):
         if not isinstance(run[0], Transform):
+            run = [_callable(step, kinds) for step in run]
             made.called += run
             for step in run:
                 if not isinstance(step, HandedOver):
