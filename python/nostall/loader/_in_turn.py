@@ -211,10 +211,19 @@ class NativeFields(NativeSteps):
         for name, (_, kept) in zip(boxes, made["boxes"], strict=True):
             for follower, kind in self._kinds.items():
                 if getattr(kind, "rows_of", None) == name and sample.get(follower) is not None:
-                    out[follower] = np.asarray(sample[follower])[kept]
+                    out[follower] = self._following(follower, sample, name)[kept]
         for name, shape, rows in zip(points, shapes, made["keypoints"], strict=True):
             out[name] = rows.reshape(shape)
         return out
+
+    def _following(self, name: str, sample: Mapping[str, Any], boxes: str) -> NDArray[Any]:
+        rows, count = np.asarray(sample[name]), len(_rows(sample[boxes], 4))
+        if len(rows) != count:
+            raise UsageError(
+                f"field {name}: {self._after} leaves {len(rows)} rows beside {count} of {boxes!r}, "
+                "which they go with: change both"
+            )
+        return rows
 
     def _of(self, name: str) -> Any:
         return self._kinds[name]
@@ -253,29 +262,42 @@ class Composed:
     """Calls one function after the other, as torchvision's Compose does; can be pickled.
 
     With `merges` a sample is a mapping of fields, to which each adds, or changes, what it gives.
-    Each that draws has draws of its own, behind those of `drawn` others.
+    Each that draws has draws of its own, behind those of `drawn` others. The fields `following` are for
+    native steps alone, and for what comes behind a callable that gives them.
     """
 
     def __init__(
-        self, steps: Iterable[Callable[..., Any]], merges: bool = False, drawn: int = 0
+        self,
+        steps: Iterable[Callable[..., Any]],
+        merges: bool = False,
+        drawn: int = 0,
+        following: Iterable[str] = (),
     ) -> None:
         self.steps: list[tuple[Callable[..., Any], bool, int]] = []
         self.merges = merges
         self.drawn = drawn
+        self.following = frozenset(following)
         for step in steps:
             self.steps.append((step, takes_context(step), self.drawn))
             self.drawn += _draws(step)
 
     def __call__(self, sample: Any, context: Context) -> Any:
+        hidden = self.following
         for step, takes, place in self.steps:
             own = replace(context, step=place) if takes and place else context
-            result = step(sample, context=own) if takes else step(sample)
+            native = isinstance(step, NativeSteps)
+            given = sample
+            if hidden and not native:
+                given = {name: value for name, value in sample.items() if name not in hidden}
+            result = step(given, context=own) if takes else step(given)
             if self.merges:
                 if not isinstance(result, Mapping):
                     raise UsageError(
                         f"{name_of(step)} gives {type(result).__name__} for a sample of several "
                         "fields, and not a mapping of those that it changes"
                     )
+                if not native:
+                    hidden = hidden.difference(result)
                 result = {**sample, **result}
             sample = result
         return sample
@@ -310,8 +332,11 @@ def arrange(
     layout: str | None,
     pixels: Pixels | None,
     kinds: Mapping[str, Kind] | None = None,
+    following: Mapping[str, Kind] | None = None,
 ) -> Arranged:
     """Of native steps and callables in turn; `kinds` are those of a group of several fields.
+
+    `following` are those of other fields, whose rows go with boxes of the group.
 
     The native steps that come last give `dtype` and `layout`, unless transforms of torchvision are
     called behind them: these take images of the usual type and layout alone.
@@ -352,7 +377,11 @@ def arrange(
             draws = int(made.pipeline.draws)
             continue
         given = (run, made.python[-1], draws, *types)
-        follows = NativeSteps(*given) if kinds is None else NativeFields(kinds, *given)
+        follows = (
+            NativeSteps(*given)
+            if kinds is None
+            else NativeFields({**kinds, **(following or {})}, *given)
+        )
         draws = follows.draws
         made.called.append(follows)
     return made

@@ -125,7 +125,8 @@ class _OfFields:
             if isinstance(names, str):
                 out[names] = function(out[names], context)
             else:
-                given = out if names is None else {name: out[name] for name in names}
+                of = None if names is None else (*names, *function.following)
+                given = out if of is None else {name: out[name] for name in of}
                 out.update(function(given, context))
         return {
             name: value
@@ -190,19 +191,18 @@ class Records:
                     types = "uint8", "hwc"
                     self.of_device += [name_of(step) for step in every if step not in steps]
                     self._finishes.update(dict.fromkeys(images, finish))
-            if any(map(_takes_boxes_out, steps)):
-                _check_followers(schema, group.names)
-                self.staying += _staying(schema)
-            (of, way), pixels = types, source.pixels
-            made = arrange(steps, dtype=of, layout=way, pixels=pixels, kinds=group.kinds)
+            following = self._following(schema, group, steps)
+            (of, way), pixels, kinds = types, source.pixels, group.kinds
+            made = arrange(
+                steps, dtype=of, layout=way, pixels=pixels, kinds=kinds, following=following
+            )
             self.arranged.append(made)
             if made.pipeline is not None:
-                moved = [name for name in group.names if schema[name].transformed]
-                pipelines.update(dict.fromkeys(moved, made.pipeline))
+                pipelines |= {n: made.pipeline for n in group.names if schema[n].transformed}
             if made.called:
                 drawn = called[-1][1].drawn if called else 0
-                merges = group.kinds is not None
-                called.append((group.key, Composed(made.called, merges, drawn)))
+                merges = kinds is not None
+                called.append((group.key, Composed(made.called, merges, drawn, following)))
             for step in steps:
                 stated.update(step.schema if isinstance(step, Function) else {})
         self._find_taken(called, pipelines, decode)
@@ -232,6 +232,19 @@ class Records:
         self._mixed = list(group.names)
         _check_mixed(schema, self._mixed, self._mix)
 
+    def _following(self, schema: Schema, group: _Group, steps: Sequence[Any]) -> dict[str, Kind]:
+        """Fields beside those of a group whose rows go with boxes that its steps take out."""
+        if not any(map(_takes_boxes_out, steps)):
+            return {}
+        _check_followers(schema, group.names)
+        self.staying += _staying(schema)
+        taken = group.kinds or {}
+        return {
+            name: kind
+            for name, kind in schema.items()
+            if getattr(kind, "rows_of", None) in taken and name not in taken
+        }
+
     def _find_taken(
         self,
         called: list[tuple[tuple[str, ...] | str | None, Composed]],
@@ -242,9 +255,9 @@ class Records:
         every = any(names is None for names, _ in called)
         named = {
             n
-            for names, _ in called
+            for names, function in called
             if names
-            for n in ([names] if isinstance(names, str) else names)
+            for n in ([names] if isinstance(names, str) else (*names, *function.following))
         }
         self._taken = [name for name in self._kinds if every or name in named]
         self._encoded = frozenset(

@@ -395,6 +395,41 @@ def test_an_empty_share_has_the_fields_of_others(several: nostall.Files) -> None
     assert len(last["tokens"].values) == 0 and last["caption"] == []
 
 
+def test_rows_go_with_boxes_that_a_list_for_their_image_takes_out(root: Path) -> None:
+    boxes = np.array([[0, 0, 2, 2], [12, 8, 30, 25]], np.float32)  # the first is cut off
+    source = nostall.Files(
+        {"image": "image"},
+        {"boxes": [boxes] * 9, "classes": [np.array([i, 10 + i]) for i in range(9)]},
+        schema={"boxes": f.Boxes(), "classes": f.Array(dtype="int64", rows_of="boxes")},
+        root=root,
+    )
+
+    def sees_its_own(sample: Any) -> Any:
+        assert list(sample) == ["image", "boxes"]
+        return {}
+
+    tail = [t.CenterCrop(20), t.SanitizeBoundingBoxes()]
+    for steps in (
+        [*tail, sees_its_own],
+        [sees_its_own, *tail],
+        [sees_its_own, *tail, sees_its_own],
+    ):
+        transforms = {("image", "boxes"): steps, "classes": lambda classes: classes}
+        options: dict[str, Any] = {"shuffle": False, "epochs": 1}
+        for batch in batches(source, transforms, 9, **options):
+            assert [len(batch["boxes"].sample(i)) for i in range(9)] == [1] * 9
+            assert batch["classes"].values.tolist() == list(range(10, 19))
+            assert batch["classes"].values.dtype == np.int64
+
+    def drops(sample: Any) -> Any:
+        return {"boxes": sample["boxes"][1:]}
+
+    with pytest.raises(
+        TransformError, match="field classes: drops leaves 2 rows beside 1 of 'boxes'"
+    ):
+        batches(source, {("image", "boxes"): [drops, *tail]}, 9)
+
+
 def test_pipelines_may_be_dropped_while_another_thread_takes_one() -> None:
     from nostall.loader._in_turn import NativeSteps
 
