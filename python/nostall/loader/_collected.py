@@ -31,7 +31,10 @@ class Form:
         """Whether a value of a sample can stand in it."""
         if self.dtype is None:
             return True
-        array = np.asarray(value)
+        try:
+            array = self._array(value)
+        except (TypeError, ValueError):  # lists of several lengths, a type that NumPy lacks
+            return False
         return (
             array.ndim == len(self.shape)
             and all(w in (_RAGGED, s) for w, s in zip(self.shape, array.shape, strict=True))
@@ -46,8 +49,17 @@ class Form:
         """
         if self.dtype is None:
             return value
-        array = np.asarray(value)
+        array = self._array(value)
         return array if array.dtype == self.dtype else exact(array, self.dtype)
+
+    def _array(self, value: Any) -> NDArray[Any]:
+        """A value as an array; empty lists are of the form's type, and of as many sides."""
+        array: NDArray[Any] = np.asarray(_detached(value))
+        if array.size == 0 and isinstance(value, (list, tuple)):
+            array = array.astype(self.dtype)
+            if array.ndim == 1 and len(self.shape) > 1:
+                array = array.reshape(0, *(max(side, 0) for side in self.shape[1:]))
+        return array
 
     def collect(self, arrays: Sequence[Any], array: _Array) -> Any:
         """The values of the samples of a batch, as `taken` gives them."""
@@ -75,6 +87,38 @@ class Form:
         return Ragged(values_of_all, array(offsets), array(shapes))
 
 
+@dataclass(frozen=True)
+class OfTensors(Form):
+    """The form of tensors that NumPy has no array of, as those of bfloat16."""
+
+    type: Any = None  # torch's
+
+    def fits(self, value: Any) -> bool:
+        """Whether a value is a tensor of this type and shape."""
+        return _is_tensor(value) and value.dtype == self.type and value.shape == self.shape
+
+    def taken(self, value: Any) -> Any:
+        """The tensor without its graph."""
+        return value.detach()
+
+    def collect(self, arrays: Sequence[Any], array: _Array) -> Any:
+        """The tensors of the samples of a batch, as one."""
+        import torch
+
+        if not arrays:
+            return torch.empty((0, *self.shape), dtype=self.type)
+        return torch.stack(list(arrays))
+
+
+def _is_tensor(value: Any) -> bool:
+    return hasattr(value, "detach") and hasattr(value, "requires_grad")
+
+
+def _detached(value: Any) -> Any:
+    """A value as NumPy takes it: what training remembers of a tensor is none of its numbers."""
+    return value.detach() if _is_tensor(value) else value
+
+
 def forms_of(kinds: Mapping[str, Kind], program: _native.Program) -> dict[str, Form]:
     """How a batch of a program has the fields that the kinds describe, in their order."""
     return {
@@ -94,7 +138,12 @@ def learned(value: Any) -> Form:
     """How a batch has values like this one."""
     if not isinstance(value, numbers.Number) and not hasattr(value, "__array__"):
         return Form(None)
-    array: NDArray[Any] = np.asarray(value)
+    try:
+        array: NDArray[Any] = np.asarray(_detached(value))
+    except TypeError:
+        if not _is_tensor(value):
+            raise
+        return OfTensors(None, tuple(value.shape), type=value.dtype)
     if array.dtype.kind not in "biuf":
         return Form(None)
     return Form(array.dtype, array.shape)
@@ -104,12 +153,13 @@ class Collected:
     """The fields that callables change or add; each keeps the form that it had first.
 
     That is the one of the kind that `stated` says, else the one that the field has had if the first
-    value fits it, else the one of the first value.
+    value fits it, else the one of the first value. `tensors`: whether batches have tensors of torch.
     """
 
-    def __init__(self, own: dict[str, Form], stated: dict[str, Kind]) -> None:
+    def __init__(self, own: dict[str, Form], stated: dict[str, Kind], tensors: bool) -> None:
         self._own = own
         self._stated = stated
+        self._tensors = tensors
         self._forms: dict[str, Form | None] = {}  # None: left out
 
     def learn(self, changes: dict[str, Any]) -> None:
@@ -150,15 +200,30 @@ class Collected:
         return name in self._forms
 
     def collect(
-        self, name: str, values: Sequence[Any], array: _Array, describe: Callable[[int], str]
+        self,
+        name: str,
+        results: Sequence[Mapping[str, Any]],
+        stored: Callable[[int], Any] | None,
+        array: _Array,
+        describe: Callable[[int], str],
     ) -> Any:
-        """Puts the values of a field together; `describe` names the sample of a place."""
+        """Puts the values of a field together: what callables gave for samples, else what is `stored`.
+
+        `describe` names the sample of a place.
+        """
         form = self._forms[name]
         assert form is not None  # names() has no others
+        if isinstance(form, OfTensors) and not self._tensors:
+            raise UsageError(
+                f"field {name}: the callables give tensors of {_description(form)}, and NumPy has no "
+                'arrays of them: give another type, or pass output="torch"'
+            )
         taken = []
-        for place, value in enumerate(values):
+        for place, changes in enumerate(results):
             holds = ""
-            if value is not None and form.fits(value):
+            is_stored = stored is not None and name not in changes  # None is then JSON's null
+            value = stored(place) if stored and is_stored else changes.get(name)
+            if (value is not None or is_stored) and form.fits(value):
                 try:
                     taken.append(form.taken(value))
                     continue
@@ -176,7 +241,13 @@ class Collected:
 def _description(value: Any) -> str:
     if isinstance(value, Form):
         shape = tuple(None if side == _RAGGED else side for side in value.shape)
-        return "a list" if value.dtype is None else f"{value.dtype} of shape {shape}"
-    array = np.asarray(value)
+        dtype = value.type if isinstance(value, OfTensors) else value.dtype
+        return "a list" if dtype is None else f"{dtype} of shape {shape}"
+    try:
+        array = np.asarray(_detached(value))
+    except TypeError:
+        return f"{value.dtype} of shape {tuple(value.shape)}"  # as OfTensors
+    except ValueError:
+        return "lists of several lengths"
     known = array.dtype.kind in "biuf"
     return f"{array.dtype} of shape {array.shape}" if known else type(value).__name__

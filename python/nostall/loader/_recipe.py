@@ -165,6 +165,7 @@ class Recipe:
             shift=self._shift,
             decode=options.decode is not False,
             array=self.array,
+            tensors=self._output == "torch",
             finishes=self._finishes,
             codecs=self._codecs,
         )

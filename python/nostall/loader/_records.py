@@ -131,7 +131,10 @@ class _OfFields:
         return {
             name: value
             for name, value in out.items()
-            if name in self._decoded or name not in sample or value is not sample[name]
+            if name in self._decoded
+            or name not in sample
+            or value is not sample[name]
+            or isinstance(value, (dict, list))  # of JSON: may be written in place
         }
 
 
@@ -141,7 +144,8 @@ class Records:
     `transforms` is a list for all images, masks, boxes and keypoints of a sample as one, or a mapping
     from a field, or a tuple of fields that are transformed as one, to such a list. Callables of the
     one list take the whole sample, those of a tuple its fields as a mapping, those of a field its
-    value. With `decode` they get images decoded, if no native step did it.
+    value. With `decode` they get images decoded, if no native step did it. `tensors`: whether `array`
+    makes tensors of torch.
     """
 
     def __init__(
@@ -157,6 +161,7 @@ class Records:
         decode: bool,
         array: Callable[[Any], Any],
         finishes: Callable[[bool], bool],
+        tensors: bool = False,
         codecs: Codecs | None = None,
     ) -> None:
         self._kinds: dict[str, Kind] = dict(schema)
@@ -222,7 +227,7 @@ class Records:
         if codecs is not None:
             codecs.move(natives)
         self.program = _native.compile_program(natives, mixed)
-        self._collected = Collected(forms_of(self._kinds, self.program), stated)
+        self._collected = Collected(forms_of(self._kinds, self.program), stated, tensors)
 
     def _mix_by(self, step: BatchTransform, schema: Schema, group: _Group, shift: int) -> None:
         if self._mix is not None:
@@ -336,11 +341,8 @@ class Records:
                 number = list(self._kinds).index(name)
                 values[name] = self._kinds[name].hand_out(batch, number, self._here.array)
                 continue
-            at = self._column(batch, name, encoded=True) if name in self._kinds else _nothing
-            each = [
-                changes[name] if name in changes else at(i) for i, changes in enumerate(results)
-            ]
-            values[name] = self._collected.collect(name, each, self._here.array, describe)
+            at = self._column(batch, name, encoded=True) if name in self._kinds else None
+            values[name] = self._collected.collect(name, results, at, self._here.array, describe)
         if self._mix is not None:
             self._mix_together(values, batch, seed)
         return values if self._form == "dict" else tuple(values.values())
@@ -405,10 +407,6 @@ class Records:
 
 def _same(value: Any) -> Any:
     return value
-
-
-def _nothing(_: int) -> None:
-    return None
 
 
 @dataclass

@@ -430,6 +430,84 @@ def test_rows_go_with_boxes_that_a_list_for_their_image_takes_out(root: Path) ->
         batches(source, {("image", "boxes"): [drops, *tail]}, 9)
 
 
+def writes_in_place(sample: Any) -> Any:
+    if sample["meta"] is not None:
+        sample["meta"]["i"] += 100
+    return {}
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("workers", ["threads", "processes"])
+def test_what_is_written_into_json_is_kept(
+    tmp_path: Path, workers: Literal["threads", "processes"]
+) -> None:
+    for i in range(6):
+        (tmp_path / f"{i}.json").write_text(json.dumps({"i": i} if i % 2 else None))
+    source = nostall.Files({"meta": "."}, schema={"meta": f.Json()}, root=tmp_path)
+    options: dict[str, Any] = {"shuffle": False, "epochs": 1, "workers": workers, "threads": 1}
+    made = batches(source, writes_in_place, 3, **options)
+    assert [meta for batch in made for meta in batch["meta"]] == [
+        None,
+        {"i": 101},
+        None,
+        {"i": 103},
+        None,
+        {"i": 105},
+    ]
+
+
+def test_empty_lists_are_empty_arrays_of_the_kind_that_is_stated() -> None:
+    source = nostall.Files({}, {"x": np.arange(4)})
+    kinds = {"ids": f.Array(dtype="int64", shape=(None,)), "rows": f.Array(shape=(None, 4))}
+
+    def function(sample: Any) -> Any:
+        n = int(sample["x"]) % 2
+        return {"ids": [7] * n, "rows": [[1.0, 2.0, 3.0, 4.0]] * n}
+
+    (batch,) = batches(source, [t.Function(function, kinds)], 4, shuffle=False, epochs=1)
+    assert batch["ids"].values.tolist() == [7, 7] and batch["ids"].values.dtype == np.int64
+    assert batch["rows"].values.shape == (2, 4) and batch["rows"].values.dtype == np.float32
+    assert batch["ids"].offsets.tolist() == batch["rows"].offsets.tolist() == [0, 0, 1, 1, 2]
+
+    def ragged(sample: Any) -> Any:
+        return {"rows": [[1.0], [2.0, 3.0]] if sample["x"] == 2 else []}
+
+    told = r"field rows: the callables give lists of several lengths for .*sample 2\), .*float32"
+    with pytest.raises(UsageError, match=told):
+        batches(source, [t.Function(ragged, kinds)], 4, shuffle=False, epochs=1)
+
+
+def as_tensors(sample: Any) -> Any:
+    import torch
+
+    x = torch.full((3,), float(sample["x"]))
+    return {"half": x.to(torch.bfloat16), "weight": x.clone().requires_grad_()}
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("workers", ["threads", "processes"])
+def test_tensors_that_numpy_does_not_take(workers: Literal["threads", "processes"]) -> None:
+    import torch
+
+    source = nostall.Files({}, {"x": np.arange(4)})
+    options: dict[str, Any] = {"shuffle": False, "epochs": 1, "workers": workers, "threads": 1}
+    (batch,) = batches(source, as_tensors, 4, output="torch", **options)
+    expected = torch.arange(4.0)[:, None].expand(4, 3)
+    assert torch.equal(batch["half"], expected.to(torch.bfloat16))
+    assert torch.equal(batch["weight"], expected) and not batch["weight"].requires_grad
+    with pytest.raises(
+        UsageError, match=r"field half: .* tensors of torch.bfloat16 of shape \(3,\)"
+    ):
+        batches(source, as_tensors, 4, **options)
+
+    def other(sample: Any) -> Any:
+        return {"half": torch.zeros(2 + int(sample["x"]), dtype=torch.bfloat16)}
+
+    told = r"field half: .*bfloat16 of shape \(3,\) for .*sample 1\), .*bfloat16 of shape \(2,\)"
+    with pytest.raises(UsageError, match=told):
+        batches(source, other, 4, output="torch", shuffle=False, epochs=1)
+
+
 def test_pipelines_may_be_dropped_while_another_thread_takes_one() -> None:
     from nostall.loader._in_turn import NativeSteps
 
