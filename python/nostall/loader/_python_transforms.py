@@ -160,6 +160,8 @@ def _apply(
     """
     results: list[Any] = []
     for raw, context in zip(samples, contexts, strict=True):
+        if remote:
+            _protect(raw)
         try:
             sample = _decoded(raw, decode)
         except CorruptionError as error:
@@ -168,7 +170,6 @@ def _apply(
         try:
             if remote:
                 context.seed_all()
-                _protect(sample)
             results.append(function(sample, context))
         except CorruptionError as error:
             results.append(Failed(str(error), True))
@@ -180,7 +181,10 @@ def _apply(
 
 
 def _protect(sample: Any) -> None:
-    """Lets writing to the fields of a sample fail where it would be lost: in another process."""
+    """Lets writing to the fields of a sample fail where it would be lost: in another process.
+
+    What is decoded for callables comes back from there, and may be written to.
+    """
     for value in sample.values() if isinstance(sample, dict) else ():
         if isinstance(value, np.ndarray):
             value.flags.writeable = False

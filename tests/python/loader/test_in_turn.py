@@ -508,6 +508,21 @@ def test_tensors_that_numpy_does_not_take(workers: Literal["threads", "processes
         batches(source, other, 4, output="torch", shuffle=False, epochs=1)
 
 
+def writes_into_the_image(sample: Any) -> Any:
+    sample["image"][:] = 7
+    return {}
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("workers", ["threads", "processes"])
+def test_a_decoded_image_may_be_written_to(
+    several: nostall.Files, workers: Literal["threads", "processes"]
+) -> None:
+    options: dict[str, Any] = {"epochs": 1, "workers": workers, "threads": 1}
+    for batch in batches(several, writes_into_the_image, 9, fields=["image", "label"], **options):
+        assert (batch["image"] == 7).all()
+
+
 def test_pipelines_may_be_dropped_while_another_thread_takes_one() -> None:
     from nostall.loader._in_turn import NativeSteps
 
