@@ -26,6 +26,12 @@ SameFile lmdb_same(std::shared_ptr<const Storage> storage, const std::string& da
   };
 }
 
+// A writer may commit without the file getting another time: through a map of a file in memory
+// (writemap=True on tmpfs), or to pages that are still to be written to the disk.
+StateOf lmdb_state(std::shared_ptr<const Storage> storage) {
+  return [storage = std::move(storage)](uint32_t) { return lmdb::newest_transaction(*storage); };
+}
+
 }  // namespace
 
 RecordOptions options_for(const RecordTable& table, std::shared_ptr<const Storage> storage,
@@ -34,6 +40,7 @@ RecordOptions options_for(const RecordTable& table, std::shared_ptr<const Storag
   if (table.kind == "tar") options.name = tar_names(storage);
   if (table.kind == "lmdb") {
     options.name = lmdb_names(storage, database);
+    options.state = lmdb_state(storage);
     options.same = lmdb_same(std::move(storage), database);
   }
   if (page_size != 0) options.check = lmdb_check(page_size);

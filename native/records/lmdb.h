@@ -84,6 +84,9 @@ std::string stamp(const Records& records, std::string_view database);
 Result<std::string> current_stamp(RangeReader& reader, const Storage& storage,
                                   std::string_view database);
 
+// The number of the newest transaction, by two calls of Storage::peek; nothing where there are none.
+std::optional<uint64_t> newest_transaction(const Storage& storage);
+
 // The keys as numbers, kNoNumber for those that are not decimal.
 std::vector<uint64_t> decimal_keys(const Records& records);
 inline constexpr uint64_t kNoNumber = ~uint64_t{0};

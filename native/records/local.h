@@ -17,6 +17,10 @@ class LocalFiles : public Storage {
   std::unique_ptr<RangeReader> make_reader(source::ReaderKind kind, unsigned depth) const override;
   std::string changed(uint32_t file) const override;
   std::optional<Touched> touched(uint32_t file) const override;
+  bool peek(uint32_t file, uint64_t offset, std::span<std::byte> into) const override {
+    return FileSystem::real().pread(buffered(file), into, offset) ==
+           static_cast<int64_t>(into.size());
+  }
   bool is_local() const override { return true; }
 
   int buffered(uint32_t file) const noexcept { return opened_[file].buffered.get(); }

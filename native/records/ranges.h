@@ -73,6 +73,13 @@ class Storage {
     static_cast<void>(file);
     return {};
   }
+  // Reads a few bytes as the system has them in memory, by one call; false where that cannot be.
+  virtual bool peek(uint32_t file, uint64_t offset, std::span<std::byte> into) const {
+    static_cast<void>(file);
+    static_cast<void>(offset);
+    static_cast<void>(into);
+    return false;
+  }
   // Whether `mtime_ns` is another number for every other content.
   virtual bool times_tell_content() const { return false; }
   // Whether reads are system calls on files of this machine, and none leads into other code.

@@ -371,6 +371,15 @@ void RecordSource::remember(uint64_t sample, std::span<const std::byte> bytes) c
 
 std::string RecordSource::changed(uint32_t file, RangeReader& reader) const {
   std::string change = storage_->changed(file);
+  if (const auto state = options_.state ? options_.state(file) : std::nullopt) {
+    std::atomic<uint64_t>& known = contents_[file].state;
+    if (known.load(std::memory_order_relaxed) != *state) {
+      if (!options_.same(reader, table_, file)) {
+        return change.empty() ? "it was written to since it was indexed" : change;
+      }
+      known.store(*state, std::memory_order_relaxed);
+    }
+  }
   if (change.empty()) return {};
   const std::optional<Storage::Touched> touched = storage_->touched(file);
   if (!touched) return change;

@@ -16,6 +16,7 @@
 #include <functional>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -74,9 +75,11 @@ using CheckHead = std::function<std::string(const KeptTable& table, uint64_t sam
 // The name of a sample inside its file, for messages; may read. Empty: none.
 using NameOf = std::function<std::string(const KeptTable& table, uint64_t sample)>;
 
-// Whether a file with a changed time still holds what the table was made from, by what the format
-// itself says.
+// Whether a file still holds what the table was made from, by what the format itself says.
 using SameFile = std::function<bool(RangeReader& reader, const KeptTable& table, uint32_t file)>;
+// A number that a later state of the file does not have, at the cost of a microsecond; nothing where it
+// cannot be had. For writers whose writing changes no time, as to a file that is mapped.
+using StateOf = std::function<std::optional<uint64_t>(uint32_t file)>;
 
 struct RecordOptions {
   uint64_t max_read = uint64_t{4} << 20;  // bytes of one coalesced read
@@ -84,6 +87,7 @@ struct RecordOptions {
   CheckHead check;
   NameOf name;
   SameFile same;  // empty: the format says nothing
+  StateOf state;  // with `same`; empty: none
 };
 
 class RecordSource : public source::Source {
@@ -146,6 +150,7 @@ class RecordSource : public source::Source {
     std::atomic<uint32_t> count{0};  // of `remembered`
     std::vector<Remembered> remembered;
     Storage::Touched same;  // a later state of the file, in which the content was still the same
+    std::atomic<uint64_t> state{0};  // StateOf in which `same` held; 0: none yet
   };
   mutable Mutex contents_mutex_;
   mutable std::vector<Content> contents_;  // of each file; guarded, but for the counts

@@ -11,7 +11,7 @@ namespace {
 
 constexpr uint32_t kMagic = 0xBEEFC0DE;
 constexpr size_t kMetaAt = kPageHeader;  // in the page
-constexpr size_t kMetaBytes = 136;
+constexpr size_t kMetaBytes = 136, kPageSizeAt = 24, kTransactionAt = 128;
 constexpr size_t kLaterMetaAt = 24;  // where LMDB 1.0 has it, behind a longer page header
 constexpr uint32_t kLeastPage = 256, kMostPage = 65536;
 
@@ -48,11 +48,11 @@ Candidate examine(std::span<const std::byte> page, uint64_t number) {
     return fail("wrong page header");
   }
   Snapshot s;
-  s.page_size = number_at<uint32_t>(page, kMetaAt + 24);
+  s.page_size = number_at<uint32_t>(page, kMetaAt + kPageSizeAt);
   s.free = tree_at(page, kMetaAt + 24);
   s.main = tree_at(page, kMetaAt + 24 + kTreeBytes);
   s.last_page = number_at<uint64_t>(page, kMetaAt + 120);
-  s.transaction = number_at<uint64_t>(page, kMetaAt + 128);
+  s.transaction = number_at<uint64_t>(page, kMetaAt + kTransactionAt);
   if (!std::has_single_bit(s.page_size) || s.page_size < kLeastPage || s.page_size > kMostPage) {
     return fail("page size " + std::to_string(s.page_size));
   }
@@ -124,6 +124,16 @@ Result<Snapshot> read_snapshot(RangeReader& reader, const Storage& storage) {
   s.allocated = s.last_page + 1;
   s.last_page = std::min(s.last_page, std::max<uint64_t>(1, file.size / s.page_size) - 1);
   return s;
+}
+
+std::optional<uint64_t> newest_transaction(const Storage& storage) {
+  std::array<std::byte, kMetaAt + kMetaBytes> first{};
+  std::array<std::byte, sizeof(uint64_t)> second{};
+  if (!storage.peek(0, 0, first)) return std::nullopt;
+  const auto page_size = number_at<uint32_t>(first, kMetaAt + kPageSizeAt);
+  if (!storage.peek(0, uint64_t{page_size} + kMetaAt + kTransactionAt, second)) return std::nullopt;
+  return std::max(number_at<uint64_t>(first, kMetaAt + kTransactionAt),
+                  number_at<uint64_t>(second, 0));
 }
 
 }  // namespace nostall::records::lmdb
