@@ -1012,7 +1012,7 @@ void NodeCacheImpl::open_tier_files() {
 }
 
 // A kept file serves one job at a time; another job, or one that cannot have it, uses a file that
-// is not kept; `why` says so where that can be helped.
+// is not kept; `why` says so.
 bool NodeCacheImpl::open_kept(size_t t, std::string& why) {
   const TierSpec& spec = config_.tiers[t];
   const std::string directory = kept_directory(spec.path);
@@ -1024,13 +1024,17 @@ bool NodeCacheImpl::open_kept(size_t t, std::string& why) {
   auto own = own_directory(directory);
   if (!own) return refuse(own.error().what());
   reclaim_kept_files(directory, own.value(), files_);
+  bool used = false;
   for (int attempt = 0; attempt < kOpenAttempts; ++attempt) {
     auto file = open_own(path, O_RDWR | O_CREAT, own.value().get());
     if (!file) return refuse(file.error().what());
     LockFile lock(file.value(), files_);
     switch (lock.try_lock(kAlive, LockMode::exclusive)) {
       case Locked::elsewhere:
-        return false;
+        // By another job, or for a moment by one that looks for abandoned files.
+        used = true;
+        std::this_thread::sleep_for(kWaitSlice);
+        continue;
       case Locked::unsupported:
         return refuse("the file system of " + spec.path +
                       " has no locks on bytes of a file (fcntl), so that two jobs could write one "
@@ -1051,7 +1055,8 @@ bool NodeCacheImpl::open_kept(size_t t, std::string& why) {
     tier_paths_[t] = path;
     return true;
   }
-  return refuse("other jobs remove " + path + " again and again");
+  return refuse(used ? "another job uses " + path + ", and a kept tier serves one at a time"
+                     : "other jobs remove " + path + " again and again");
 }
 
 // An earlier job may have had more room than the user gives this one.

@@ -1870,6 +1870,40 @@ TEST_F(NodeCacheTest, WhatAKeptTierHoldsIsJudgedBeforeItIsUsed) {
   EXPECT_EQ(next->sums().of(7), sample_sum(bytes_of(7)));
 }
 
+TEST_F(NodeCacheTest, ATierIsKeptWhereAnotherJobLooksAtItsFileMeanwhile) {
+  class HeldForAMoment : public FileSystem {
+   public:
+    int lock(int fd, short type, uint64_t byte) override {
+      const auto file = fs::read_symlink("/proc/self/fd/" + std::to_string(fd));
+      return file.extension() == ".tier" && looks-- > 0 ? -EAGAIN
+                                                        : FileSystem::lock(fd, type, byte);
+    }
+    int looks = 2;
+  };
+  HeldForAMoment files;
+  auto c = config(0, 1, TierKind::file);
+  c.tiers[0].keep = true;
+  c.files = &files;
+  put(*attach(c), 2);
+  EXPECT_LE(files.looks, 0);
+  EXPECT_EQ(kept_records(c.tiers[0], c.dataset, kSamples).records.size(), 1u);
+  EXPECT_TRUE(warnings_.empty());
+}
+
+TEST_F(NodeCacheTest, AJobIsToldThatAnotherOneUsesTheKeptTier) {
+  auto c = config(0, 1, TierKind::file);
+  c.tiers[0].keep = true;
+  const auto first = attach(c);
+  c.job = "another";
+  const auto second = attach(c);
+  put(*second, 3);
+  EXPECT_EQ(second->state(3), State::ready);
+  ASSERT_EQ(warnings_.size(), 1u);
+  EXPECT_NE(warnings_[0].find("a kept tier serves one at a time; this tier is not kept"),
+            std::string::npos)
+      << warnings_[0];
+}
+
 TEST_F(NodeCacheTest, WhatIsNoManifestIsNeitherReadNorWaitedFor) {
   auto c = config(0, 1, TierKind::file);
   c.tiers[0].keep = true;
