@@ -65,9 +65,14 @@
 namespace nostall::tier {
 namespace {
 
+using namespace std::chrono_literals;
+
 // A waiter checks at this interval whether it was stopped or the claimer died.
 constexpr std::chrono::milliseconds kWaitSlice{20};
 constexpr std::chrono::seconds kLeavePatience{5};
+// In which a rank has read and judged what kept tiers hold, while it lives: of items that a data set in
+// Python makes, some take minutes.
+constexpr std::chrono::minutes kJudgePatience{30};
 // In which all ranks of a node make their loaders; later ones are not waited for.
 constexpr std::chrono::seconds kJoinPatience{10};
 constexpr int kOpenAttempts = 20;
@@ -614,10 +619,10 @@ void NodeCacheImpl::meet(const Placer& place, std::chrono::nanoseconds timeout) 
   std::optional<Handover::Turn> turn;
   std::vector<Descriptor> files;
   for (;;) {
-    // The deadline covers waits for other ranks only, not what this rank computes itself.
-    const auto deadline = std::chrono::steady_clock::now() + timeout;
-    turn.emplace(handover_.turn(deadline, config_.waiting));
-    files = handover_.ask(deadline, config_.waiting);
+    // Deadlines cover waits for other ranks only, not what this rank computes itself.
+    const auto set_up = std::max<std::chrono::nanoseconds>(timeout, keeps ? kJudgePatience : 0min);
+    turn.emplace(handover_.turn(std::chrono::steady_clock::now() + set_up, config_.waiting));
+    files = handover_.ask(std::chrono::steady_clock::now() + timeout, config_.waiting);
     if (files.empty() || !is_late(files[kCatalogFile])) break;
     if (std::chrono::steady_clock::now() >= patience) break;
     const Descriptor catalog = std::move(files[kCatalogFile]);

@@ -184,8 +184,9 @@ class NodeCache {
   virtual ~NodeCache() = default;  // leaves
 
   // Attaches to the node's cache, creating it if this process is first. Bounded: throws Error(peer)
-  // after `timeout` if another rank takes that long to set up, Error(peer) if this rank's dataset,
-  // plan or placement differs from the other ranks', after NodeCacheConfig::late if they may be late.
+  // after `timeout` (30 minutes if a tier keeps, which takes a judge) if another rank takes that long to
+  // set up, Error(peer) if this rank's dataset, plan or placement differs from the other ranks', after
+  // NodeCacheConfig::late if they may be late. A rank of which only the stamp differs has no tiers.
   // `sizes` has one entry per sample and is copied.
   static std::unique_ptr<NodeCache> attach(
       const NodeCacheConfig& config, std::span<const uint64_t> sizes, const Placer& place,

@@ -1870,6 +1870,45 @@ TEST_F(NodeCacheTest, WhatAKeptTierHoldsIsJudgedBeforeItIsUsed) {
   EXPECT_EQ(next->sums().of(7), sample_sum(bytes_of(7)));
 }
 
+// It waits until its deadline is over.
+TEST_F(NodeCacheTest, ARankWaitsForAnotherOneThatJudgesWhatIsKept) {
+  const auto kept = [&](uint32_t rank) {
+    auto c = config(rank, 2, TierKind::file);
+    c.tiers[0].keep = true;
+    return c;
+  };
+  { put(*attach(kept(0)), 2); }
+  std::promise<void> judging, waited;
+  auto first = kept(0), second = kept(1);
+  first.judge = [&](const TierSpec&, Manifest&) {
+    judging.set_value();
+    waited.get_future().wait();
+  };
+  static constexpr auto kLimit = 300ms;
+  bool told = false;
+  const auto go_on = [&] {
+    if (!std::exchange(told, true)) waited.set_value();
+  };
+  auto a = std::async(std::launch::async, [&] { return attach(first); });
+  judging.get_future().wait();
+  second.waiting = [&, begun = std::chrono::steady_clock::now()] {
+    if (std::chrono::steady_clock::now() - begun > kLimit) go_on();
+  };
+  std::unique_ptr<NodeCache> b;
+  // On a busy machine the handover itself may take longer, now and then.
+  for (int attempt = 0; attempt < 50 && !b; ++attempt) {
+    try {
+      b = NodeCache::attach(second, std::vector<uint64_t>(kSamples, kSize),
+                            fixed(in_the_first_tier(TierKind::file)), kLimit);
+    } catch (const Error& e) {
+      EXPECT_EQ(std::string(e.what()).find("holds the set-up"), std::string::npos) << e.what();
+      go_on();
+    }
+  }
+  EXPECT_EQ(a.get()->state(2), State::ready);
+  ASSERT_TRUE(b);
+}
+
 TEST_F(NodeCacheTest, ATierIsKeptWhereAnotherJobLooksAtItsFileMeanwhile) {
   class HeldForAMoment : public FileSystem {
    public:
