@@ -149,6 +149,7 @@ class CallbackSource : public source::Source {
   uint64_t total_bytes() const override { return total_; }
   uint64_t fingerprint() const override { return fingerprint_; }
   uint64_t stamp() const override { return stamp_; }
+  bool stamp_covers_samples() const override { return stamp_ != 0; }
   std::string describe(uint64_t sample) const override {
     const nb::gil_scoped_acquire gil;
     try {

@@ -159,6 +159,7 @@ void bind_folders(nb::module_& m) {
         }
         source::SampleIndex index = source::scan_folder(root, options);
         if (!index_path.empty()) {
+          index.set_times({});  // processes that take the stored one do not know them
           const int error =
               source::store_index(index_path, source::serialize_index(index, options.hash()));
           const std::string problem =

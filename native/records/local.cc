@@ -12,7 +12,9 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <new>
+#include <system_error>
 
 #include "base/clock.h"
 #include "base/cold_reads.h"
@@ -236,7 +238,15 @@ LocalFiles::LocalFiles(const std::vector<std::string>& paths, Direct direct) : p
     opened_.push_back(std::move(o));
   }
   uint64_t total = 0;
-  for (const StorageFile& f : files_) total += f.size;
+  Fnv hash;
+  for (const StorageFile& f : files_) {
+    total += f.size;
+    // Processes may name a file by other paths, and other files by one.
+    std::error_code unknown;
+    const std::string where = std::filesystem::canonical(f.path, unknown).string();
+    hash.text(unknown ? f.path : where).number(static_cast<uint64_t>(f.mtime_ns));
+  }
+  stamp_ = hash.value();
   if (policy_ == Direct::automatic && total > memory_bytes()) policy_ = Direct::always;
 }
 

@@ -15,6 +15,7 @@ class LocalFiles : public Storage {
 
   std::span<const StorageFile> files() const override { return files_; }
   std::unique_ptr<RangeReader> make_reader(source::ReaderKind kind, unsigned depth) const override;
+  uint64_t stamp() const override { return stamp_; }
   std::string changed(uint32_t file) const override;
   std::optional<Touched> touched(uint32_t file) const override;
   bool peek(uint32_t file, uint64_t offset, std::span<std::byte> into) const override {
@@ -40,6 +41,7 @@ class LocalFiles : public Storage {
   std::vector<StorageFile> files_;
   std::vector<Opened> opened_;
   Direct policy_;
+  uint64_t stamp_ = 0;
   mutable std::atomic<bool> ring_refused_{false};
 };
 

@@ -17,6 +17,7 @@
 
 #include "base/error.h"
 #include "base/file.h"
+#include "base/fnv.h"
 #include "source/source.h"
 
 namespace nostall::records {
@@ -59,6 +60,14 @@ class Storage {
   // `depth`: ranges that the reader may keep in flight at once.
   virtual std::unique_ptr<RangeReader> make_reader(source::ReaderKind kind,
                                                    unsigned depth) const = 0;
+  // A hash of where the files lie and of their times: Source::stamp().
+  virtual uint64_t stamp() const {
+    Fnv hash;
+    for (const StorageFile& f : files()) {
+      hash.text(f.path).number(static_cast<uint64_t>(f.mtime_ns));
+    }
+    return hash.value();
+  }
   // An empty string if the file is still the one that was opened, else what changed. Cheap enough
   // for one call per read.
   virtual std::string changed(uint32_t file) const = 0;

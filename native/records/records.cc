@@ -409,14 +409,6 @@ std::string RecordSource::changed(uint32_t file, RangeReader& reader) const {
   return {};
 }
 
-uint64_t RecordSource::stamp() const {
-  Fnv hash;
-  for (const StorageFile& f : storage_->files()) {
-    hash.text(f.path).number(static_cast<uint64_t>(f.mtime_ns));
-  }
-  return hash.value();
-}
-
 uint64_t RecordSource::place_of(uint64_t sample) const noexcept {
   return places_.empty() ? sample : places_[sample];
 }

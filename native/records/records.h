@@ -100,7 +100,8 @@ class RecordSource : public source::Source {
   std::span<const int64_t> labels() const override { return table_.label; }
   uint64_t total_bytes() const override { return total_bytes_; }
   uint64_t fingerprint() const override { return fingerprint_; }
-  uint64_t stamp() const override;
+  uint64_t stamp() const override { return storage_->stamp(); }
+  bool stamp_covers_samples() const override { return true; }
   bool stamp_tells_content() const override { return storage_->times_tell_content(); }
   bool is_local() const override { return storage_->is_local(); }
   std::string describe(uint64_t sample) const override;

@@ -1,6 +1,7 @@
 // Records laid side by side, each read by the reader of its source.
 #include "source/beside.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "base/fnv.h"
@@ -79,6 +80,11 @@ uint64_t BesideSource::stamp() const {
   Fnv hash;
   for (const auto& source : sources_) hash.number(source->stamp());
   return hash.value();
+}
+
+bool BesideSource::stamp_covers_samples() const {
+  return std::any_of(sources_.begin(), sources_.end(),
+                     [](const auto& source) { return source->stamp_covers_samples(); });
 }
 
 bool BesideSource::stamp_tells_content() const {

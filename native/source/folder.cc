@@ -77,6 +77,24 @@ class AdaptiveReader : public Reader {
   unsigned since_probe_ = 0;
 };
 
+// The root counts where paths begin there: absolute ones are in the fingerprint.
+uint64_t stamp_of(const std::string& root, const Listing& listing,
+                  const std::optional<uint64_t>& times) {
+  Fnv hash;
+  uint64_t i = 0;
+  while (i < listing.size() && listing.path(i).starts_with('/')) ++i;
+  if (i < listing.size()) {
+    std::error_code error;
+    const std::string where = std::filesystem::canonical(root, error).string();
+    hash.text(error ? root : where);
+  }
+  for (const ListedDirectory& d : listing.directories()) {
+    hash.text(d.path).number(static_cast<uint64_t>(d.mtime_ns));
+  }
+  if (times) hash.number(*times);
+  return hash.value();
+}
+
 }  // namespace
 
 std::string read_error_text(int error) {
@@ -93,22 +111,15 @@ std::string read_error_text(const ReadRequest& request) {
 }
 
 FolderSource::FolderSource(std::string root, SampleIndex index, FileSystem& files)
-    : root_(std::move(root)), listing_(std::move(index)), files_(files) {
+    : root_(std::move(root)),
+      times_(index.times()),
+      listing_(std::move(index)),
+      stamp_(stamp_of(root_, listing_, times_)),
+      files_(files) {
   const int fd = files_.open(root_, O_RDONLY | O_DIRECTORY);
   if (fd < 0) throw io_error("cannot open folder", root_, -fd);
   root_fd_ = Descriptor(fd);
   give_back_free_memory(listing_.size());
-}
-
-uint64_t FolderSource::stamp() const {
-  std::error_code error;
-  const std::string where = std::filesystem::canonical(root_, error).string();
-  Fnv hash;
-  hash.text(error ? root_ : where);
-  for (const ListedDirectory& d : listing_.directories()) {
-    hash.text(d.path).number(static_cast<uint64_t>(d.mtime_ns));
-  }
-  return hash.value();
 }
 
 std::string FolderSource::describe(uint64_t sample) const {

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "base/file.h"
@@ -22,7 +23,8 @@ class FolderSource : public Source {
   std::span<const int64_t> labels() const override { return listing_.labels(); }
   uint64_t total_bytes() const override { return listing_.total_bytes(); }
   uint64_t fingerprint() const override { return listing_.fingerprint(); }
-  uint64_t stamp() const override;
+  uint64_t stamp() const override { return stamp_; }
+  bool stamp_covers_samples() const override { return times_.has_value(); }
   std::string describe(uint64_t sample) const override;
   std::unique_ptr<Reader> make_reader(ReaderKind kind, unsigned depth) const override;
   Shareable* shareable() const override { return &listing_.block(); }
@@ -36,7 +38,9 @@ class FolderSource : public Source {
 
  private:
   std::string root_;
+  std::optional<uint64_t> times_;  // SampleIndex::times()
   Listing listing_;
+  uint64_t stamp_ = 0;
   FileSystem& files_;
   Descriptor root_fd_;
   mutable std::atomic<bool> ring_refused_{false};

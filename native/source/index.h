@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <initializer_list>
 #include <limits>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -44,6 +45,9 @@ class SampleIndex {
   void add(std::string_view path, uint64_t size, int64_t label);
   void set_classes(std::vector<std::string> classes) { classes_ = std::move(classes); }
   void set_directories(std::vector<ListedDirectory> d) { directories_ = std::move(d); }
+  // A hash of the times of all files as they were listed; the stored form has none.
+  const std::optional<uint64_t>& times() const noexcept { return times_; }
+  void set_times(std::optional<uint64_t> hash) { times_ = hash; }
 
   // FNV-1a, 64 bits, over paths, sizes, labels and classes: what makes two data sets the same.
   uint64_t fingerprint() const noexcept;
@@ -55,6 +59,7 @@ class SampleIndex {
   std::vector<int64_t> labels_;
   std::vector<std::string> classes_;
   std::vector<ListedDirectory> directories_;
+  std::optional<uint64_t> times_;
   uint64_t total_bytes_ = 0;
 };
 

@@ -25,6 +25,7 @@ constexpr std::string_view kOwnNames = ".nostall-";
 struct File {
   std::string path;  // relative to the root
   uint64_t size = 0;
+  int64_t mtime_ns = 0;
 };
 
 // One directory and, by their place in it, what is below: torchvision walks a directory's own files
@@ -99,7 +100,8 @@ std::vector<std::string> list_one(const std::string& root, const std::string& di
       if (!S_ISREG(status.st_mode)) {
         throw Error(ErrorKind::usage, join(path, name) + " is not a regular file: remove it");
       }
-      files.push_back({join(directory, name), static_cast<uint64_t>(status.st_size)});
+      files.push_back(
+          {join(directory, name), static_cast<uint64_t>(status.st_size), mtime_ns(status)});
     }
   }
   std::sort(files.begin(), files.end(),
@@ -165,14 +167,22 @@ uint64_t ScanOptions::hash() const {
 
 SampleIndex scan_folder(const std::string& root, const ScanOptions& options) {
   SampleIndex index;
+  Fnv times;
+  const auto add = [&](const Tree& tree, int64_t label) {
+    for (const auto& [directory, files] : tree.listings) {
+      for (const File& f : files) {
+        index.add(f.path, f.size, label);
+        times.number(static_cast<uint64_t>(f.mtime_ns));
+      }
+    }
+  };
   std::vector<ListedDirectory> directories;
   if (!options.class_per_folder) {
     const Tree tree = list_tree(root, "", options.extensions);
-    for (const auto& [directory, files] : tree.listings) {
-      for (const File& f : files) index.add(f.path, f.size, 0);
-    }
+    add(tree, 0);
     if (index.size() == 0) throw Error(ErrorKind::usage, root + " holds no samples");
     index.set_directories(tree.directories);
+    index.set_times(times.value());
     return index;
   }
   std::vector<std::string> classes = class_folders(root);
@@ -185,9 +195,7 @@ SampleIndex scan_folder(const std::string& root, const ScanOptions& options) {
               [&](size_t c) { trees[c] = list_tree(root, classes[c], options.extensions); });
   for (size_t c = 0; c < classes.size(); ++c) {
     const uint64_t before = index.size();
-    for (const auto& [directory, files] : trees[c].listings) {
-      for (const File& f : files) index.add(f.path, f.size, static_cast<int64_t>(c));
-    }
+    add(trees[c], static_cast<int64_t>(c));
     if (index.size() == before && !options.allow_empty) {
       throw Error(ErrorKind::usage, "class folder " + join(root, classes[c]) +
                                         " holds no samples: remove it, or pass allow_empty=True");
@@ -196,6 +204,7 @@ SampleIndex scan_folder(const std::string& root, const ScanOptions& options) {
   }
   index.set_classes(std::move(classes));
   index.set_directories(std::move(directories));
+  index.set_times(times.value());
   return index;
 }
 
@@ -227,17 +236,22 @@ SampleIndex list_files(const std::string& root, const std::vector<std::string>& 
   }
   if (paths.empty()) throw Error(ErrorKind::usage, "the list of files is empty");
   std::vector<uint64_t> sizes(paths.size());
+  std::vector<int64_t> times(paths.size());
   in_parallel(paths.size(), threads, [&](size_t i) {
     const std::string path = paths[i].starts_with('/') ? paths[i] : join(root, paths[i]);
     struct stat status {};
     if (::stat(path.c_str(), &status) != 0) throw io_error("cannot examine", path, errno);
     if (!S_ISREG(status.st_mode)) throw Error(ErrorKind::usage, path + " is not a file");
     sizes[i] = static_cast<uint64_t>(status.st_size);
+    times[i] = mtime_ns(status);
   });
   SampleIndex index;
+  Fnv hash;
   for (size_t i = 0; i < paths.size(); ++i) {
     index.add(paths[i], sizes[i], labels.empty() ? 0 : labels[i]);
+    hash.number(static_cast<uint64_t>(times[i]));
   }
+  index.set_times(hash.value());
   return index;
 }
 

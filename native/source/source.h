@@ -68,8 +68,12 @@ class Source {
   virtual uint64_t total_bytes() const = 0;
   virtual uint64_t fingerprint() const = 0;
   // A hash of where the data set lies and when it was changed last, as far as that is known without
-  // reading samples. Another stamp does not prove another content; it makes the probe larger.
+  // reading samples: the same in all processes of a machine that see the same files. Data sets of one
+  // fingerprint and another stamp may be others. Other machines have the data set elsewhere.
   virtual uint64_t stamp() const { return 0; }
+  // Whether the stamp has the times of files that hold samples, and not of directories alone: with
+  // another one, any sample may have been changed.
+  virtual bool stamp_covers_samples() const { return false; }
   // Whether the same stamp means the same content, as with the ETags of objects.
   virtual bool stamp_tells_content() const { return false; }
   // Whether all its reads are system calls on files of this machine: the thread that consumes batches

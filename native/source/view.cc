@@ -172,6 +172,11 @@ uint64_t ViewSource::stamp() const {
   return hash.value();
 }
 
+bool ViewSource::stamp_covers_samples() const {
+  return std::any_of(parts_.begin(), parts_.end(),
+                     [](const Part& part) { return part.source->stamp_covers_samples(); });
+}
+
 bool ViewSource::stamp_tells_content() const {
   return std::all_of(parts_.begin(), parts_.end(),
                      [](const Part& part) { return part.source->stamp_tells_content(); });

@@ -1,8 +1,8 @@
 // Plans what this node keeps, and attaches to its cache. With several nodes, owners are chosen
 // first (plan/owners.h) and then each node's placement. Chunks of sub-batches have a part of the RAM
 // tier (plan/chunks.h), and what is placed has the rest. The first rank of a node judges what kept
-// tiers hold: a probe of their samples against the source decides whether they are of today's
-// content.
+// tiers hold: the times of the files that hold the samples decide whether they are of today's
+// content, and where those are not known, a probe of samples against the source.
 #include "stage/node.h"
 
 #include <algorithm>
@@ -14,6 +14,7 @@
 #include "plan/cluster.h"
 #include "plan/mixture.h"
 #include "source/sums.h"
+#include "tier/names.h"
 
 namespace nostall::stage {
 namespace {
@@ -143,13 +144,20 @@ std::string arguments_of(const plan::JobSpec& job, const source::Source& source,
   return text;
 }
 
-// Removes the records of a manifest that are not of the data set as it is now: all of them if the
-// probe shows another version.
+// Removes the records of a manifest that are not of the data set as it is now: all of them if its
+// files have other times, or if the probe shows another version.
 void keep_this_content(const tier::TierSpec& spec, const source::Source& source,
                        tier::Manifest& manifest) {
   std::vector<tier::KeptRecord>& records = manifest.records;
   if (records.empty()) return;
   const bool same = manifest.stamp == source.stamp();
+  if (!same && source.stamp_covers_samples()) {
+    log(LogLevel::warning, spec.path +
+                               ": the kept tier was filled when the files of the data set lay "
+                               "elsewhere or had other times; it starts empty");
+    records.clear();
+    return;
+  }
   std::vector<source::KnownSum> drawn;
   for (const uint64_t i : source::draw(source, records.size(), same)) {
     drawn.push_back({records[i].sample, records[i].sum});
@@ -160,6 +168,16 @@ void keep_this_content(const tier::TierSpec& spec, const source::Source& source,
                                std::to_string(seen.different) + " of " +
                                std::to_string(seen.compared) + " samples differ); it starts empty");
     records.clear();
+  } else if (!same) {
+    const std::string file = tier::kept_file_name(spec.path, source.fingerprint());
+    log(LogLevel::warning, spec.path +
+                               ": the kept tier was filled when the data set lay elsewhere or its "
+                               "directories had other "
+                               "times; it is used, for none of " +
+                               std::to_string(seen.compared) + " samples differs of " +
+                               std::to_string(records.size()) +
+                               " that it holds: if others were changed, remove " + file + " and " +
+                               tier::manifest_name(file) + " and start again");
   }
   std::erase_if(records, [&](const tier::KeptRecord& r) {
     const uint32_t sum = source.sums().of(r.sample);

@@ -402,14 +402,6 @@ void UnitSource::segments_of(const plan::Units& rule, uint64_t unit,
   }
 }
 
-uint64_t UnitSource::stamp() const {
-  Fnv hash;
-  for (const records::StorageFile& f : stream_->storage().files()) {
-    hash.text(f.path).number(static_cast<uint64_t>(f.mtime_ns));
-  }
-  return hash.value();
-}
-
 std::string UnitSource::describe(uint64_t sample) const {
   std::vector<Segment> found;
   segments(sample, found);

@@ -89,7 +89,8 @@ class UnitSource : public source::Source {
   }
   uint64_t total_bytes() const override { return total_bytes_; }
   uint64_t fingerprint() const override { return fingerprint_; }
-  uint64_t stamp() const override;
+  uint64_t stamp() const override { return stream_->storage().stamp(); }
+  bool stamp_covers_samples() const override { return true; }
   bool stamp_tells_content() const override { return stream_->storage().times_tell_content(); }
   bool is_local() const override { return stream_->storage().is_local(); }
   std::string describe(uint64_t sample) const override;

@@ -69,8 +69,8 @@ def native_source(
 
     If `bounded`, `sizes` are the most that samples may have: zeros follow a shorter one.
     `made_at_once` is how many the reader makes side by side, where each takes its time. `stamp` is
-    another one where the data lies elsewhere, or was changed since: it is then compared more closely
-    with what a tier has kept.
+    another one where the data lies elsewhere, or was changed since: what a tier has kept is then not
+    used. 0 where that is not known.
     """
     digest = hashlib.sha256(repr(identity).encode())
     for column in (sizes, labels):

@@ -109,7 +109,72 @@ def test_rows_that_were_corrected_are_not_served_as_they_were(
     second = write_rows(path, 2)
     assert first != second
     assert served() == second
-    assert "the kept tier is of another version of the data set" in caplog.text
+    assert "the files of the data set lay elsewhere or had other times" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["shard", "files"])
+def test_one_row_that_was_changed_on_purpose_is_not_served_as_it_was(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    """Too few for a probe to find; a shard that was only touched costs the tier, and no more."""
+    tiers = [f"{tmp_path / 'tier'}:1MiB:keep"]
+    rows = np.random.default_rng(5).integers(0, 99, (2000, 30)).astype(np.uint8)
+
+    def write(changed: int = 0) -> None:
+        if kind == "shard":
+            np.save(tmp_path / "rows.npy", rows)
+            os.utime(tmp_path / "rows.npy", ns=(changed, changed))
+        else:
+            (tmp_path / "rows").mkdir(exist_ok=True)
+            for i, row in enumerate(rows[:200]):
+                path = tmp_path / "rows" / str(i)
+                path.write_bytes(row.tobytes())
+                os.utime(path, ns=(changed, changed if i == 77 else 0))
+
+    def served() -> tuple[bytes, int]:
+        caplog.clear()
+        if kind == "shard":
+            source: nostall.Source = nostall.Arrays({"x": tmp_path / "rows.npy"})
+        else:
+            source = nostall.FileList([tmp_path / "rows" / str(i) for i in range(200)])
+        with nostall.DataLoader(source, 8, tiers=tiers, shuffle=False, output="numpy") as loader:
+            batches = (batch["x"] if kind == "shard" else batch[0] for batch in loader)
+            got = b"".join(bytes(row) for rows in batches for row in rows)
+            return got, loader.stats().epochs[0].origins["source"].samples
+
+    def all_rows() -> bytes:
+        return rows.tobytes() if kind == "shard" else rows[:200].tobytes()
+
+    write()
+    assert served()[0] == all_rows()
+    assert served() == (all_rows(), 0)
+    rows[77] += 1
+    write(changed=1)
+    assert served()[0] == all_rows()
+    assert "tier: the kept tier was filled when the files of the data set lay" in caplog.text
+    write(changed=2)
+    assert served()[0] == all_rows()
+    assert served() == (all_rows(), 0)
+    assert not caplog.text
+
+
+def test_a_folder_that_something_was_added_to_keeps_what_was_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root, tiers = tmp_path / "data", [f"{tmp_path / 'tier'}:1MiB:keep"]
+    contents = write_version(root, 1)
+    epoch(root, tiers)
+    caplog.clear()
+    (root / "class1" / "notes.txt").touch()
+    got, stats = epoch(root, tiers)
+    assert got == contents and stats.epochs[0].origins["source"].samples == 0
+    assert f"none of {SAMPLES} samples differs of {SAMPLES} that it holds" in caplog.text
+    # It says what to remove.
+    kept = list((tmp_path / "tier").glob("nostall-*/*.tier*"))
+    assert len(kept) == 2 and all(str(path) in caplog.text for path in kept)
+    caplog.clear()
+    assert epoch(root, tiers)[0] == contents
+    assert not caplog.text
 
 
 def test_a_data_set_that_moved_keeps_what_was_kept(tmp_path: Path) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import pickle
 import random
 import re
+import shutil
 import subprocess
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -336,3 +339,126 @@ def test_no_labels_are_not_the_label_0(tmp_path: Path) -> None:
     (tmp_path / "a.jpg").write_bytes(b"a")
     with pytest.raises(UsageError, match="0 labels for 1 paths"):
         nostall.FileList(["a.jpg"], labels=[], root=tmp_path)
+
+
+def of_arrays(root: Path) -> nostall.Source:
+    if not (root / "x.npy").exists():
+        np.save(root / "x.npy", np.zeros((4, 2)))
+    return nostall.Arrays({"x": root / "x.npy", "y": np.arange(4)})
+
+
+def of_tar(root: Path) -> nostall.Source:
+    if not (root / "x.tar").exists():
+        with tarfile.open(root / "x.tar", "w") as tar:
+            member = tarfile.TarInfo("0.jpg")
+            member.size = 5
+            tar.addfile(member, io.BytesIO(b"jpeg!"))
+    return nostall.TarShards(root / "x.tar", label=None)
+
+
+def of_lmdb(root: Path) -> nostall.Source:
+    lmdb = pytest.importorskip("lmdb")
+    if not (root / "data.mdb").exists():
+        with lmdb.open(str(root)) as environment, environment.begin(write=True) as transaction:
+            transaction.put(b"0", bytes(50))
+    return nostall.LMDB(root, values="raw")
+
+
+def of_parquet(compression: str) -> Callable[[Path], nostall.Source]:
+    def make(root: Path) -> nostall.Source:
+        pytest.importorskip("pyarrow")
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        if not (root / "x.parquet").exists():
+            table = pa.table({"image": [bytes(50)] * 4})
+            pq.write_table(table, root / "x.parquet", compression=compression, use_dictionary=False)
+        return nostall.Parquet(root / "x.parquet", label=None)
+
+    return make
+
+
+def of_hdf5(**stored: Any) -> Callable[[Path], nostall.Source]:
+    def make(root: Path) -> nostall.Source:
+        h5py = pytest.importorskip("h5py")
+        if not (root / "x.h5").exists():
+            with h5py.File(root / "x.h5", "w") as file:
+                file.create_dataset("x", data=np.zeros((4, 20), np.uint8), **stored)
+        return nostall.HDF5(root / "x.h5", "x")
+
+    return make
+
+
+def files_below(root: Path) -> list[Path]:
+    (root / "a").mkdir(exist_ok=True)
+    paths = [root / "a" / f"{i}.jpg" for i in range(3)]
+    for path in paths:
+        if not path.exists():
+            path.write_bytes(b"jpeg!")
+    return paths
+
+
+def of_folder(index: bool) -> Callable[[Path], nostall.Source]:
+    def make(root: Path) -> nostall.Source:
+        files_below(root)
+        return nostall.ImageFolder(root, index=index)
+
+    return make
+
+
+def of_paths(root: Path) -> nostall.Source:
+    return nostall.FileList([path.relative_to(root) for path in files_below(root)], root=root)
+
+
+def of_root(root: Path) -> nostall.Source:
+    files_below(root)
+    return nostall.FileList(root=root)
+
+
+def of_files(root: Path) -> nostall.Source:
+    files_below(root)
+    return nostall.Files({"image": [f"a/{i}.jpg" for i in range(3)]}, root=root)
+
+
+def of_view(root: Path) -> nostall.Source:
+    return nostall.Subset(nostall.Concat([of_paths(root), of_paths(root)]), [1, 5])
+
+
+@pytest.mark.parametrize(
+    ("open_in", "by_files"),
+    [
+        (of_arrays, True),
+        (of_tar, True),
+        (of_lmdb, True),
+        (of_parquet("none"), True),
+        (of_parquet("zstd"), True),
+        (of_hdf5(), True),
+        (of_hdf5(chunks=(2, 20), compression="gzip"), True),
+        (of_paths, True),
+        (of_root, True),
+        (of_files, True),
+        (of_view, True),
+        (of_folder(index=False), True),
+        (of_folder(index=True), False),
+    ],
+)
+def test_a_stamp_follows_place_and_times(
+    tmp_path: Path, open_in: Callable[[Path], nostall.Source], by_files: bool
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    first = open_in(here)
+    assert open_in(here).native.stamp == first.native.stamp
+    # The same files and times elsewhere.
+    shutil.copytree(here, there)
+    assert open_in(there).fingerprint == first.fingerprint
+    assert open_in(there).native.stamp != first.native.stamp
+    # By another path it is the same place.
+    (tmp_path / "link").symlink_to(here)
+    assert open_in(tmp_path / "link").native.stamp == first.native.stamp
+    # Times of the files that hold samples.
+    for path in here.rglob("*"):
+        if path.is_file() and not path.name.startswith("."):
+            os.utime(path, ns=(1, 1))
+    assert open_in(here).fingerprint == first.fingerprint
+    assert (open_in(here).native.stamp != first.native.stamp) == by_files
