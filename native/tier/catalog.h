@@ -52,6 +52,7 @@ struct CatalogHeader {
   uint32_t version;
   uint32_t layout_bytes;  // sizeof(CatalogHeader)
   uint64_t dataset;
+  uint64_t stamp;  // of the data set
   uint64_t plan;
   uint64_t loads;  // of states, before this start of the job
   uint64_t start;  // NodeCacheConfig::plan: without the placement, which takes long to compute
@@ -73,7 +74,7 @@ struct CatalogHeader {
 };
 
 inline constexpr uint64_t kCatalogMagic = 0x315441434c54534e;  // "NSTLCAT1"
-inline constexpr uint32_t kCatalogVersion = 14;
+inline constexpr uint32_t kCatalogVersion = 15;
 
 // Memory is taken from the system in pieces of this size, just before it is first touched: a 64th
 // of the arena, in whole MiB up to 32, so that ranks which look at a limit at the same time pass it

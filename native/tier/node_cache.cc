@@ -817,6 +817,7 @@ Descriptor NodeCacheImpl::create_catalog() {
   header->version = kCatalogVersion;
   header->layout_bytes = sizeof(CatalogHeader);
   header->dataset = config_.dataset;
+  header->stamp = config_.stamp;
   header->plan = plan_;
   header->loads = config_.loads;
   header->start = config_.plan;
@@ -913,7 +914,13 @@ void NodeCacheImpl::check(const CatalogHeader& h) const {
   };
   compare("cache's layout", layout_of(h), kLayout);
   compare("number of local ranks", h.local_world, config_.local_world);
-  if (h.dataset == config_.dataset && h.plan == plan_ && h.samples == sizes_.size()) return;
+  if (h.dataset == config_.dataset && h.plan == plan_ && h.samples == sizes_.size()) {
+    if (h.stamp == config_.stamp) return;
+    throw Error(ErrorKind::io,
+                "the data set of this rank lies elsewhere than that of the other "
+                "ranks of its node, or its files have other times: open the same "
+                "files in all of them, when no process writes there");
+  }
   // Lines of the same name are at the same place: both sides wrote all of them.
   const std::string_view there(h.arguments.data(), ::strnlen(h.arguments.data(), kArgumentBytes));
   const auto mine = lines_of(that_fit(config_.arguments)), others = lines_of(that_fit(there));

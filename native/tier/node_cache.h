@@ -109,7 +109,7 @@ struct NodeCacheConfig {
   std::string shm_directory = "/dev/shm";
   std::string proc_directory = "/proc";  // where the limits of memory are read (base/limits.h)
   FileSystem* files = nullptr;           // FileSystem::real() when null
-  uint64_t stamp = 0;                    // Source::stamp(), for the manifests of kept tiers
+  uint64_t stamp = 0;                    // Source::stamp(): what differs in it is not shared
   Shareable* listing = nullptr;          // what every rank has alike: the node keeps one copy
   // Takes out of what a kept tier holds what is not of the content that is there now. Asked by the
   // first rank of the node alone; empty: all of it is.

@@ -77,7 +77,7 @@ def held_twice(
     if min(here, there, source.total_bytes, other.total_bytes) < _WORTH_TELLING:
         return 0
     (whole, mine), (other_whole, theirs) = _part_of(source), _part_of(other)
-    if whole.fingerprint != other_whole.fingerprint:
+    if _identity(whole) != _identity(other_whole):
         return 0
     if mine is None or theirs is None:
         both = min(source.total_bytes, other.total_bytes)
@@ -94,14 +94,14 @@ def in_words(tier: TierSpec) -> str:
     return f"{tier.path or tier.kind}:{tier.capacity / 2**20:.0f}MiB{readers}"
 
 
-_told: set[int] = set()
+_told: set[tuple[int, int]] = set()
 
 
 def warn_of_second(source: Source, bytes_twice: int) -> None:
     """Tells it once in a process for the same data."""
-    if bytes_twice < _WORTH_TELLING or source.fingerprint in _told:
+    if bytes_twice < _WORTH_TELLING or _identity(source) in _told:
         return
-    _told.add(source.fingerprint)
+    _told.add(_identity(source))
     _log.warning(
         "this loader and another one of this process, which is not closed, hold up to %.1f GiB of "
         "%r twice in memory: give both the same tiers=nostall.Tiers(...), or close the other one",
@@ -142,7 +142,8 @@ class Tiers:
         first = (world.rank if world.unknown else world.local_rank) == 0
         self.specs = planned(tiers, self._whole, world.most_here, warns=first)
         shapes = [(t.kind, t.capacity, t.path, t.keep) for t in self.specs]
-        self._name = f"{world.job} shared {self._whole.fingerprint:016x} {shapes}"
+        fingerprint, stamp = self._identity = _identity(self._whole)
+        self._name = f"{world.job} shared {fingerprint:016x} {stamp:016x} {shapes}"
         self._held: list[_native.NodeReader] = []
         self._pid = 0
         self._closed = False
@@ -179,10 +180,11 @@ class Tiers:
             UsageError: it is another source, or no view of this one.
         """
         whole, numbers = _part_of(source)
-        if whole.fingerprint != self._whole.fingerprint:
+        if whole is not self._whole and _identity(whole) != self._identity:
             raise UsageError(
-                f"these tiers are of {self._whole!r}, and {source!r} is of another source, or of other "
-                "fields= of it: make nostall.Tiers of what both read"
+                f"these tiers are of {self._whole!r}, and {source!r} is of another source, of other "
+                "fields= of it, or of files that were changed in between: make nostall.Tiers of what "
+                "both read"
             )
         return numbers
 
@@ -229,6 +231,11 @@ class Tiers:
     def __repr__(self) -> str:
         sizes = ", ".join(map(in_words, self.specs))
         return f"<Tiers of {self._whole!r}: [{sizes}]>"
+
+
+def _identity(source: Source) -> tuple[int, int]:
+    """What no other data set of this machine has: copies for other nodes have the fingerprint alone."""
+    return source.fingerprint, source.native.stamp
 
 
 def _part_of(source: Source) -> tuple[Source, NDArray[np.uint64] | None]:

@@ -1943,6 +1943,21 @@ TEST_F(NodeCacheTest, AJobIsToldThatAnotherOneUsesTheKeptTier) {
       << warnings_[0];
 }
 
+TEST_F(NodeCacheTest, ARankWithOtherFilesOfTheSameNamesHasNoTiers) {
+  auto c = config(0, 2), other = config(1, 2);
+  c.stamp = 1;
+  other.stamp = 2;
+  const auto a = attach(c);
+  put(*a, 3);
+  const auto b = attach(other);
+  EXPECT_FALSE(b->placed(3));
+  EXPECT_FALSE(b->claim(4));
+  EXPECT_TRUE(a->claim(4));
+  ASSERT_EQ(warnings_.size(), 1u);
+  EXPECT_NE(warnings_[0].find("lies elsewhere"), std::string::npos) << warnings_[0];
+  EXPECT_NE(warnings_[0].find("local rank 1 has no tiers"), std::string::npos) << warnings_[0];
+}
+
 TEST_F(NodeCacheTest, WhatIsNoManifestIsNeitherReadNorWaitedFor) {
   auto c = config(0, 1, TierKind::file);
   c.tiers[0].keep = true;

@@ -512,3 +512,74 @@ def test_a_second_loader_of_the_same_data_is_told_what_is_held_twice(
     specs = nostall.base._sizes.parse_tiers(["ram:1MiB"], dataset_bytes=0, local_world_size=1)
     overlap = nostall.Subset(source, range(10, 30))
     assert nostall.loader._tiers.held_twice(half, specs, overlap, specs) == sum(range(30, 40))
+
+
+def cameras(tmp_path: Path) -> list[Path]:
+    """Two files of one name, size and time; camera i has 4 rows of i + 1."""
+    paths = [tmp_path / f"camera{i}" / "frames.npy" for i in range(2)]
+    for i, path in enumerate(paths):
+        path.parent.mkdir()
+        np.save(path, np.full((4, 3), i + 1, np.uint8))
+        os.utime(path, ns=(10**18, 10**18))
+    return paths
+
+
+def test_data_sets_of_the_same_names_and_times_share_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = cameras(tmp_path)
+    first, second = sources = [nostall.Arrays({"x": path}) for path in paths]
+    assert first.fingerprint == second.fingerprint
+    with nostall.Tiers(first) as tiers, nostall.Tiers(second) as others:
+        assert tiers.read([0]) == [b"\1" * 3] and others.read([0]) == [b"\2" * 3]
+        with pytest.raises(UsageError, match="of another source"):
+            next(iter(nostall.DataLoader(second, 2, tiers=tiers, epochs=1)))
+    specs = nostall.base._sizes.parse_tiers(["ram:1GiB"], dataset_bytes=0, local_world_size=1)
+    monkeypatch.setattr(nostall.loader._tiers, "_WORTH_TELLING", 1)
+    assert nostall.loader._tiers.held_twice(first, specs, first, specs)
+    assert not nostall.loader._tiers.held_twice(first, specs, second, specs)
+    # Whatever the working directory is.
+    with contextlib.ExitStack() as held:
+        for path, source in zip(paths, sources, strict=True):
+            monkeypatch.chdir(path.parent)
+            opened = nostall.Arrays({"x": "frames.npy"})
+            assert opened.native.stamp == source.native.stamp
+            tiers = held.enter_context(nostall.Tiers(opened))
+            assert tiers.read([0]) == [source.read(0)]
+
+
+def test_a_file_that_is_written_again_is_another_data_set(tmp_path: Path) -> None:
+    """While the data set of the state before is still there."""
+    rounds = []
+    for i in range(3):
+        np.save(tmp_path / "features.npy", np.full((4, 3), i, np.uint8))
+        os.utime(tmp_path / "features.npy", ns=(i, i))
+        data = nostall.torch.Dataset(nostall.Arrays({"x": tmp_path / "features.npy"}))
+        rounds.append(data)
+        assert [item["x"].tolist() for item in data.__getitems__([0, 3])] == [[i] * 3] * 2
+
+
+def test_ranks_with_shards_of_their_own_get_their_own_bytes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    place: dict[str, Any] = {"world_size": 2, "local_world_size": 2, "job": own_job("shards")}
+    with contextlib.ExitStack() as held:
+        ranks = [
+            held.enter_context(
+                nostall.DataLoader(
+                    nostall.Arrays({"x": path}),
+                    2,
+                    tiers=["ram:1MiB"],
+                    epochs=2,
+                    output="numpy",
+                    peers="off",
+                    rank=i,
+                    local_rank=i,
+                    **place,
+                )
+            )
+            for i, path in enumerate(cameras(tmp_path))
+        ]
+        epochs = [[np.unique(batch["x"]).tolist() for batch in rank] for rank in ranks * 2]
+    assert epochs == [[[1]], [[2]]] * 2
+    assert "lies elsewhere" in caplog.text and "local rank 1 has no tiers" in caplog.text
