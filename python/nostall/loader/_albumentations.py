@@ -56,6 +56,9 @@ class Named:
 
 
 def named(step: Any, kinds: Mapping[str, Kind] | None) -> Any:
-    """The step as others are called; those of albumentations, and subclasses, refuse a lone sample."""
-    of_it = any(f"{kind.__module__}.".startswith(_HOME) for kind in type(step).__mro__)
-    return Named(step, kinds) if of_it else step
+    """The step as others are called; those of albumentations refuse a lone sample.
+
+    A subclass with a call of its own takes what its author said.
+    """
+    caller = next((kind for kind in type(step).__mro__ if "__call__" in vars(kind)), type(step))
+    return Named(step, kinds) if f"{caller.__module__}.".startswith(_HOME) else step

@@ -67,6 +67,19 @@ def test_an_image_is_passed_by_its_name_and_draws_repeat(
     assert flipped == {True, False}
 
 
+class Positional(Basic):
+    """Of the user's own, with a call of its own."""
+
+    def __call__(self, picture: Any) -> Any:
+        return super().__call__(image=picture)["image"]
+
+
+def test_a_call_of_the_users_own_stays_as_it_is(image_folder: Path) -> None:
+    source = nostall.ImageFolder(image_folder, index=False)
+    for images, _ in batches(source, [t.Function(Positional()), t.CenterCrop(SIZE)], decode=True):
+        assert images.shape[1:] == (SIZE, SIZE, 3)
+
+
 def test_images_are_decoded_and_native_steps_go_on(image_folder: Path) -> None:
     source = nostall.ImageFolder(image_folder, index=False)
     with nostall.DataLoader(
