@@ -36,4 +36,10 @@ auto without_gil(Function&& function) {
   return function();
 }
 
+// For work without the GIL that may take long: throws what a handler of a signal raises.
+inline void look_at_signals() {
+  const nanobind::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw nanobind::python_error();
+}
+
 }  // namespace nostall::bindings

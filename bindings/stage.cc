@@ -442,10 +442,7 @@ void bind_loader(nb::module_& m) {
           "__init__",
           [](PyLoader* self, const PyLoaderConfig& config, stage::NodeSpec& node,
              const peer::ExchangeConfig& peers, bindings::PyTransport* transport) {
-            node.waiting = [] {
-              const nb::gil_scoped_acquire gil;
-              if (PyErr_CheckSignals() != 0) throw nb::python_error();
-            };
+            node.waiting = bindings::look_at_signals;
             // Made there too: a loader that fails leaves the tiers.
             new (self) PyLoader(bindings::without_gil([&] {
               stage::LoaderConfig attached =

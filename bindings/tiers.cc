@@ -6,6 +6,7 @@
 #include <cstring>
 #include <map>
 
+#include "arrays.h"
 #include "base/error.h"
 #include "held.h"
 #include "module.h"
@@ -76,11 +77,12 @@ std::shared_ptr<stage::NodeReader> make_reader(std::shared_ptr<const source::Sou
                                                const std::string& job,
                                                std::vector<tier::TierSpec> tiers) {
   const nb::gil_scoped_release release;
-  return {new stage::NodeReader(std::move(source), job, std::move(tiers)),
-          [](stage::NodeReader* reader) {
-            const nb::gil_scoped_release release_too;
-            delete reader;
-          }};
+  return {
+      new stage::NodeReader(std::move(source), job, std::move(tiers), bindings::look_at_signals),
+      [](stage::NodeReader* reader) {
+        const nb::gil_scoped_release release_too;
+        delete reader;
+      }};
 }
 
 nb::list read_all(stage::NodeReader& reader, const std::vector<uint64_t>& samples) {

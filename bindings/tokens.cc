@@ -18,6 +18,7 @@
 namespace nb = nanobind;
 using namespace nostall;
 using bindings::array_of;
+using bindings::look_at_signals;
 using bindings::without_gil;
 
 namespace {
@@ -53,12 +54,6 @@ tokens::Index described(const StoragePtr& storage, std::string stamp, uint32_t w
     index.extents.push_back({file.data()[i], offset.data()[i], count.data()[i]});
   }
   return index;
-}
-
-// For work without the GIL that may take long: Python's exception if the user interrupts.
-void look_at_signals() {
-  const nb::gil_scoped_acquire gil;
-  if (PyErr_CheckSignals() != 0) throw nb::python_error();
 }
 
 tokens::Long long_named(const std::string& name) {

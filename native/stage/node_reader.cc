@@ -26,7 +26,8 @@ constexpr std::chrono::seconds kPatience{10};
 constexpr std::chrono::milliseconds kSlice{20};
 
 std::shared_ptr<tier::NodeCache> attach(const source::Source& source, const std::string& job,
-                                        std::vector<tier::TierSpec> tiers) {
+                                        std::vector<tier::TierSpec> tiers,
+                                        std::function<void()> waiting) {
   plan::JobSpec each;  // every sample once, in the order of the source
   each.samples = source.size();
   each.order = plan::OrderKind::sequential;
@@ -36,6 +37,7 @@ std::shared_ptr<tier::NodeCache> attach(const source::Source& source, const std:
   node.local_world = tier::kAnyMembers;
   node.any_member = true;
   node.tiers = std::move(tiers);
+  node.waiting = std::move(waiting);
   return attach_node_cache(each, 0, source, node, Sharing::push).cache;
 }
 
@@ -49,9 +51,9 @@ struct NodeReader::Wanted {
 };
 
 NodeReader::NodeReader(std::shared_ptr<const source::Source> source, const std::string& job,
-                       std::vector<tier::TierSpec> tiers)
+                       std::vector<tier::TierSpec> tiers, std::function<void()> waiting)
     : source_(std::move(source)),
-      cache_(attach(*source_, job, std::move(tiers))),
+      cache_(attach(*source_, job, std::move(tiers), std::move(waiting))),
       sums_(cache_ ? cache_->sums() : source_->sums()),
       owner_pid_(::getpid()) {}
 

@@ -11,6 +11,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -25,9 +26,9 @@ namespace nostall::stage {
 
 class NodeReader {
  public:
-  // Throws what attach_node_cache throws.
+  // Throws what attach_node_cache throws, and what `waiting` throws (NodeSpec::waiting).
   NodeReader(std::shared_ptr<const source::Source> source, const std::string& job,
-             std::vector<tier::TierSpec> tiers);
+             std::vector<tier::TierSpec> tiers, std::function<void()> waiting = {});
   ~NodeReader();  // leaves; in a forked child it does nothing
   NodeReader(const NodeReader&) = delete;
   NodeReader& operator=(const NodeReader&) = delete;

@@ -6,7 +6,10 @@
 
 #include <cstring>
 #include <filesystem>
+#include <functional>
+#include <future>
 #include <thread>
+#include <utility>
 
 namespace nostall::stage {
 namespace {
@@ -31,6 +34,7 @@ class Counted : public source::Source {
      public:
       explicit Reader(const Counted& source) : source_(source) {}
       void read(std::span<source::ReadRequest> requests) override {
+        if (source_.before_reads) source_.before_reads();
         for (auto& r : requests) {
           ++source_.reads;
           if (r.sample == source_.bad.load()) {
@@ -51,6 +55,7 @@ class Counted : public source::Source {
 
   mutable std::atomic<uint64_t> reads{0}, bad{kSamples};
   uint64_t nameless = kSamples;
+  std::function<void()> before_reads;
 
  private:
   std::vector<uint64_t> sizes_;
@@ -59,10 +64,11 @@ class Counted : public source::Source {
 
 class NodeReaders : public testing::Test {
  protected:
-  std::unique_ptr<NodeReader> make(std::vector<tier::TierSpec> tiers) {
+  std::unique_ptr<NodeReader> make(std::vector<tier::TierSpec> tiers,
+                                   std::function<void()> waiting = {}) {
     return std::make_unique<NodeReader>(
         source_, "node reader " + std::to_string(::getpid()) + std::to_string(number_),
-        std::move(tiers));
+        std::move(tiers), std::move(waiting));
   }
   static std::vector<tier::TierSpec> ram() {
     return {{tier::TierKind::ram, kSamples * kBytes, "", false}};
@@ -96,6 +102,32 @@ TEST_F(NodeReaders, ThreadsOfSeveralReadersReadEachSampleOnce) {
   for (std::thread& t : threads) t.join();
   EXPECT_EQ(source_->reads.load(), kSamples);
   EXPECT_EQ(readers[0]->ram_bytes(), kSamples * kBytes);
+}
+
+TEST_F(NodeReaders, SignalsAreHeardWhileAnotherComparesWhatAKeptTierHolds) {
+  const auto folder = std::filesystem::temp_directory_path() /
+                      ("nostall node reader " + std::to_string(::getpid()));
+  std::filesystem::create_directory(folder);
+  const std::vector<tier::TierSpec> kept{
+      {tier::TierKind::file, kSamples * kBytes, folder.string(), true}};
+  expect(*make(kept), {1, 2, 3});
+  std::promise<void> compares, go_on;
+  source_->before_reads = [&, gone = go_on.get_future().share(), told = false]() mutable {
+    if (!std::exchange(told, true)) compares.set_value();
+    gone.wait();
+  };
+  std::unique_ptr<NodeReader> first;
+  std::thread comparing([&] { first = make(kept); });
+  compares.get_future().wait();
+  struct Interrupted {};
+  EXPECT_THROW(make(kept, [] { throw Interrupted{}; }), Interrupted);
+  go_on.set_value();
+  comparing.join();
+  source_->before_reads = {};
+  expect(*first, {1, 2, 3});
+  EXPECT_EQ(first->taken(Origin::source), 0u);
+  first.reset();
+  std::filesystem::remove_all(folder);
 }
 
 TEST_F(NodeReaders, TheNumberOfOneThatLeftIsTakenAgain) {
