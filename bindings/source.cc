@@ -79,6 +79,7 @@ void bind_any(nb::module_& m) {
       .def_prop_ro("total_bytes", &source::Source::total_bytes)
       .def_prop_ro("fingerprint", &source::Source::fingerprint)
       .def_prop_ro("stamp", &source::Source::stamp)
+      .def_prop_ro("files_stamp", &source::Source::files_stamp)
       .def(
           "describe",
           [](const source::Source& s, uint64_t sample) {
@@ -159,7 +160,6 @@ void bind_folders(nb::module_& m) {
         }
         source::SampleIndex index = source::scan_folder(root, options);
         if (!index_path.empty()) {
-          index.set_times({});  // processes that take the stored one do not know them
           const int error =
               source::store_index(index_path, source::serialize_index(index, options.hash()));
           const std::string problem =

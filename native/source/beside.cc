@@ -76,9 +76,17 @@ BesideSource::BesideSource(std::vector<std::shared_ptr<const Source>> sources,
   fingerprint_ = hash.value();
 }
 
+// As of a view.
 uint64_t BesideSource::stamp() const {
+  if (stamp_covers_samples()) return files_stamp();
   Fnv hash;
   for (const auto& source : sources_) hash.number(source->stamp());
+  return hash.value();
+}
+
+uint64_t BesideSource::files_stamp() const {
+  Fnv hash;
+  for (const auto& source : sources_) hash.number(source->files_stamp());
   return hash.value();
 }
 

@@ -30,6 +30,7 @@ class BesideSource : public Source {
   uint64_t total_bytes() const override { return total_; }
   uint64_t fingerprint() const override { return fingerprint_; }
   uint64_t stamp() const override;
+  uint64_t files_stamp() const override;
   bool stamp_covers_samples() const override;
   bool stamp_tells_content() const override;
   // That of the first source.

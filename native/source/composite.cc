@@ -149,6 +149,10 @@ std::shared_ptr<CompositeSource> CompositeSource::select(std::span<const uint32_
 
 uint64_t CompositeSource::stamp() const { return table_->source ? table_->source->stamp() : 0; }
 
+uint64_t CompositeSource::files_stamp() const {
+  return table_->source ? table_->source->files_stamp() : 0;
+}
+
 bool CompositeSource::stamp_covers_samples() const {
   return table_->source && table_->source->stamp_covers_samples();
 }

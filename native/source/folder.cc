@@ -78,8 +78,8 @@ class AdaptiveReader : public Reader {
 };
 
 // The root counts where paths begin there: absolute ones are in the fingerprint.
-uint64_t stamp_of(const std::string& root, const Listing& listing,
-                  const std::optional<uint64_t>& times) {
+uint64_t files_stamp_of(const std::string& root, const Listing& listing,
+                        const std::optional<uint64_t>& times) {
   Fnv hash;
   uint64_t i = 0;
   while (i < listing.size() && listing.path(i).starts_with('/')) ++i;
@@ -88,10 +88,18 @@ uint64_t stamp_of(const std::string& root, const Listing& listing,
     const std::string where = std::filesystem::canonical(root, error).string();
     hash.text(error ? root : where);
   }
+  if (times) hash.number(*times);
+  return hash.value();
+}
+
+// Beside names, which are in the fingerprint, and the times of all files, directories tell nothing.
+uint64_t stamp_of(uint64_t files_stamp, const Listing& listing, bool times) {
+  if (times) return files_stamp;
+  Fnv hash;
+  hash.number(files_stamp);
   for (const ListedDirectory& d : listing.directories()) {
     hash.text(d.path).number(static_cast<uint64_t>(d.mtime_ns));
   }
-  if (times) hash.number(*times);
   return hash.value();
 }
 
@@ -114,7 +122,8 @@ FolderSource::FolderSource(std::string root, SampleIndex index, FileSystem& file
     : root_(std::move(root)),
       times_(index.times()),
       listing_(std::move(index)),
-      stamp_(stamp_of(root_, listing_, times_)),
+      files_stamp_(files_stamp_of(root_, listing_, times_)),
+      stamp_(stamp_of(files_stamp_, listing_, times_.has_value())),
       files_(files) {
   const int fd = files_.open(root_, O_RDONLY | O_DIRECTORY);
   if (fd < 0) throw io_error("cannot open folder", root_, -fd);

@@ -24,6 +24,7 @@ class FolderSource : public Source {
   uint64_t total_bytes() const override { return listing_.total_bytes(); }
   uint64_t fingerprint() const override { return listing_.fingerprint(); }
   uint64_t stamp() const override { return stamp_; }
+  uint64_t files_stamp() const override { return files_stamp_; }
   bool stamp_covers_samples() const override { return times_.has_value(); }
   std::string describe(uint64_t sample) const override;
   std::unique_ptr<Reader> make_reader(ReaderKind kind, unsigned depth) const override;
@@ -40,6 +41,7 @@ class FolderSource : public Source {
   std::string root_;
   std::optional<uint64_t> times_;  // SampleIndex::times()
   Listing listing_;
+  uint64_t files_stamp_ = 0;
   uint64_t stamp_ = 0;
   FileSystem& files_;
   Descriptor root_fd_;

@@ -37,6 +37,7 @@ class GatherSource : public Source {
   uint64_t total_bytes() const override { return total_; }
   uint64_t fingerprint() const override { return fingerprint_; }
   uint64_t stamp() const override { return source_->stamp(); }
+  uint64_t files_stamp() const override { return source_->files_stamp(); }
   bool stamp_covers_samples() const override { return source_->stamp_covers_samples(); }
   bool stamp_tells_content() const override { return source_->stamp_tells_content(); }
   std::string describe(uint64_t sample) const override;

@@ -204,8 +204,7 @@ SampleIndex scan_folder(const std::string& root, const ScanOptions& options) {
   }
   index.set_classes(std::move(classes));
   index.set_directories(std::move(directories));
-  index.set_times(times.value());
-  return index;
+  return index;  // its times are not known to processes that take a stored one: to none, then
 }
 
 bool has_empty_class(const SampleIndex& index) {

@@ -71,6 +71,9 @@ class Source {
   // reading samples: the same in all processes of a machine that see the same files. Data sets of one
   // fingerprint and another stamp may be others. Other machines have the data set elsewhere.
   virtual uint64_t stamp() const { return 0; }
+  // The stamp without times of directories, which a file that was added beside changes too. What is
+  // shared in the memory of a machine is of one fingerprint and one of these.
+  virtual uint64_t files_stamp() const { return stamp(); }
   // Whether the stamp has the times of files that hold samples, and not of directories alone: with
   // another one, any sample may have been changed.
   virtual bool stamp_covers_samples() const { return false; }

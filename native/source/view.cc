@@ -166,9 +166,17 @@ std::optional<uint64_t> ViewSource::find(uint64_t number) const noexcept {
   return sample_at(low);
 }
 
+// Where another stamp means that any sample may be another, directories of some parts do not count.
 uint64_t ViewSource::stamp() const {
+  if (stamp_covers_samples()) return files_stamp();
   Fnv hash;
   for (const Part& part : parts_) hash.number(part.source->stamp());
+  return hash.value();
+}
+
+uint64_t ViewSource::files_stamp() const {
+  Fnv hash;
+  for (const Part& part : parts_) hash.number(part.source->files_stamp());
   return hash.value();
 }
 

@@ -34,6 +34,7 @@ class ViewSource : public Source {
   uint64_t total_bytes() const override { return total_bytes_; }
   uint64_t fingerprint() const override { return fingerprint_; }
   uint64_t stamp() const override;
+  uint64_t files_stamp() const override;
   bool stamp_covers_samples() const override;
   bool stamp_tells_content() const override;
   bool is_local() const override;

@@ -333,6 +333,7 @@ NodeTiers attach_node_cache(const plan::JobSpec& job, uint32_t rank, const sourc
   config.arguments = arguments_of(job, source, node, begin);
   config.tiers = node.tiers;
   config.stamp = source.stamp();
+  config.files_stamp = source.files_stamp();
   config.listing = source.shareable();
   config.judge = [&source](const tier::TierSpec& spec, tier::Manifest& kept) {
     keep_this_content(spec, source, kept);

@@ -52,7 +52,7 @@ struct CatalogHeader {
   uint32_t version;
   uint32_t layout_bytes;  // sizeof(CatalogHeader)
   uint64_t dataset;
-  uint64_t stamp;  // of the data set
+  uint64_t files_stamp;  // of the data set
   uint64_t plan;
   uint64_t loads;  // of states, before this start of the job
   uint64_t start;  // NodeCacheConfig::plan: without the placement, which takes long to compute

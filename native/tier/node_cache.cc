@@ -817,7 +817,7 @@ Descriptor NodeCacheImpl::create_catalog() {
   header->version = kCatalogVersion;
   header->layout_bytes = sizeof(CatalogHeader);
   header->dataset = config_.dataset;
-  header->stamp = config_.stamp;
+  header->files_stamp = config_.files_stamp;
   header->plan = plan_;
   header->loads = config_.loads;
   header->start = config_.plan;
@@ -915,7 +915,7 @@ void NodeCacheImpl::check(const CatalogHeader& h) const {
   compare("cache's layout", layout_of(h), kLayout);
   compare("number of local ranks", h.local_world, config_.local_world);
   if (h.dataset == config_.dataset && h.plan == plan_ && h.samples == sizes_.size()) {
-    if (h.stamp == config_.stamp) return;
+    if (h.files_stamp == config_.files_stamp) return;
     throw Error(ErrorKind::io,
                 "the data set of this rank lies elsewhere than that of the other "
                 "ranks of its node, or its files have other times: open the same "

@@ -109,7 +109,8 @@ struct NodeCacheConfig {
   std::string shm_directory = "/dev/shm";
   std::string proc_directory = "/proc";  // where the limits of memory are read (base/limits.h)
   FileSystem* files = nullptr;           // FileSystem::real() when null
-  uint64_t stamp = 0;                    // Source::stamp(): what differs in it is not shared
+  uint64_t stamp = 0;                    // Source::stamp(), for the manifests of kept tiers
+  uint64_t files_stamp = 0;              // Source::files_stamp(): what differs in it is not shared
   Shareable* listing = nullptr;          // what every rank has alike: the node keeps one copy
   // Takes out of what a kept tier holds what is not of the content that is there now. Asked by the
   // first rank of the node alone; empty: all of it is.
@@ -186,7 +187,8 @@ class NodeCache {
   // Attaches to the node's cache, creating it if this process is first. Bounded: throws Error(peer)
   // after `timeout` (30 minutes if a tier keeps, which takes a judge) if another rank takes that long to
   // set up, Error(peer) if this rank's dataset, plan or placement differs from the other ranks', after
-  // NodeCacheConfig::late if they may be late. A rank of which only the stamp differs has no tiers.
+  // NodeCacheConfig::late if they may be late. A rank of which only the files_stamp differs
+  // has no tiers.
   // `sizes` has one entry per sample and is copied.
   static std::unique_ptr<NodeCache> attach(
       const NodeCacheConfig& config, std::span<const uint64_t> sizes, const Placer& place,

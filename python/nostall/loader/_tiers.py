@@ -235,7 +235,7 @@ class Tiers:
 
 def _identity(source: Source) -> tuple[int, int]:
     """What no other data set of this machine has: copies for other nodes have the fingerprint alone."""
-    return source.fingerprint, source.native.stamp
+    return source.fingerprint, source.native.files_stamp
 
 
 def _part_of(source: Source) -> tuple[Source, NDArray[np.uint64] | None]:

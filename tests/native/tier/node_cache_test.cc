@@ -1945,8 +1945,8 @@ TEST_F(NodeCacheTest, AJobIsToldThatAnotherOneUsesTheKeptTier) {
 
 TEST_F(NodeCacheTest, ARankWithOtherFilesOfTheSameNamesHasNoTiers) {
   auto c = config(0, 2), other = config(1, 2);
-  c.stamp = 1;
-  other.stamp = 2;
+  c.files_stamp = 1;
+  other.files_stamp = 2;
   const auto a = attach(c);
   put(*a, 3);
   const auto b = attach(other);

@@ -438,7 +438,7 @@ def of_view(root: Path) -> nostall.Source:
         (of_root, True),
         (of_files, True),
         (of_view, True),
-        (of_folder(index=False), True),
+        (of_folder(index=False), False),
         (of_folder(index=True), False),
     ],
 )
@@ -462,3 +462,29 @@ def test_a_stamp_follows_place_and_times(
             os.utime(path, ns=(1, 1))
     assert open_in(here).fingerprint == first.fingerprint
     assert (open_in(here).native.stamp != first.native.stamp) == by_files
+
+
+def of_both(root: Path) -> nostall.Source:
+    return nostall.Concat([of_folder(index=False)(root), of_paths(root)], offset_labels=True)
+
+
+@pytest.mark.parametrize("open_in", [of_paths, of_root, of_files, of_folder(True), of_both])
+def test_a_file_that_came_and_went_beside_the_samples_is_no_other_data_set(
+    tmp_path: Path, open_in: Callable[[Path], nostall.Source]
+) -> None:
+    """It leaves the time of its folder, which counts only where nothing else is known."""
+    first = open_in(tmp_path)
+    for folder in (tmp_path, tmp_path / "a"):
+        (folder / "note").write_bytes(b"x")
+        (folder / "note").unlink()
+        os.utime(folder, ns=(1, 1))
+    again = open_in(tmp_path)
+    assert again.fingerprint == first.fingerprint
+    assert again.native.files_stamp == first.native.files_stamp
+    by_folders = isinstance(first, nostall.ImageFolder)
+    assert (again.native.stamp != first.native.stamp) == by_folders
+
+
+def test_with_and_without_an_index_a_folder_is_one_data_set(tmp_path: Path) -> None:
+    one, other = (of_folder(index)(tmp_path).native for index in (True, False))
+    assert (one.stamp, one.files_stamp) == (other.stamp, other.files_stamp)
