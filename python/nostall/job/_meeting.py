@@ -46,6 +46,17 @@ class Met:
     parts: list[bytes]
 
 
+def own_connection(store: Any) -> Any:
+    """The store by a connection of its own: while a thread waits in one, no other thread can use it.
+
+    Releases of torch without Store.clone, and stores written in Python, share what they have.
+    """
+    try:
+        return store.clone()
+    except (AttributeError, RuntimeError):
+        return store
+
+
 def meet(store: Any, rank: int, size: int, name: str, mine: bytes, timeout: float) -> Met:
     """All ranks call this, each with its part; `name` is that of one meeting at a time.
 
@@ -68,7 +79,7 @@ def meet(store: Any, rank: int, size: int, name: str, mine: bytes, timeout: floa
     """
     if size == 1:  # there is no other rank
         return Met(secrets.token_hex(8), [mine])
-    meeting = _Meeting(store, rank, size, name, timeout)
+    meeting = _Meeting(own_connection(store), rank, size, name, timeout)
     try:
         return meeting.call(mine) if rank == 0 else meeting.answer(mine)
     except (PeerError, UsageError):
@@ -305,7 +316,9 @@ class _Meeting:
         return UsageError(
             f"{_process(self._me)} and {_process(other)} both are rank {self._rank} of {self._size} "
             f'where the ranks meet for "{self._name}": unless the job was started again, give each '
-            "process a rank= of its own, or leave rank= and world_size= out"
+            "process a rank= of its own, or leave rank= and world_size= out; parts of a job that "
+            "have the same ranks each need an allgather of their own (gather= of a Checkpointer, "
+            "peers= of a DataLoader)"
         )
 
     def _waited(self) -> float:

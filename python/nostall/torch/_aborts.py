@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from torch.futures import Future
 
 from nostall.errors import PeerError
+from nostall.job._meeting import own_connection
 from nostall.torch import _ends as ends
 
 _KEY = "nostall aborted"
@@ -46,13 +47,9 @@ class Aborts:
     def __init__(
         self, store: Any, rank: int, size: int, end: Callable[[], None], name: Callable[[int], int]
     ) -> None:
-        # A connection for this alone: that of others may be waiting in it. Made while the store is
-        # there: connecting to one that is gone takes longer than its timeout. Releases of torch
-        # without Store.clone, and stores written in Python, share one; an abort is detected later.
-        try:
-            self._store = store.clone()
-        except (AttributeError, RuntimeError):
-            self._store = store
+        # Made while the store is there: connecting to one that is gone takes longer than its
+        # timeout. Where it cannot be apart, an abort is detected later.
+        self._store = own_connection(store)
         self._rank, self._size = rank, size
         self._end = weakref.WeakMethod(end)
         self._name_of = weakref.WeakMethod(name)

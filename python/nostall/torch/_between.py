@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 
 from nostall.errors import UsageError
 from nostall.job._cluster import node_identity
-from nostall.job._meeting import meet
+from nostall.job._meeting import meet, own_connection
 from nostall.job._rendezvous import initialised_store
 from nostall.sync import Network, connect_nodes_by
 from nostall.torch._mesh import connect, hang_up
@@ -43,7 +43,7 @@ class GlooNetwork(Network):
         self._memory: dict[int, torch.Tensor] = {}
         seconds = self._timeout.total_seconds()
         met = meet(store, rank, ranks, name, node_identity().encode(), seconds)
-        store = PrefixStore(f"nostall {met.number}", store)
+        store = PrefixStore(f"nostall {met.number}", own_connection(store))
         self._all = connect(PrefixStore("all", store), rank, ranks, self._timeout)
         nodes: dict[bytes, list[int]] = {}
         for other, node in enumerate(met.parts):

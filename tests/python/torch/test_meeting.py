@@ -38,7 +38,14 @@ def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "_GRACE", 0.05)
 
 
-class Counted:
+class Around:
+    """A rank's store that sees all of its requests."""
+
+    def clone(self) -> Around:
+        return self
+
+
+class Counted(Around):
     """Of a store: how often each of its methods was called."""
 
     def __init__(self, store: Any) -> None:
@@ -55,7 +62,7 @@ class Killed(BaseException):
     """Of a rank, in the place of a signal."""
 
 
-class Mortal:
+class Mortal(Around):
     """A rank's store, in whose `request`-th request the rank is killed: it leaves what is there."""
 
     def __init__(self, store: Any, request: int) -> None:
@@ -69,7 +76,7 @@ class Mortal:
         return getattr(self.store, name)
 
 
-class Watched:
+class Watched(Around):
     """A rank's store that tells when the rank waits for what is not there, and for which keys."""
 
     def __init__(self, store: Any) -> None:
@@ -99,7 +106,7 @@ class Watched:
         return getattr(self.store, name)
 
 
-class Last:
+class Last(Around):
     """Of rank 0: its time limit begins once the ranks beside it that come have come."""
 
     def __init__(self, store: Any, come: threading.Barrier) -> None:
@@ -124,7 +131,7 @@ class Come(Last):
         self.store.wait(keys, limit)
 
 
-class Counting:
+class Counting(Around):
     """A rank's store: it counts itself among those that read when `after` is set."""
 
     def __init__(self, store: Any, after: threading.Event) -> None:
@@ -138,7 +145,7 @@ class Counting:
         return getattr(self.store, name)
 
 
-class Paused:
+class Paused(Around):
     """A rank's store: after its first call of `method` it waits for `go` with the next request."""
 
     def __init__(self, store: Any, method: str) -> None:
@@ -292,6 +299,38 @@ def test_ranks_that_do_not_come_are_named_on_all(
         assert first.num_keys() == 3
 
 
+class Waiting(Around):
+    """A rank's store, which tells when the rank waits, by any of its connections."""
+
+    def __init__(self, store: Any, waits: threading.Event) -> None:
+        self.store, self.waits = store, waits
+
+    def clone(self) -> Waiting:
+        return Waiting(self.store.clone(), self.waits)
+
+    def wait(self, keys: list[str], limit: Any) -> None:
+        self.waits.set()
+        self.store.wait(keys, limit)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+
+def test_meetings_of_threads_wait_beside_each_other(tmp_path: Path) -> None:
+    """Rank 0 begins with one and rank 1 with the other: while one waits the other must go on."""
+    ranks = [Waiting(store, threading.Event()) for store in stores("tcp", tmp_path, 2)]
+
+    def begin(pool: ThreadPoolExecutor, rank: int, name: str) -> Future[Met]:
+        return pool.submit(meet, ranks[rank], rank, 2, name, f"{name}{rank}".encode(), 20)
+
+    with ThreadPoolExecutor(4) as pool:
+        first = begin(pool, 0, "a"), begin(pool, 1, "b")
+        assert all(rank.waits.wait(60) for rank in ranks)
+        second = begin(pool, 1, "a"), begin(pool, 0, "b")
+        told = [meeting.result().parts for meeting in (*first, *second)]
+    assert told == [[b"a0", b"a1"], [b"b0", b"b1"]] * 2
+
+
 def test_a_long_name_is_short_in_keys_and_messages() -> None:
     store, name = dist.HashStore(), "places of " + "-".join(map(str, range(4000)))
     first, other = Watched(store), Watched(store)
@@ -420,7 +459,7 @@ def test_who_is_not_of_a_meeting_waits_for_nothing_that_is_gone(kind: str, tmp_p
             twice.result(60)
 
 
-class Answering:
+class Answering(Around):
     """Of a rank that is killed when it has answered."""
 
     def __init__(self, store: Any) -> None:
