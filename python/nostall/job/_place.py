@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
+import threading
+import weakref
 from typing import Any
 
 from nostall.errors import PeerError, UsageError
@@ -13,8 +16,19 @@ _REMEDY = "pass local_rank=, local_world_size= and job=, the same job for all ra
 
 _log = logging.getLogger("nostall")
 
-# A store of torch, and what the ranks said when they met there.
-_found: tuple[Any, list[str]] | None = None
+# A store of torch, and what the ranks said when they met there. Not kept alive: its server has the
+# port of the next group. Threads take turns, so that a rank comes once.
+_found: tuple[weakref.ref[Any], list[str]] | None = None
+_lock = threading.Lock()
+
+
+def _begin_anew() -> None:
+    """The thread that had the lock is not in a forked child."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
 
 
 def find_place(
@@ -88,10 +102,11 @@ def _nodes_of_ranks(store: Any, rank: int, size: int, mine: str, timeout: float)
     from nostall.job._meeting import meet
 
     global _found
-    if _found is None or _found[0] is not store:
-        try:
-            met = meet(store, rank, size, "nodes of ranks", mine.encode(), timeout)
-        except PeerError as error:
-            raise PeerError(f"{error}; make this on all {size} ranks, or {_REMEDY}") from error
-        _found = store, [part.decode() for part in met.parts]
-    return _found[1]
+    with _lock:
+        if _found is None or _found[0]() is not store:
+            try:
+                met = meet(store, rank, size, "nodes of ranks", mine.encode(), timeout)
+            except PeerError as error:
+                raise PeerError(f"{error}; make this on all {size} ranks, or {_REMEDY}") from error
+            _found = weakref.ref(store), [part.decode() for part in met.parts]
+        return _found[1]

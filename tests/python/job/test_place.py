@@ -7,6 +7,8 @@ import os
 import re
 import subprocess
 import sys
+import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from loader_ranks import own_job
 from nodes import free_port
 
 from nostall.errors import UsageError
+from nostall.job import _meeting, _place
+from nostall.job._meeting import Met
 from nostall.job._place import find_place
 
 START = '''
@@ -250,6 +254,58 @@ dist.destroy_process_group()
     said, _ = run_together(program, ["0", str(tmp_path)], ["1", str(tmp_path)], torch=True)
     assert '1 of 2 ranks have not come in 0.1 s to meet for "nodes of ranks": 1; see' in said
     assert "pass local_rank=, local_world_size= and job=" in said
+
+
+def test_threads_meet_once_and_keep_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Store:
+        pass
+
+    def find() -> None:
+        assert _place._nodes_of_ranks(stores[0], 0, 2, "here", 60) == ["here", "there"]
+
+    def meet(*_: Any) -> Met:
+        met.append("")
+        if len(met) == 1:
+            other.start()
+            other.join(0.2)  # it ends here if it does not wait for this one
+        return Met("", [b"here", b"there"])
+
+    met: list[str] = []
+    stores = [Store()]
+    other = threading.Thread(target=find)
+    monkeypatch.setattr(_place, "_found", None)
+    monkeypatch.setattr(_meeting, "meet", meet)
+    find()
+    other.join()
+    assert len(met) == 1
+    kept = weakref.ref(stores.pop())
+    assert kept() is None
+
+
+@pytest.mark.multi
+def test_a_group_that_was_destroyed_leaves_the_port_to_the_next() -> None:
+    program = """
+import socket
+import torch.distributed as dist
+from nostall.job._place import find_place
+
+address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+def is_served():
+    with socket.socket() as caller:
+        return caller.connect_ex(address) == 0
+
+dist.init_process_group("gloo")
+find_place()
+dist.destroy_process_group()
+deadline = time.monotonic() + 60
+while os.environ["RANK"] == "0" and is_served():
+    assert time.monotonic() < deadline
+    time.sleep(0.05)
+"""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    envs = [{**clean(), **address, "RANK": rank} for rank in "01"]
+    run_together(program, [], [], envs=envs, torch=True)
 
 
 @pytest.mark.multi
