@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import stat
@@ -79,9 +80,20 @@ def read(name: str | Path, directory: int | None = None) -> bytes:
     """The bytes of a regular file of this user that only this user can read.
 
     Raises:
-        OSError: it is not there.
+        FileNotFoundError: it is not there, or was removed meanwhile.
+        OSError: it cannot be read.
         UsageError: it is something else.
     """
+    try:
+        return _read(name, directory)
+    except OSError as error:
+        if error.errno != errno.ESTALE:
+            raise
+        # A server of NFS 3 does not keep what another client removes while it is open here.
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(name)) from error
+
+
+def _read(name: str | Path, directory: int | None) -> bytes:
     fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
     with open(fd, "rb") as file:
         found = os.fstat(fd)

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -319,6 +320,25 @@ def test_by_files_waits_on_where_a_rank_gives_up_amid_a_look(
         return real(name, directory)
 
     monkeypatch.setattr(owned, "read", read)
+    assert gather_all({"NOSTALL_RENDEZVOUS": str(tmp_path / "meet")}) == EXPECTED
+    assert gone
+
+
+def test_by_files_waits_on_where_a_server_forgets_a_file_amid_a_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NFS 3 does with one that another client removes."""
+    real = os.fstat
+    gone: list[int] = []
+
+    def fstat(fd: int) -> os.stat_result:
+        found = real(fd)
+        if not gone and stat.S_ISREG(found.st_mode):
+            gone.append(fd)
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return found
+
+    monkeypatch.setattr(os, "fstat", fstat)
     assert gather_all({"NOSTALL_RENDEZVOUS": str(tmp_path / "meet")}) == EXPECTED
     assert gone
 
