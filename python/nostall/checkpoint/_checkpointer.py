@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -11,7 +12,6 @@ import os
 import sys
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, SupportsFloat, Unpack
 
@@ -52,8 +52,9 @@ from nostall.job._world import AllGather, find_world
 from nostall.observe import trace
 
 _log = logging.getLogger("nostall")
-# Checkpointers by which ranks meet are numbered within the process; ranks make them in the same order.
-_made = itertools.count()
+# Ranks make the checkpointers of a world in the same order; those of other worlds, which only some
+# ranks make, do not shift the numbers.
+_made_in: dict[tuple[int, int], Iterator[int]] = collections.defaultdict(itertools.count)
 # In the history of a checkpointer; of saves that are safe nowhere more stay, to tell since when.
 _KEPT_SAVES, _KEPT_UNSAFE = 100, 1000
 
@@ -125,7 +126,8 @@ class Checkpointer:
         world = find_world(rank=chosen.rank, world_size=chosen.world_size, job=chosen.job)
         self.rank, self.world_size = world.rank, world.world_size
         meets = self.world_size > 1 and chosen.gather is None
-        self._name = f"checkpointer {next(_made)}" if meets else ""
+        number = next(_made_in[self.rank, self.world_size]) if meets else 0
+        self._name = f"checkpointer {number} of {self.world_size}"
         self._gathered = itertools.count()
         self._threads = chosen.threads or min(8, cores_of_rank(world.most_here))
         self.fast = Store(fast, "fast") if fast is not None else None
@@ -155,7 +157,7 @@ class Checkpointer:
             None  # which the writer has, and that call fills
         )
         self._pid = os.getpid()
-        self._history: deque[Saved] = deque(maxlen=_KEPT_UNSAFE)
+        self._history: collections.deque[Saved] = collections.deque(maxlen=_KEPT_UNSAFE)
         self._window: SaveWindow | DeviceWindow | None = None
         self._device_streams: dict[Any, Any] = {}  # of copies, by device
         self._device_paces: dict[Any, Pace] = {}

@@ -53,6 +53,26 @@ def steps_in(root: Path) -> list[int]:
     return [e.step for e in Store(root, "test").entries() if e.manifest is not None]
 
 
+def test_checkpointers_of_a_part_of_the_ranks_do_not_part_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find(rank: int, size: int, name: str, **_: Any) -> Any:
+        names.append(name)
+        return (lambda mine: [mine]) if name == "exposed" else None
+
+    names: list[str] = []
+    monkeypatch.setattr(nostall.checkpoint._checkpointer, "find_rendezvous", find)
+
+    def met(rank: int, size: int) -> str:
+        with pytest.raises(UsageError, match="or pass gather="):
+            nostall.Checkpointer(tmp_path, rank=rank, world_size=size)
+        return names.pop()
+
+    part = met(0, 61)
+    first, second = ([met(rank, 62) for _ in range(2)] for rank in range(2))
+    assert first == second and len({part, *first}) == 3
+
+
 def test_a_checkpoint_goes_through_the_levels(tmp_path: Path) -> None:
     with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable") as ckpt:
         saved = ckpt.save(state_of(1), 1, level="fast")
