@@ -8,6 +8,7 @@ directory in the user's home.
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.util
 import ipaddress
 import json
@@ -19,6 +20,7 @@ import socket
 import stat
 import struct
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -120,6 +122,7 @@ def _by_store(store: Any, rank: int, world_size: int, name: str, timeout: float)
 
 # The barrier of a meeting that was given up: MPI takes none back, so the next meeting uses it.
 _entered: list[Any] = []
+_by_turns = threading.Lock()  # for meetings through MPI's one communicator
 
 
 def _by_mpi(world: Any, rank: int, name: str, timeout: float) -> AllGather:
@@ -129,19 +132,33 @@ def _by_mpi(world: Any, rank: int, name: str, timeout: float) -> AllGather:
             "meet: number the ranks as MPI does, or pass an allgather that has them in their order"
         )
 
+    vain = (
+        f"rank {rank} waited {timeout:g} s in vain for all {world.size} ranks of MPI to meet for "
+        f'"{name}": make this on all ranks'
+    )
+
     def allgather(mine: bytes) -> list[bytes]:
         deadline = time.monotonic() + timeout
-        barrier = _entered.pop() if _entered else world.Ibarrier()
-        while not barrier.Test():
-            if time.monotonic() > deadline:
-                _entered.append(barrier)
-                raise PeerError(
-                    f"rank {rank} waited {timeout:g} s in vain for all {world.size} ranks of MPI to "
-                    f'meet for "{name}": make this on all ranks'
-                )
-            time.sleep(_MPI_SECONDS)
-        parts: list[bytes] = world.allgather(mine)
-        return parts
+        if not _by_turns.acquire(timeout=timeout):
+            raise PeerError(vain)
+        try:
+            barrier = _entered.pop() if _entered else world.Ibarrier()
+            while not barrier.Test():
+                if time.monotonic() > deadline:
+                    _entered.append(barrier)
+                    raise PeerError(vain)
+                time.sleep(_MPI_SECONDS)
+            said: list[tuple[str, bytes]] = world.allgather((name, mine))
+        finally:
+            _by_turns.release()
+        other = next((r for r, (theirs, _) in enumerate(said) if theirs != name), None)
+        if other is not None:
+            raise UsageError(
+                f'rank {rank} came to meet for "{name}", and rank {other} for "{said[other][0]}": '
+                "through MPI ranks meet for one thing at a time, so let all make their loaders and "
+                "checkpointers in one order"
+            )
+        return [part for _, part in said]
 
     return allgather
 
@@ -217,18 +234,15 @@ def _collect(
     deadline: float,
 ) -> list[bytes]:
     parts = {0: mine}
-    try:
-        door = greeting.Door.at(_interface_of(address[0]), address[1], key, purpose)
-    except OSError as error:
-        raise PeerError(f"rank 0 cannot listen at {address[0]}:{address[1]}: {error}") from error
-    with door, contextlib.ExitStack() as joined:
+    with _listen(address, key, purpose, deadline) as door, contextlib.ExitStack() as joined:
         members: dict[int, socket.socket] = {}
         while len(parts) < world_size:
             admitted = door.admit(deadline)
             if not admitted:
                 missing = sorted(set(range(world_size)) - parts.keys())
+                where = " (on all interfaces of its host)" if door.address[0] in _ALL else ""
                 raise PeerError(
-                    f"rank 0 waited in vain for ranks {missing} at {address[0]}:{address[1]}"
+                    f"rank 0 waited in vain for ranks {missing} at {address[0]}:{address[1]}{where}"
                 )
             for connection in admitted:
                 joined.enter_context(connection)
@@ -252,13 +266,38 @@ def _collect(
     return ordered
 
 
+_ALL = ("0.0.0.0", "::")
+
+
+def _listen(address: tuple[str, int], key: bytes, purpose: str, deadline: float) -> greeting.Door:
+    """At the address; on all interfaces where this host has none that is called so, as behind a
+    translation of addresses. It waits for another meeting of this rank, which has the port."""
+    host = _interface_of(address[0])
+    while True:
+        try:
+            return greeting.Door.at(host, address[1], key, purpose)
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL and host not in _ALL:
+                host = "::" if ":" in host else "0.0.0.0"
+                continue
+            if error.errno != errno.EADDRINUSE or time.monotonic() + _RETRY_SECONDS > deadline:
+                raise PeerError(
+                    f"rank 0 cannot listen at {address[0]}:{address[1]}: {error}"
+                ) from error
+            time.sleep(_RETRY_SECONDS)
+
+
 def _interface_of(host: str) -> str:
-    """What to listen on: all interfaces where a host's name is its loopback's, as on Debian."""
+    """What to listen on: all interfaces where a host's name is its loopback's, as on Debian, or is not
+    known here."""
     if host == "localhost":
         return host
     with contextlib.suppress(ValueError):
         return str(ipaddress.ip_address(host))
-    return "" if socket.gethostbyname(host).startswith("127.") else host
+    with contextlib.suppress(socket.gaierror):
+        if not socket.gethostbyname(host).startswith("127."):
+            return host
+    return "0.0.0.0"
 
 
 def _send(connection: socket.socket, data: bytes, deadline: float) -> None:

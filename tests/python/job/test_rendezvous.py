@@ -75,6 +75,56 @@ def test_by_socket_where_the_hosts_own_name_is_its_loopback(
             waiting.result()
 
 
+@pytest.mark.parametrize("host", ["192.0.2.1", "service"])
+def test_by_socket_where_rank_0_does_not_have_the_address_that_leads_to_it(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of a Service of Kubernetes, whose name it may not know yet."""
+
+    def resolve(_: str) -> str:
+        raise socket.gaierror(socket.EAI_NONAME, "not known")
+
+    monkeypatch.setattr(socket, "gethostbyname", resolve)
+    port = free_port()
+
+    def gathering(rank: int, at: str, timeout: float) -> AllGather:
+        env = {"NOSTALL_RENDEZVOUS": f"tcp://{at}:{port}", "NOSTALL_SECRET": "s" * 16}
+        gather = find_rendezvous(rank, 2, "test", environment=env, timeout=timeout)
+        assert gather is not None
+        return gather
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(gathering(0, host, 60), b"0")
+        assert gathering(1, "127.0.0.1", 60)(b"1") == waiting.result() == [b"0", b"1"]
+    with pytest.raises(PeerError, match=rf"at {host}:\d+ \(on all interfaces of its host\)"):
+        gathering(0, host, 0.1)(b"0")
+
+
+def test_by_socket_meetings_of_threads_take_turns() -> None:
+    env = {"NOSTALL_RENDEZVOUS": f"tcp://127.0.0.1:{free_port()}", "NOSTALL_SECRET": "s" * 16}
+
+    def one(rank: int, name: str) -> list[bytes]:
+        gather = find_rendezvous(rank, 2, name, environment=env, timeout=60)
+        assert gather is not None
+        return gather(f"{name}{rank}".encode())
+
+    with ThreadPoolExecutor(4) as pool:
+        first = [pool.submit(one, 0, name) for name in "ab"]
+        second = [pool.submit(one, 1, name) for name in "ba"]
+        assert [f.result() for f in first] == [[b"a0", b"a1"], [b"b0", b"b1"]]
+        assert [f.result() for f in second] == [[b"b0", b"b1"], [b"a0", b"a1"]]
+
+
+def test_by_socket_a_port_that_stays_taken_is_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        where = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        env = {"NOSTALL_RENDEZVOUS": where, "NOSTALL_SECRET": "s" * 16}
+        gather = find_rendezvous(0, 2, "test", environment=env, timeout=0.1)
+        assert gather is not None
+        with pytest.raises(PeerError, match=r"rank 0 cannot listen at 127\.0\.0\.1:.* in use"):
+            gather(b"0")
+
+
 def test_by_socket_ignores_strangers() -> None:
     port = free_port()
     env = {"NOSTALL_RENDEZVOUS": f"tcp://127.0.0.1:{port}", "NOSTALL_SECRET": "s" * 16}
@@ -382,7 +432,9 @@ def test_torchruns_agents_that_counted_other_restarts_meet() -> None:
 
 @pytest.mark.multi
 def test_mpi_waits_for_no_rank_for_ever() -> None:
-    """A meeting that was given up is taken up by the next one, and ranks are numbered as in MPI."""
+    """A meeting that was given up is taken up by the next one, and ranks are numbered as in MPI.
+
+    Those that came for other things are told."""
     program = """
 import sys
 from mpi4py import MPI
@@ -409,6 +461,16 @@ if world.rank == 0:
 else:
     world.recv(source=0)
 assert meet(bytes([world.rank])) == [bytes([0]), bytes([1])]
+
+meet = find_rendezvous(world.rank, 2, "ab"[world.rank])
+try:
+    meet(b"")
+except UsageError as error:
+    assert 'rank {0} came to meet for "{2}", and rank {1} for "{3}"'.format(
+        world.rank, 1 - world.rank, "ab"[world.rank], "ba"[world.rank]
+    ) in str(error), error
+else:
+    sys.exit("ranks that meet for two things have met")
 """
     run_by_mpi("openmpi", "-c", program)
 
