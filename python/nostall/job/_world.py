@@ -30,7 +30,7 @@ class World:
     0 of 1 and stands for any (nostall.job._place finds it).
     `processes` is None, or the number of processes of the job where the caller names other ranks than
     theirs, as with tensor parallelism: several may have one, so the local rank is of processes.
-    `job_of_node`: `job` names a process of this node, so it differs on other nodes.
+    `of_node`: the end of `job` that other nodes of the job do not have, which names a process here.
     """
 
     rank: int
@@ -40,7 +40,7 @@ class World:
     job: str
     unknown: str = ""
     processes: int | None = None
-    job_of_node: bool = False
+    of_node: str = ""
 
     @property
     def most_here(self) -> int:
@@ -50,7 +50,7 @@ class World:
         return self.local_world_size
 
 
-# Launcher: (rank, size, local rank, local size, names that together identify the job).
+# Launcher: (rank, size, local rank, local size, names that together identify the job on all nodes).
 _LAUNCHERS: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
     "torchrun": (
         "RANK",
@@ -81,6 +81,11 @@ _LAUNCHERS: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
         ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
     ),
 }
+
+
+# Names the launcher's server on this node: two of Open MPI 5 that have one number, each in a container
+# of its own, call their jobs by one name.
+_SERVERS = {"Open MPI": "PMIX_SERVER_URI41"}
 
 
 def find_world(
@@ -121,7 +126,7 @@ def find_world(
         local_world_size=world.local_world_size if local_world_size is None else local_world_size,
         job=world.job if job is None else job,
         unknown="" if placed else world.unknown,
-        job_of_node=world.job_of_node and job is None,
+        of_node=world.of_node if job is None else "",
     )
     if not 0 <= world.rank < world.world_size:
         raise UsageError(f"rank {world.rank} is not in a world of {world.world_size}")
@@ -256,12 +261,13 @@ def find_address(
         return None
     if "MASTER_PORT" in env:
         return host, _number(env, "MASTER_PORT")
-    if world.job_of_node and not all_here:
+    name = world.job if all_here else world.job.removesuffix(world.of_node)
+    if not name:
         return None
     import hashlib
 
     # Below the ports that the system assigns to sockets without one.
-    return host, 15_000 + int(hashlib.sha256(world.job.encode()).hexdigest(), 16) % 17_000
+    return host, 15_000 + int(hashlib.sha256(name.encode()).hexdigest(), 16) % 17_000
 
 
 def _given(environment: Mapping[str, str] | None) -> dict[str, str]:
@@ -296,6 +302,12 @@ def from_environment(env: Mapping[str, str]) -> World:
             if beside.world_size == world_size:
                 return dataclasses.replace(beside, rank=_number(env, rank))
         names = [f"{name}={env[name]}" for name in job if name in env]
+        named = " ".join([launcher, *names]) if names else ""
+        if not names:  # ranks of a node descend from one process
+            of_node = f"{launcher} {_launching_process(rank)}"
+        else:
+            server = env.get(_SERVERS.get(launcher, ""))
+            of_node = f" {server}" if server else ""
         known = not alone and not missing
         return World(
             rank=_number(env, rank),
@@ -306,10 +318,9 @@ def from_environment(env: Mapping[str, str]) -> World:
             else _tasks_here(env, local_size)
             if launcher == "Slurm"
             else _number(env, local_size),
-            # Ranks of a node descend from one process where the launcher names no job.
-            job=f"{launcher} " + (" ".join(names) or _launching_process(rank)),
+            job=named + of_node,
             unknown=f"{rank} and {size} are set without {' and '.join(missing)}" if missing else "",
-            job_of_node=not names,
+            of_node=of_node,
         )
     return _SINGLE
 

@@ -86,6 +86,21 @@ def test_jobs_are_told_apart() -> None:
     assert a.job != find_world(environment={**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"}).job
 
 
+def test_jobs_of_two_servers_of_open_mpi_that_have_one_name_are_told_apart() -> None:
+    """As where mpirun is process 1 of each of two containers with the network of the host."""
+    where = "prterun-node-1@0.0;tcp4://127.0.0.1:"
+    one, other = ({**OPEN_MPI, "PMIX_SERVER_URI41": f"{where}{port}"} for port in (41001, 41002))
+    a = find_world(environment=one)
+    assert a.job == find_world(environment={**one, "OMPI_COMM_WORLD_RANK": "3"}).job
+    assert a.job != find_world(environment=other).job
+    # Other nodes of the job have a server of their own, and the same port.
+    ports = [
+        find_address(find_world(environment=env), {**env, "MASTER_ADDR": "head"})
+        for env in (OPEN_MPI, one, other)
+    ]
+    assert ports[0] is not None and ports[1:] == ports[:-1]
+
+
 @pytest.mark.parametrize(
     "shell",
     [
