@@ -13,6 +13,11 @@ def stat(pid: int | str) -> list[str]:
     return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
 
 
+def began() -> float:
+    """Seconds from the boot to the start of this process, as CLOCK_BOOTTIME counts them."""
+    return int(stat("self")[19]) / os.sysconf("SC_CLK_TCK")
+
+
 def environment(pid: int) -> dict[str, str]:
     """The variables that a process was started with and that are not empty; of another user's, none."""
     try:

@@ -6,6 +6,7 @@ import base64
 import json
 import logging
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,14 +14,17 @@ from typing import Any
 
 from nostall import _native
 from nostall.base import _options as options
+from nostall.base import _process as process
 from nostall.base._sizes import TierSpec
 from nostall.base._words import counted
 from nostall.errors import Error, UsageError
+from nostall.job import _notes as notes
 from nostall.job import _secret as secret
 from nostall.job._rendezvous import exposed, initialised_store
-from nostall.job._world import AllGather, World
+from nostall.job._world import SECONDS_TO_MEET, AllGather, World
 
 _log = logging.getLogger("nostall")
+_LOOK = 0.05  # seconds between two looks whether a process has ended
 LIBRARY = Path(__file__).parents[1] / "nostall_ucx.so"
 
 
@@ -119,12 +123,14 @@ def spans_nodes(world: World) -> bool:
 
 
 def check_alike(world: World, name: str, settings: Mapping[str, Any]) -> None:
-    """Compares `settings` with those of a rank of the node that arrived before, without waiting.
+    """Compares `settings` with those of a rank of the node that arrived before, and waits for none.
 
     Each rank leaves its own in notes, which end with it: torch's store may have those of ranks that
-    were killed. Ranks that walls part have none in common, and are compared through that store. Ranks
-    of several nodes are compared where they meet (`join`). Nothing is compared if notes cannot be
-    left: the comparison helps to find mistakes, but must not end a training.
+    were killed. Those that are older than this process may be of a program that the ranks ran before,
+    which has not ended on all: where they differ, their process gets the time to. Ranks that walls
+    part have none in common, and are compared through that store. Ranks of several nodes are compared
+    where they meet (`join`). Nothing is compared if notes cannot be left: the comparison helps to find
+    mistakes, but must not end a training.
 
     Args:
         world: of the loader.
@@ -138,8 +144,6 @@ def check_alike(world: World, name: str, settings: Mapping[str, Any]) -> None:
         return
     name = f"{name} of {world.world_size}"
     _look_over_walls(world, name, settings)
-    from nostall.job import _notes as notes
-
     try:
         notes.note(world.job, world.local_rank, name, {"rank": world.rank, "settings": settings})
     except OSError as error:
@@ -147,10 +151,27 @@ def check_alike(world: World, name: str, settings: Mapping[str, Any]) -> None:
         return
     # Its own was left before it looks, so that no two ranks miss each other.
     for local_rank in range(world.local_world_size):
-        first = notes.noted(world.job, local_rank, name) if local_rank != world.local_rank else None
-        if first is not None:
-            compare(first["rank"], first["settings"], world.rank, settings)
+        if local_rank != world.local_rank and _agrees(world, local_rank, name, settings):
             return
+
+
+def _agrees(world: World, local_rank: int, name: str, settings: Mapping[str, Any]) -> bool:
+    """Whether that rank of the node is there, with the same settings; raises if it has others."""
+    deadline = time.monotonic() + SECONDS_TO_MEET
+    while (first := notes.noted(world.job, local_rank, name)) is not None:
+        try:
+            compare(first.content["rank"], first.content["settings"], world.rank, settings)
+            return True
+        except UsageError as error:
+            if first.left >= process.began():
+                raise
+            if time.monotonic() > deadline:
+                raise UsageError(
+                    f"{error}; or end process {first.process}, which has not ended in "
+                    f"{SECONDS_TO_MEET:g} s, if it is of a program that the ranks ran before"
+                ) from error
+        time.sleep(_LOOK)
+    return False
 
 
 def _look_over_walls(world: World, name: str, settings: Mapping[str, Any]) -> None:

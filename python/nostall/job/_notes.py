@@ -14,6 +14,8 @@ import os
 import socket
 import struct
 import threading
+import time
+from dataclasses import dataclass
 from typing import Any
 
 _JOBS = 8  # of this process whose notes are kept: the newest
@@ -67,6 +69,15 @@ def _begin_anew() -> None:
 os.register_at_fork(after_in_child=_begin_anew)
 
 
+@dataclass(frozen=True)
+class Note:
+    """What the process left, and when: seconds since the boot."""
+
+    content: Any
+    process: int
+    left: float
+
+
 def note(job: str, local_rank: int, name: str, content: Any) -> None:
     """Leaves `content` (plain values) under `name`, until this process ends.
 
@@ -79,20 +90,22 @@ def note(job: str, local_rank: int, name: str, content: Any) -> None:
         _mine[address] = notes
         while len(_mine) > _JOBS:
             _mine.pop(next(iter(_mine))).close()
-        notes.add(json.dumps([name, content]).encode() + b"\n")
+        now = time.clock_gettime(time.CLOCK_BOOTTIME)
+        notes.add(json.dumps([name, content, now]).encode() + b"\n")
 
 
-def noted(job: str, local_rank: int, name: str) -> Any:
+def noted(job: str, local_rank: int, name: str) -> Note | None:
     """What that rank of the node left under `name`; None if it is not there, or left nothing."""
     address = _address(job, local_rank)
     try:
-        text = _read(address)
+        pid = _owner(address)
+        text = _read(pid, address)
     except OSError:  # no such rank, another user's, or one that ends now
         return None
     for line in text.split(b"\n")[:-1]:  # the last one may be on its way
-        given, content = json.loads(line)
+        given, content, left = json.loads(line)
         if given == name:
-            return content
+            return Note(content, pid, left)
     return None
 
 
@@ -105,13 +118,17 @@ def _name(address: str) -> str:
     return address[1:]
 
 
-def _read(address: str) -> bytes:
+def _owner(address: str) -> int:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as asking:
         asking.connect(address)
         owner = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, user, _ = struct.unpack("3i", owner)
     if user != os.geteuid():
         raise PermissionError(f"user {user} has @{_name(address)}")
+    return int(pid)
+
+
+def _read(pid: int, address: str) -> bytes:
     folder = f"/proc/{pid}/fd"
     for entry in os.listdir(folder):
         with contextlib.suppress(OSError):  # closed meanwhile

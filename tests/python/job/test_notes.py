@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import signal
 import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import prefork
 import pytest
 
+from nostall.base import _process as process
+from nostall.errors import UsageError
+from nostall.job import _cluster as cluster
 from nostall.job import _notes as notes
+from nostall.job._world import World, find_world
 
 # One after the other, so that no two loaders live at the same time: RANK makes one with seed SEED each
 # time that it is told to.
@@ -37,18 +45,17 @@ class Rank:
         orders = folder / secrets.token_hex(4)
         os.mkfifo(orders)
         self.orders = os.open(orders, os.O_RDWR)
+        place = {
+            "SLURM_JOB_ID": str(folder),
+            "SLURM_STEP_ID": "0",
+            "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_STEP_TASKS_PER_NODE": "2",
+            "SLURM_PROCID": str(number),
+            "SLURM_LOCALID": str(number),
+        }
+        self.job = find_world(environment=place).job
         self.process = prefork.Process(
-            ["-c", RANK, data, orders],
-            stdout=prefork.PIPE,
-            env={
-                **os.environ,
-                "SLURM_JOB_ID": str(folder),
-                "SLURM_STEP_ID": "0",
-                "SLURM_STEP_NUM_TASKS": "2",
-                "SLURM_STEP_TASKS_PER_NODE": "2",
-                "SLURM_PROCID": str(number),
-                "SLURM_LOCALID": str(number),
-            },
+            ["-c", RANK, data, orders], stdout=prefork.PIPE, env={**os.environ, **place}
         )
 
     def loads(self, seed: int) -> str:
@@ -59,7 +66,9 @@ class Rank:
     def kill(self) -> None:
         self.process.kill()
         self.process.communicate()
-        os.close(self.orders)
+        if self.orders >= 0:
+            os.close(self.orders)
+        self.orders = -1
 
 
 def test_loaders_that_never_live_at_the_same_time_are_compared(
@@ -81,12 +90,57 @@ def test_loaders_that_never_live_at_the_same_time_are_compared(
         again.kill()
 
 
+def test_a_program_waits_for_the_end_of_the_one_before_it(
+    image_folder: Path, tmp_path: Path
+) -> None:
+    """As `srun bash -c "python prepare.py; python train.py"` runs them: ranks end at several times."""
+    prepare = [Rank(number, image_folder, tmp_path) for number in range(2)]
+    train = None
+    try:
+        assert [rank.loads(1) for rank in prepare] == ["alike", "alike"]
+        prepare[0].kill()
+        train = Rank(0, image_folder, tmp_path)
+        with ThreadPoolExecutor(1) as pool:
+            said = pool.submit(train.loads, 2)
+            while notes.noted(train.job, 0, " loader 0 of 2") is None:
+                assert not said.done()
+                time.sleep(0.01)
+            with contextlib.suppress(TimeoutError):
+                said.result(0.5)  # it does not come before
+            prepare[1].kill()
+            assert said.result(60) == "alike"
+    finally:
+        for rank in (*prepare, train):
+            if rank is not None:
+                rank.kill()
+
+
+def settle(rank: int, job: str, **settings: Any) -> None:
+    cluster.check_alike(World(rank, 2, rank, 2, job), "loader 0", settings)
+
+
+def test_a_program_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = f"notes before {os.getpid()}"
+    settle(0, job, seed=1)
+    words = r"seed is 1 on rank 0 and 2 on rank 1; give all ranks the same arguments"
+    with pytest.raises(UsageError, match=rf"{words}$"):
+        settle(1, job, seed=2)
+    monkeypatch.setattr(cluster, "SECONDS_TO_MEET", 0.1)
+    monkeypatch.setattr(process, "began", lambda: float("inf"))
+    with pytest.raises(UsageError, match=rf"{words}; or end process {os.getpid()}, which has not"):
+        settle(1, job, seed=2)
+    settle(1, job, seed=1)
+
+
 def test_notes_are_those_of_one_job_and_rank_and_of_the_newest_jobs() -> None:
     def job(number: int) -> str:
         return f"notes {os.getpid()} {number}"
 
     notes.note(job(0), 0, "loader 0", {"seed": 1})
-    assert notes.noted(job(0), 0, "loader 0") == {"seed": 1}
+    found = notes.noted(job(0), 0, "loader 0")
+    assert found is not None
+    assert (found.content, found.process) == ({"seed": 1}, os.getpid())
+    assert process.began() < found.left <= time.clock_gettime(time.CLOCK_BOOTTIME)
     assert notes.noted(job(0), 0, "loader 1") is None
     assert notes.noted(job(0), 1, "loader 0") is None
     assert notes.noted(job(1), 0, "loader 0") is None
@@ -94,7 +148,8 @@ def test_notes_are_those_of_one_job_and_rank_and_of_the_newest_jobs() -> None:
     for number in range(50):
         notes.note(job(number), 0, "loader 0", number)
     assert notes.noted(job(0), 0, "loader 0") is None
-    assert notes.noted(job(49), 0, "loader 0") == 49
+    last = notes.noted(job(49), 0, "loader 0")
+    assert last is not None and last.content == 49
     assert len(os.listdir("/proc/self/fd")) < files + 20
 
 
@@ -128,7 +183,7 @@ def test_another_user_who_has_the_name_is_not_believed() -> None:
         os.close(say)  # so that the end of the other is one of the pipe
         assert os.read(ready, 1) == b"."
         with pytest.raises(PermissionError, match="user 61001 has @nostall-"):
-            notes._read(notes._address(job, 0))
+            notes._owner(notes._address(job, 0))
         assert notes.noted(job, 0, "loader 0") is None
         with pytest.raises(OSError, match="in use"):
             notes.note(job, 0, "loader 0", 1)
