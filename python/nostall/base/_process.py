@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -16,6 +17,15 @@ def stat(pid: int | str) -> list[str]:
 def began() -> float:
     """Seconds from the boot to the start of this process, as CLOCK_BOOTTIME counts them."""
     return int(stat("self")[19]) / os.sysconf("SC_CLK_TCK")
+
+
+def ancestors() -> Iterator[int]:
+    """The processes that this one descends from, the nearest first, as far as /proc shows them."""
+    pid = os.getppid()
+    with contextlib.suppress(OSError):  # ended meanwhile
+        while pid:
+            yield pid
+            pid = int(stat(pid)[1])
 
 
 def environment(pid: int) -> dict[str, str]:

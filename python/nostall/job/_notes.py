@@ -18,6 +18,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from nostall.base import _process as process
+
 _JOBS = 8  # of this process whose notes are kept: the newest
 _NOTES = 1000  # of a job: later ones are not made
 _BACKLOG = 4096
@@ -56,12 +58,14 @@ class _Notes:
 
 _mine: dict[str, _Notes] = {}
 _lock = threading.Lock()
+_program = {os.getpid()}  # the processes that have run this program, up to this one
 
 
 def _begin_anew() -> None:
     """A forked child is no rank: it must not keep the names of its parent."""
     global _lock, _mine
     _lock, former, _mine = threading.Lock(), _mine, {}
+    _program.add(os.getpid())
     for notes in former.values():
         notes.close()
 
@@ -107,6 +111,15 @@ def noted(job: str, local_rank: int, name: str) -> Note | None:
         if given == name:
             return Note(content, pid, left)
     return None
+
+
+def starter(job: str, local_rank: int) -> int:
+    """The process of that rank, if it started the program that runs here; else 0."""
+    try:
+        pid = _owner(_address(job, local_rank))
+    except OSError:
+        return 0
+    return pid if pid in process.ancestors() and pid not in _program else 0
 
 
 def _address(job: str, local_rank: int) -> str:

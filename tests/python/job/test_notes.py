@@ -7,6 +7,8 @@ import os
 import secrets
 import signal
 import socket
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -130,6 +132,41 @@ def test_a_program_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(UsageError, match=rf"{words}; or end process {os.getpid()}, which has not"):
         settle(1, job, seed=2)
     settle(1, job, seed=1)
+
+
+PROGRAM = """
+import sys
+from nostall.errors import UsageError
+from nostall.job import _cluster as cluster
+from nostall.job._world import World
+
+try:
+    cluster.check_alike(World(0, 2, 0, 2, sys.argv[1]), "loader 0", {})
+except UsageError as error:
+    print(error)
+"""
+
+
+def test_a_program_that_a_rank_starts_is_not_that_rank() -> None:
+    job = f"notes started {os.getpid()}"
+    settle(0, job)
+    program = [sys.executable, "-c", PROGRAM, job]
+    # Nor where something is between them, as a shell.
+    for command in (program, ["sh", "-c", 'set -e; "$@"; :', "sh", *program]):
+        said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        assert said.startswith(f"rank 0 (process {os.getpid()}) started this process, which is not")
+        assert "pass rank=0 and world_size=1" in said
+    # Another job has notes of its own, and a forked child may be what its parent makes of it.
+    said = subprocess.run([*program[:-1], "other"], check=True, capture_output=True).stdout
+    assert not said
+    child = os.fork()
+    if child == 0:
+        try:
+            settle(0, job)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_notes_are_those_of_one_job_and_rank_and_of_the_newest_jobs() -> None:
