@@ -5,12 +5,16 @@
 // that gives its files listens at one of its names; a thread accepts callers, compares their user
 // with its own (SO_PEERCRED), and answers with a fixed header and the descriptors. A caller asks
 // the members in turn, and the next one too when a member does not answer for kPatience.
+//
+// No system call binds a socket and listens at it in one, so a process may stand still between the
+// two. /proc says whether what is bound belongs to a process of this user, which then has the name.
 #include "base/handover.h"
 
 #include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/un.h>
 #include <unistd.h>
 
@@ -20,8 +24,11 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <filesystem>
+#include <fstream>
 #include <optional>
 #include <span>
+#include <sstream>
 #include <system_error>
 #include <thread>
 
@@ -38,7 +45,7 @@ constexpr uint32_t kAttempts = 4;  // names, where other users have taken some
 constexpr int kBacklog = 4096;
 constexpr size_t kMaxFiles = 64;
 constexpr uint64_t kMagic = 0x32564f444e48534e;  // "NSHNDOV2"
-// A name that is bound but not listened at for this long is not one of ours, between the two.
+// Between two looks whose a name is that is bound, and that nobody listens at.
 constexpr milliseconds kBetween{1000};
 // Between two looks at a name that takes no callers.
 constexpr milliseconds kLook{1};
@@ -96,6 +103,40 @@ std::optional<ucred> peer_of(int socket) {
 }
 
 bool is_ours(const std::optional<ucred>& peer) { return peer && peer->uid == ::geteuid(); }
+
+// The inode of the socket that has an abstract name, 0 if none has it; nothing without /proc.
+std::optional<uint64_t> inode_of(const std::string& name) {
+  std::ifstream sockets("/proc/self/net/unix");
+  if (!sockets) return std::nullopt;
+  for (std::string line; std::getline(sockets, line);) {
+    std::istringstream fields(line);
+    std::string skipped, path;
+    uint64_t inode = 0;
+    for (int i = 0; i < 6; ++i) fields >> skipped;
+    if (fields >> inode >> path && path == "@" + name) return inode;
+  }
+  return 0;
+}
+
+// Whether a process of this user has the name, or none has it any more, as far as /proc shows.
+bool may_be_ours(const std::string& name) {
+  namespace fs = std::filesystem;
+  const std::optional<uint64_t> inode = inode_of(name);
+  if (!inode || *inode == 0) return inode.has_value();
+  std::error_code ended, closed;
+  for (fs::directory_iterator process("/proc", ended), last; !ended && process != last;
+       process.increment(ended)) {
+    for (fs::directory_iterator file(process->path() / "fd", closed), end; !closed && file != end;
+         file.increment(closed)) {
+      struct stat found {};
+      if (::stat(file->path().c_str(), &found) == 0 && S_ISSOCK(found.st_mode) &&
+          found.st_ino == *inode) {
+        return found.st_uid == ::geteuid();
+      }
+    }
+  }
+  return inode_of(name) != inode;
+}
 
 // What one call waits for, with `waiting` now and then.
 class Waits {
@@ -293,8 +334,11 @@ Handover::Turn Handover::turn(Deadline deadline, const Waiting& waiting) const {
       if (error == ECONNREFUSED) {
         unheard_since = std::min(unheard_since, now);
         if (now - unheard_since > kBetween) {
-          others = "another program has @" + wanted;
-          break;
+          if (!may_be_ours(wanted)) {
+            others = "another program has @" + wanted;
+            break;
+          }
+          unheard_since = now;
         }
       }
       if (now >= deadline) {

@@ -44,7 +44,7 @@ class Handover {
     Descriptor socket_;
   };
   // Waits for it. Throws Error(peer) at the deadline, with the process that holds it, and Error(io)
-  // if all names are another user's, or a program has one and takes no more callers.
+  // if all names are another user's, or a program of this one has one and takes no callers.
   Turn turn(Deadline deadline, const Waiting& waiting = {}) const;
 
   // The files of a member that is alive, as it gave them, or nothing if there is none. Throws

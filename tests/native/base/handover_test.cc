@@ -221,9 +221,7 @@ TEST(HandoverTest, NamesThatOtherProgramsTookAreNotUsed) {
   const std::string job = fresh_job();
   Handover first(job, 0, 2), second(job, 1, 2);
   const std::string base = first.base();
-  // One that never listens, at the first names.
-  const Descriptor turn_name = squat(base + "0-turn", false),
-                   rank_name = squat(base + "0-0", false);
+  const Descriptor rank_name = squat(base + "0-0", false);  // and never listens
   const Descriptor file = file_with("mine");
   {
     const auto turn = first.turn(soon());
@@ -240,6 +238,23 @@ TEST(HandoverTest, NamesThatOtherProgramsTookAreNotUsed) {
     EXPECT_EQ(e.kind(), ErrorKind::io);
     EXPECT_THAT(e.what(), HasSubstr("@" + base + "0-0"));
   }
+}
+
+TEST(HandoverTest, AProcessThatStandsStillBeforeItListensHasTheTurn) {
+  const std::string job = fresh_job();
+  Handover me(job, 0, 1);
+  std::optional<Descriptor> slow = squat(me.base() + "0-turn", false);
+  try {
+    // Longer than it takes for the name of another user's program to be passed over.
+    static_cast<void>(me.turn(std::chrono::steady_clock::now() + 1500ms));
+    FAIL() << "two have the turn";
+  } catch (const Error& e) {
+    EXPECT_EQ(e.kind(), ErrorKind::io);
+    EXPECT_THAT(e.what(), HasSubstr("@" + me.base() + "0-turn"));
+  }
+  slow.reset();
+  const auto turn = me.turn(soon());
+  EXPECT_TRUE(has_socket(me.base() + "0-turn"));
 }
 
 TEST(HandoverTest, ANameWhoseOwnerTakesNoCallersIsNoRankThatHangs) {
@@ -299,6 +314,19 @@ TEST(HandoverTest, AProcessWithoutAFreeDescriptorAnswers) {
   });
   EXPECT_EQ(text_of(me.ask(soon()).at(0)), "of a full table");
   EXPECT_EQ(text_of(me.ask(soon()).at(0)), "of a full table");
+}
+
+TEST(HandoverTest, ANameThatAnotherUserTookAndNeverListensAtIsPassedOver) {
+  if (::geteuid() != 0) GTEST_SKIP() << "needs root, to be another user";
+  Handover me(fresh_job(), 0, 1);
+  Child stranger([&](auto ready) {
+    if (::setuid(12345) != 0) ::_exit(1);
+    const Descriptor turn_name = squat(me.base() + "0-turn", false);
+    ready();
+    ::pause();
+  });
+  const auto turn = me.turn(soon());
+  EXPECT_TRUE(has_socket(me.base() + "1-turn"));
 }
 
 TEST(HandoverTest, OtherUsersGetNothingAndGiveNothing) {
