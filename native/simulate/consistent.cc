@@ -369,7 +369,8 @@ class Consistent {
       const auto [first, last] = range(node, batch_);
       double mb = 0;
       for (uint64_t k = first; k < last; ++k) mb += sizes_[accesses_.samples[node][k]];
-      held_[node] = std::max(0.0, held_[node] - mb);
+      // Nothing, where nothing is staged behind: the rest of rounded sums would keep out a large batch.
+      held_[node] = next_batch_[node] == batch_ + 1 ? 0 : std::max(0.0, held_[node] - mb);
       slowest = std::max(slowest, mb);
     }
     const double seconds = slowest / model_.compute + model_.step_seconds;

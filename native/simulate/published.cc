@@ -206,6 +206,11 @@ class Published {
     if (decision_.loading == Loading::perfect) return time;
     Node& node = nodes_[n];
     const uint32_t sample = accesses_.samples[n][k];
+    if (decision_.loading == Loading::staged && k == node.next) {
+      // The training has come first: reading ahead goes on behind it.
+      node.at.push_back(kNotYet);
+      ++node.next;
+    }
     double there = k < node.next ? std::max(time, node.at[k - node.freed]) : kNotYet;
     if (there > time) {
       const Origin best = fastest(n, sample, time);

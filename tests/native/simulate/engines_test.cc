@@ -58,6 +58,36 @@ TEST(Published, OneNodeStagedIsEquation33) {
   EXPECT_LT(result.seconds, read * 1.03);
 }
 
+// One of 25 samples, larger than the staging buffers.
+std::vector<double> with_large(uint64_t samples, double large) {
+  std::vector<double> sizes = sizes_of(samples, 0.1);
+  for (size_t s = 0; s < samples; s += 25) sizes[s] = large;
+  return sizes;
+}
+
+TEST(Published, ReadsAheadBehindWhatWasReadAtOnce) {
+  Model model = small_cluster(1);
+  model.classes[0].capacity = 4;
+  const plan::JobSpec spec = training(400, 2, 1);
+  const std::vector<double> sizes = with_large(400, 5);
+  const Result staged = published(model, spec, sizes, loading(Loading::staged));
+  const Result on_demand = published(model, spec, sizes, loading(Loading::on_demand));
+  // Everything once, and in the small samples' time: half of what reading them on demand takes.
+  EXPECT_NEAR(staged.staged.back(), 2 * sum(sizes), 1e-6);
+  const double large = 2 * 16 * 5 * (1.0 / 66 + 1.0 / 200 + 1.0 / 100);
+  EXPECT_LT(staged.seconds - large, (on_demand.seconds - large) / 2);
+}
+
+TEST(Consistent, BatchesThatAreLargerThanTheStagingBufferCome) {
+  Model model = small_cluster(1);
+  model.classes[0].capacity = 1;
+  plan::JobSpec spec = training(400, 2, 1);
+  spec.global_batch = 1;
+  const std::vector<double> sizes = with_large(400, 5);
+  const Result result = consistent(model, spec, sizes, loading(Loading::staged));
+  EXPECT_NEAR(result.staged.back(), 2 * sum(sizes), 1e-6);
+}
+
 TEST(Consistent, TakesNoMoreThanTheSourceGives) {
   const Model model = small_cluster();
   const plan::JobSpec spec = training(4000, 3);
