@@ -80,8 +80,9 @@ class Job:
 
     @property
     def capacities(self) -> list[int]:
-        """Bytes of each storage class of a node, the staging buffer left out."""
-        return [int(c.capacity * MB) for c in self.environment.classes[1:]]
+        """Bytes of each storage class of a node but the staging buffer; no more than of all samples."""
+        most = int(self.bytes.sum())
+        return [min(int(c.capacity * MB), most) for c in self.environment.classes[1:]]
 
     def shares(self, classes: int) -> list[list[NDArray[np.uint32]]]:
         """``keep[node][class - 1]``: places sample k on node k mod N, into the first `classes` storage
@@ -183,15 +184,21 @@ def _from_file(name: str) -> type[Policy]:
     path, _, attribute = name.rpartition(":")
     if not Path(path).is_file():
         raise UsageError(f'policy "{name}": there is no file {path}')
-    # Registered under that name, so that its policies can be sent to other processes.
-    module_name = "nostall_policy_" + "".join(c if c.isalnum() else "_" for c in Path(path).stem)
     code = _checksum(path)
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
-        raise UsageError(f'policy "{name}": {path} is not a Python file')
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module
-    spec.loader.exec_module(module)
+    # Registered, once for each file and what is in it: so its policies can be sent to other processes.
+    place = hashlib.sha256(f"{Path(path).resolve()} {code}".encode()).hexdigest()
+    module = sys.modules.get(module_name := f"nostall_policy_{place}")
+    if module is None:
+        spec = importlib.util.spec_from_file_location(module_name, path)
+        if spec is None or spec.loader is None:
+            raise UsageError(f'policy "{name}": {path} is not a Python file')
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module_name] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[module_name]
+            raise
     kind = getattr(module, attribute, None)
     if not (isinstance(kind, type) and issubclass(kind, Policy)):
         raise UsageError(f'policy "{name}": {path} has no policy {attribute}')
