@@ -114,6 +114,15 @@ def job_of(scenario: Scenario) -> Job:
     return Job(scenario.environment, plan, scenario.dataset.sizes)
 
 
+def model_of(scenario: Scenario) -> _native.Model:
+    """The scenario's machine, as the engines take it.
+
+    Raises:
+        UsageError: values that do not go together; the message names them.
+    """
+    return scenario.environment.native(scenario.step.seconds(scenario.environment.N))
+
+
 def simulate(
     scenario: Scenario,
     modes: Sequence[Mode] = MODES,
@@ -131,9 +140,12 @@ def simulate(
     for mode in modes:
         if mode not in MODES:
             raise UsageError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
-    job = job_of(scenario)
-    model = scenario.environment.native(scenario.step.seconds(scenario.environment.N))
+    job, model = job_of(scenario), model_of(scenario)
     bound = run_decision(model, job, LowerBound().decide(job), modes[0]).seconds
+    if not bound:
+        raise UsageError(
+            "the training takes no time: it has samples of size 0 alone, and its steps take none"
+        )
     outcomes = []
     names = [c.name for c in scenario.environment.classes[1:]]
     for policy in scenario.policies:
@@ -209,26 +221,27 @@ def _outcome(policy: Policy, mode: Mode, **values: Any) -> Outcome:
 
 
 def read_once_bound(scenario: Scenario) -> float:
-    """Sum over epochs of max(computing, bytes that must leave the source / its best rate), seconds:
-    a bound for all policies that conserve bandwidth and keep the order.
+    """Seconds that all policies take that conserve bandwidth and keep the order, at least.
 
+    An epoch ends no sooner than its computing after the one before, and not before all bytes up to it
+    have left the source at its best rate; what is staged for an epoch may be read in those before.
     The bytes are the read-once minimum: all of S in the first epoch, then what the nodes together
     cannot keep. The rate is t(gamma) at its best for up to N clients, or what their links carry.
     """
     job = job_of(scenario)
-    environment = scenario.environment
-    model = environment.native(scenario.step.seconds(environment.N))
+    environment, model = scenario.environment, model_of(scenario)
     computing = run_decision(model, job, LowerBound().decide(job), "consistent").epoch_seconds
     clients = range(1, environment.N + 1)
     rate = max(min(environment.throughput(g), g * environment.b_fs) for g in clients)
     room = environment.N * environment.local_capacity
-    seconds = 0.0
+    seconds = there = 0.0
     for epoch, compute in enumerate(computing):
         # Once each: an order may repeat samples to fill its last batch.
         seen = np.zeros(len(scenario.dataset), dtype=bool)
         seen[job.plan.epoch_order(epoch)] = True
         read = float(scenario.dataset.sizes[seen].sum())
-        seconds += max(compute, (read if epoch == 0 else max(0.0, read - room)) / rate)
+        there += (read if epoch == 0 else max(0.0, read - room)) / rate
+        seconds = max(seconds + compute, there)
     return seconds
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -135,9 +136,9 @@ def test_sizes_of_real_data(image_folder: Path, tmp_path: Path) -> None:
         read_scenario(changed, Place(str(tmp_path / "mine.toml")))
 
 
-def with_sizes(path: Path, sizes: Any) -> Scenario:
+def with_sizes(path: Path, sizes: Any, **training: Any) -> Scenario:
     np.save(path, np.asarray(sizes))
-    changed = tables(training={"B": 8})
+    changed = tables(training={"B": 8, **training})
     changed["dataset"] = {"path": str(path)}
     return read_scenario(changed, Place("mine.toml"))
 
@@ -156,6 +157,21 @@ def with_sizes(path: Path, sizes: Any) -> Scenario:
 def test_sizes_that_cannot_be(sizes: Any, says: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=rf"mine.toml: dataset.path: .*sizes.npy {says}"):
         with_sizes(tmp_path / "sizes.npy", sizes)
+
+
+def test_a_training_of_samples_without_bytes(tmp_path: Path) -> None:
+    one = with_sizes(tmp_path / "sizes.npy", [5_000_000, 0, 0, 0, 0], E=1, B=4, drop_last=True)
+    trainings = (replace(one.training, seed=seed) for seed in range(100))
+    without = next(t for t in trainings if 0 not in t.plan(5, 4).epoch_order(0))
+    with pytest.raises(UsageError, match="the training takes no time: it has samples of size 0"):
+        simulate(replace(one, training=without))
+
+
+def test_room_for_more_than_any_data_set() -> None:
+    enough, more = (
+        simulate(with_values(scenario(), {"d.1": room}), shuffle=False) for room in (1e6, 1e14)
+    )
+    assert [o.seconds for o in more] == pytest.approx([o.seconds for o in enough], nan_ok=True)
 
 
 def test_sizes_of_small_types(tmp_path: Path) -> None:
@@ -246,8 +262,6 @@ def test_a_policy_that_keeps_too_much_is_named() -> None:
             decision.filling = Filling.prefetch
             decision.set_kept([[np.array([job.samples], np.uint32)]] * job.nodes)
             return decision
-
-    from dataclasses import replace
 
     with pytest.raises(UsageError, match="keeps sample 1200 of 1200"):
         simulate(replace(scenario(), policies=(Wrong(),)))

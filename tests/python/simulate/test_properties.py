@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,23 @@ def test_no_policy_beats_the_bounds(machine: dict[str, Any], epochs: int, batch:
             assert read >= accessed * (1 - 1e-6)
             # As published, what would come too late is read a second time.
             assert o.mode == "as-published" or read <= accessed * (1 + 1e-6)
+
+
+def test_what_is_staged_in_one_epoch_for_the_next_is_within_the_bound() -> None:
+    # Two large samples: batches with one on each node take half as long as those with both on one.
+    machine = {"N": 2, "c": 10, "beta": 1e6, "b_c": 1e6, "b_fs": 1e6, "t": {"1": 17}}
+    one = scenario(
+        environment={**machine, "d": [1000, 0, 0]},
+        training={"E": 60, "B": 2, "seed": 1},
+        policies=["staging-pool"],
+    )
+    one = replace(one, dataset=replace(one.dataset, sizes=np.array([5, 5, 0.001, 0.001])))
+    computing = simulate(replace(one, policies=(make_policy("lower-bound"),)), ["consistent"])[0]
+    reading = one.dataset.total / 17
+    found = simulate(one, ["consistent"])[0].seconds
+    # Epochs that read for longer than they compute are shorter than that for what was staged before.
+    assert found < sum(max(seconds, reading) for seconds in computing.epoch_seconds)
+    assert read_once_bound(one) <= found
 
 
 def _accessed(one: Any, outcome: Any) -> float:
