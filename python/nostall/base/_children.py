@@ -8,6 +8,7 @@ ignore these signals. They end with their parent, or when it kills them.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -15,7 +16,8 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from multiprocessing import (
     connection,
     forkserver,
@@ -24,9 +26,11 @@ from multiprocessing import (
     resource_tracker,
     util,
 )
-from typing import Any
+from typing import Any, TypeVar
 
 from nostall.errors import UsageError
+
+_T = TypeVar("_T")
 
 SECONDS_TO_END = 10.0
 # The exit code of a child that would start children while it imports the program, and what it means.
@@ -133,6 +137,41 @@ def begin() -> None:
     os.register_at_fork(after_in_child=_heed)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
     threading.Thread(target=_end_with, args=(parent_process(),), daemon=True).start()
+
+
+def results(
+    work: Callable[..., _T],
+    calls: Iterable[tuple[Any, ...]],
+    processes: int,
+    start_method: str,
+    prepare: Callable[[], None] = begin,
+) -> Generator[tuple[int, _T], None, None]:
+    """What `work` returns for each of the calls, with the call's number, in the order of their ends.
+
+    `prepare` is called first in each process, and calls `begin`. To close the iterator, an error and
+    Ctrl-C kill the processes: nobody waits for what they compute. What ended before an error is given.
+    """
+    context = multiprocessing.get_context(start_method)
+    pool = ProcessPoolExecutor(processes, context, prepare)
+    running: dict[Future[_T], int] = {}
+    left = enumerate(calls)
+    try:
+        while True:
+            # Not all at once: each holds its arguments.
+            with started(start_method):
+                for number, call in itertools.islice(left, 2 * processes - len(running)):
+                    running[pool.submit(work, *call)] = number
+            if not running:
+                return
+            ended, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in sorted(ended, key=lambda one: one.exception() is not None):
+                yield running.pop(future), future.result()
+    except BaseException:
+        for process in list(pool._processes.values()):
+            process.kill()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def compute_alone() -> None:

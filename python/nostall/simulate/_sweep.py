@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
 import math
-import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,12 @@ from typing import Any
 import numpy as np
 
 from nostall._version import __version__
+from nostall.base import _children as children
 from nostall.errors import IoError, UsageError
 from nostall.simulate._dataset import Dataset
 from nostall.simulate._environment import replace_value
 from nostall.simulate._policies import code_of
-from nostall.simulate._run import Mode, Outcome, read_once_bound, simulate
+from nostall.simulate._run import Mode, Outcome, job_of, model_of, read_once_bound, simulate
 from nostall.simulate._scenario import Scenario
 from nostall.simulate._tables import Place
 
@@ -90,7 +90,8 @@ def sweep(
         state: a file of finished points, one per line, from which an interrupted sweep continues;
             points of another scenario, of other modes or of other code (nostall's version, the files of
             policies) in it are left alone.
-        processes: how many points run at once.
+        processes: how many points run at once. An error or Ctrl-C ends them at once, and the state has
+            what was finished.
         progress: called with (points done, points in all).
 
     Raises:
@@ -100,7 +101,7 @@ def sweep(
     wanted = points_of(grids)
     machines = [with_values(scenario, values) for values in wanted]
     for one in machines:
-        one.environment.native()  # which names what does not go together
+        model_of(one), job_of(one)  # which name what does not go together
     stamp = _stamp(scenario, modes)
     done = _load(state, stamp) if state else {}
     order = [json.dumps(v, sort_keys=True) for v in wanted]
@@ -119,12 +120,12 @@ def sweep(
         for i in todo:
             finish(i, _point(machines[i], wanted[i], tuple(modes)))
     else:
+        calls = ((machines[i], wanted[i], tuple(modes)) for i in todo)
         # Forked, so that policies from the user's own files are available.
-        context = multiprocessing.get_context("fork")
-        with ProcessPoolExecutor(min(processes, len(todo)), mp_context=context) as pool:
-            futures = {pool.submit(_point, machines[i], wanted[i], tuple(modes)): i for i in todo}
-            for future in as_completed(futures):
-                finish(futures[future], future.result())
+        workers = children.results(_point, calls, min(processes, len(todo)), "fork")
+        with contextlib.closing(workers):
+            for number, point in workers:
+                finish(todo[number], point)
     return [done[key] for key in order]
 
 
@@ -173,8 +174,13 @@ def _load(state: str | os.PathLike[str], stamp: str) -> dict[str, Point]:
 
 def _append(state: str | os.PathLike[str], stamp: str, point: Point) -> None:
     try:
-        with open(state, "a") as file:
-            file.write(json.dumps({"stamp": stamp, **asdict(point)}) + "\n")
+        with open(state, "a+b") as file:
+            line = json.dumps({"stamp": stamp, **asdict(point)}).encode() + b"\n"
+            if end := file.tell():
+                file.seek(end - 1)
+                # A sweep that was killed may have left a part of a line.
+                line = line if file.read() == b"\n" else b"\n" + line
+            file.write(line)
     except OSError as error:
         raise IoError(f"cannot write {state}: {error.strerror}") from error
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import scenario, tables
@@ -21,12 +27,15 @@ from nostall.simulate._sweep import Point, cheapest, points_of, price_of, scalin
 
 ROOT = Path(__file__).parents[3]
 OWN = f"{ROOT / 'examples' / 'simulate-own-policy.py'}:Replicated"
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(nostall.__file__).parents[1])}
 GRID = {"d.1": [0, 60, 120], "d.2": [0, 100]}
 
 
-def write_scenario(path: Path) -> Path:
+def write_scenario(
+    path: Path, policies: Sequence[Any] = ("lower-bound", "hdmlp", "nostall")
+) -> Path:
     """The small scenario as a file."""
-    data = tables(policies=["lower-bound", "hdmlp", "nostall"])
+    data = tables(policies=list(policies))
 
     def value(v: object) -> str:
         if isinstance(v, dict):
@@ -54,12 +63,103 @@ def test_a_sweep_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
     )
     assert again == whole
     assert seen[0] == (4, 6) and seen[-1] == (6, 6) and len(seen) == 3
-    # A policy of a file works in other processes too.
-    own = scenario(policies=["nostall", OWN])
+    # What was written behind the part of a line is found again.
+    sweep(one, [GRID], ["consistent"], state=state, progress=lambda *at: seen.append(at))
+    assert seen[3:] == [(6, 6)]
+    # Policies of a file work in other processes too, also two of one file.
+    own = scenario(policies=["nostall", OWN, OWN])
     assert len(sweep(own, [GRID], ["consistent"], processes=2)) == 6
     # Points of another training are not taken for this one's.
     other = scenario(policies=["hdmlp", "nostall"], training={"E": 4})
     assert sweep(other, [GRID], ["consistent"], state=state) != whole
+
+
+STOPS = """
+import os, pathlib, time
+import nostall.simulate as s
+from nostall.errors import UsageError
+
+class Stops(s.Policy):
+    title = "Stops"
+
+    def __init__(self, folder):
+        self.folder = pathlib.Path(folder)
+
+    def decide(self, job):
+        room = job.environment.classes[1].capacity
+        if 1 <= room < 2:
+            (self.folder / f"{os.getpid()}.pid").touch()
+            time.sleep(600)
+        state = self.folder / "points"
+        while room == 2 and not (state.exists() and state.stat().st_size):
+            time.sleep(0.01)
+        if room == 2:
+            raise UsageError("cannot be")
+        return s.make_policy("lower-bound").decide(job)
+"""
+
+
+def stopping(folder: Path) -> dict[str, str]:
+    """Computes for ever with d.1 from 1 on, and refuses d.1 = 2 once a point is stored."""
+    (folder / "stops.py").write_text(STOPS)
+    return {"name": f"{folder / 'stops.py'}:Stops", "folder": str(folder)}
+
+
+def ended(folder: Path) -> bool:
+    """Whether the processes that computed for ever have ended."""
+    found = [int(path.stem) for path in folder.glob("*.pid")]
+    for number in found:
+        with contextlib.suppress(ProcessLookupError):
+            descriptor = os.pidfd_open(number)
+            try:
+                if not select.select([descriptor], [], [], 60)[0]:
+                    os.kill(number, signal.SIGKILL)
+                    return False
+            finally:
+                os.close(descriptor)
+    return bool(found)
+
+
+@pytest.mark.multi
+def test_a_refused_point_ends_a_sweep_at_once(tmp_path: Path) -> None:
+    one = scenario(policies=[stopping(tmp_path)])
+    grid, state = {"d.1": [0, 1, 2, 3]}, tmp_path / "points"
+    with pytest.raises(UsageError, match="cannot be"):
+        sweep(one, [grid], ["consistent"], state=state, processes=2)
+    assert ended(tmp_path)
+    assert '"d.1": 0' in state.read_text()
+    # What can be known before is refused before.
+    state.unlink()
+    with pytest.raises(UsageError):
+        sweep(scenario(), [{"B": [40, 5000]}], ["consistent"], state=state)
+    assert not state.exists()
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)]
+)
+def test_a_sweep_that_is_ended_leaves_no_process(
+    number: signal.Signals, status: int, tmp_path: Path
+) -> None:
+    path = write_scenario(tmp_path / "one.toml", [stopping(tmp_path)])
+    state = tmp_path / "points"
+    words = ["simulate", str(path), "--sweep", "d.1=0,1,1.1,1.2"]
+    words += ["--processes", "2", f"--state={state}"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "nostall", *words], env=ENVIRONMENT, start_new_session=True
+    )
+    while process.poll() is None and not (list(tmp_path.glob("*.pid")) and state.exists()):
+        time.sleep(0.01)
+    # Ctrl-C at a terminal goes to the whole group.
+    (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
+    try:
+        assert process.wait(60) == status
+        assert ended(tmp_path)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert state.read_text().count("\n") == 1
 
 
 def test_a_sweep_takes_no_points_of_other_code(
@@ -246,10 +346,9 @@ def test_files_that_cannot_be_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("example", ["simulate-own-policy.py", "buy-ssd-or-ram.py"])
 def test_examples(example: str) -> None:
-    package = str(Path(nostall.__file__).parents[1])
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / example)],
-        env={**os.environ, "PYTHONPATH": package},
+        env=ENVIRONMENT,
         capture_output=True,
         text=True,
         timeout=800,
