@@ -1,7 +1,8 @@
 """``nostall bench scaling``: the time of an epoch by ranks, threads and batch, and its five metrics.
 
 [Li 2019, sec. IV]: the same samples are shared by more ranks (strong scaling), the node's threads by
-its ranks, and gradients are reduced by Horovod's protocol (``mode="negotiated"``). Two networks: NT3,
+its ranks, and gradients are reduced by Horovod's protocol (``mode="negotiated"``). A run takes the
+whole steps of an epoch, and its seconds are scaled to all samples of it. Two networks: NT3,
 of whose weights one tensor has nearly all, on a tenth of its features; ResNet-50 on images of 64 x 64.
 Every run is a training of real processes on CPU, runs in turns. The first table is figures 4 and 5; the
 second has the metrics of figures 6 and 7, from the timeline that the engine writes.
@@ -97,6 +98,7 @@ def measure(settings: Sequence[Setting], samples: int, repeats: int) -> list[dic
         rows = []
         for chosen in settings:
             mine = [n for n, turn in enumerate(turns) if turn == chosen]
+            trained = samples - samples % (chosen.batch * chosen.ranks)
             found = None
             if chosen.ranks > 1:
                 # A process's later engines add their number to the name.
@@ -105,7 +107,11 @@ def measure(settings: Sequence[Setting], samples: int, repeats: int) -> list[dic
             rows.append(
                 {
                     **vars(chosen),
-                    "seconds": [max(rank["seconds"] for rank in results[n]) for n in mine],
+                    "seconds": [
+                        max(rank["seconds"] for rank in results[n]) * samples / trained
+                        for n in mine
+                    ],
+                    "trained": trained,
                     "metrics": None if found is None else _plain(found),
                 }
             )

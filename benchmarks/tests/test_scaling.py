@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,6 +39,20 @@ def test_epochs_and_metrics_by_ranks_threads_and_batch(
     assert 0 < found["feed_forward"] < max(rows[-1]["seconds"])
     assert 0 <= found["negotiation_average"] <= found["negotiation_max"]
     assert 0 <= found["window_average"] <= found["window_max"]
+
+
+def test_epochs_of_whole_steps_are_scaled_to_the_same_samples(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def train(runs: list[dict[str, Any]], ranks: int) -> list[list[dict[str, float]]]:
+        # A second for 8 samples of all ranks.
+        return [[{"seconds": run["steps"] * run["batch"] * ranks / 8}] * ranks for run in runs]
+
+    monkeypatch.setattr(scaling.sync, "measure", train)
+    settings = [scaling.Setting("mlp", 1, 1, batch) for batch in (4, 5, 32)]
+    rows = scaling.measure(settings, 48, 2)
+    assert [row["trained"] for row in rows] == [48, 45, 32]
+    assert all(row["seconds"] == pytest.approx([6, 6]) for row in rows)
 
 
 def test_settings_that_cannot_be_are_refused() -> None:
