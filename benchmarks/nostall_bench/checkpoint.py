@@ -2,9 +2,9 @@
 
 The experiment of [Chien 2018, sec. IV.C and V.C, fig. 9 and 10]: iterations that update all of the
 state, a checkpoint every so many, to slow storage, to fast storage, and to fast storage with a
-copy to the slow one behind. The stall of a checkpoint is its call and what the steps after it take
-longer than steps without any checkpoint; a save before them does not count. "processor" is the
-processor time of a checkpoint, until it is durable.
+copy to the slow one behind. The stall of a checkpoint is its call and what the steps until the next
+one take longer than steps without any checkpoint; a save before them does not count. "processor" is
+the processor time of a checkpoint, until it is durable.
 """
 
 from __future__ import annotations
@@ -35,8 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slow", default="nostall-bench/slow", help="a directory on slow storage")
     parser.add_argument("--fast", default="/dev/shm/nostall-bench", help="one on fast storage")
     parser.add_argument("--bytes", default="629MB", help="of the state")
-    parser.add_argument("--iterations", type=int, default=100)
-    parser.add_argument("--every", type=int, default=20, help="iterations to a checkpoint")
+    parser.add_argument("--iterations", type=int, default=100, action=harness.AtLeastOne)
+    parser.add_argument(
+        "--every",
+        type=int,
+        default=20,
+        action=harness.AtLeastOne,
+        help="iterations to a checkpoint",
+    )
     parser.add_argument(
         "--compute", type=float, default=0.2, help="seconds between updates, on an accelerator"
     )
@@ -172,11 +178,19 @@ def _measure(
         for t, disk, memory in writes.samples
         if t >= row["origin"]
     ]
-    saves = max(1, len(row["calls"]))
-    first = arguments.every  # the steps before the first save have none behind them
-    later = row["steps"][first:]
-    row["stall"] = (sum(row["calls"]) + sum(later) - len(later) * row["quiet"]) / saves
+    row["stall"] = _stall(row, arguments.every)
     return row
+
+
+def _stall(row: dict[str, Any], every: int) -> float:
+    """Seconds that a save costs, by its call and in as many steps as come between two saves.
+
+    Steps come behind each save but the last of a run.
+    """
+    later = row["steps"][every:]  # those before the first save have none behind them
+    behind: float = statistics.mean(later) - row["quiet"] if later else 0.0
+    call: float = statistics.mean(row["calls"] or [0.0])
+    return call + behind * every
 
 
 class _Writes:

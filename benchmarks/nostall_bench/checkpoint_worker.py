@@ -288,7 +288,7 @@ def work(settings: dict[str, Any]) -> dict[str, Any]:
         memcpy = (time.perf_counter() - began) * settings["bytes"] / largest.nbytes
     quiet = []
     cpu = _cpu_seconds()
-    for _ in range(settings["every"] // 2):
+    for _ in range(max(1, settings["every"] // 2)):
         began = time.perf_counter()
         wait(state, settings["compute"])
         step(state)

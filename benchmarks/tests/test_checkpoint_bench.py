@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nostall.cli import main
-from nostall_bench import checkpoint_worker, harness
+from nostall_bench import checkpoint, checkpoint_worker, harness
 
 pytest_plugins = ["forked_children"]
 
@@ -32,6 +32,23 @@ def save(used: list[Path]) -> Any:
     return child
 
 
+@pytest.mark.parametrize("saves", [1, 2, 5])
+def test_a_stall_is_what_a_save_adds_to_an_endless_training(saves: int) -> None:
+    every, quiet, call, behind = 4, 0.1, 0.03, 0.02
+    steps = [quiet] * every + [quiet + behind] * every * (saves - 1)
+    row = {"steps": steps, "calls": [call] * saves, "quiet": quiet}
+    expected = call + (behind * every if saves > 1 else 0)  # nothing is known of one save's steps
+    assert checkpoint._stall(row, every) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("option", ["--every", "--iterations"])
+def test_a_training_without_steps_is_refused(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "checkpoint", option, "0"]) == 2
+    assert capsys.readouterr().err == f"nostall: {option} must be at least 1, not 0\n"
+
+
 @pytest.mark.parametrize("fast", ["fast", "slow"])
 def test_what_the_directories_hold_stays(
     fast: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -49,7 +66,10 @@ def test_what_the_directories_hold_stays(
     assert {path.parent.name for path in used} == {"slow", fast}
 
 
-def test_a_first_save_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_first_save_does_not_count(
+    every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     done: list[object] = []
 
     class Recorded(checkpoint_worker.Method):
@@ -65,8 +85,9 @@ def test_a_first_save_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(checkpoint_worker.METHODS, "mine", (Recorded, "slow"))
     settings: dict[str, Any] = {"method": "mine", "fast": str(tmp_path), "slow": str(tmp_path)}
     settings |= {"threads": 1, "busy": False, "bytes": 1 << 20, "compute": 0}
-    found = checkpoint_worker.work({**settings, "iterations": 4, "every": 2})
-    assert done == [0, "finish", "step", "step", 1, "step", "step", 2, "finish"]
+    found = checkpoint_worker.work({**settings, "iterations": 2 * every, "every": every})
+    steps = ["step"] * every
+    assert done == [0, "finish", *steps, 1, *steps, 2, "finish"]
     assert len(found["calls"]) == 2
 
 
