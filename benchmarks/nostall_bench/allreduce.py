@@ -35,7 +35,6 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +44,7 @@ from nostall.base._sizes import parse_size
 from nostall.errors import PeerError, UsageError
 from nostall_bench import harness
 
+_SECONDS_TO_END = 10.0
 _RANK = Path(__file__).with_name("allreduce_rank.py")
 SIZES = [4, 64, 1 << 10, 8 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
 # Engine -> (kind, options of the rank, extra arguments of mpiexec).
@@ -319,11 +319,10 @@ def _run_engine(
         environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         processes = [subprocess.Popen(c, env=environment) for c in commands]
         try:
-            if not all_end_well(processes):
+            if not harness.all_end_well(processes):
                 raise PeerError(f"{engine} failed on {ranks} ranks; its output is above")
         finally:
-            for process in processes:
-                process.kill()
+            _end(processes)
         results = []
         for rank in range(ranks):
             with np.load(Path(out) / f"{rank}.npz") as file:
@@ -331,20 +330,16 @@ def _run_engine(
         return results
 
 
-def all_end_well(processes: list[subprocess.Popen[bytes]]) -> bool:
-    """Waits for all, or for the first that fails: others may wait for it without end."""
-    left = {os.pidfd_open(process.pid): process for process in processes}
-    try:
-        while left:
-            for ended in connection.wait(list(left)):
-                assert isinstance(ended, int)
-                os.close(ended)
-                if left.pop(ended).wait():
-                    return False
-        return True
-    finally:
-        for pidfd in left:
-            os.close(pidfd)
+def _end(processes: list[subprocess.Popen[bytes]]) -> None:
+    """By SIGTERM, at which mpiexec ends its ranks and removes its files; by SIGKILL what stays."""
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        try:
+            process.wait(_SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 @functools.cache

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import functools
 import json
+import math
 import os
 import platform
 import selectors
@@ -21,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
+from multiprocessing import connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -132,6 +134,8 @@ def children(
 ) -> list[Any]:
     """Runs ``python -m module`` once for each of the settings, all at once; what each measured.
 
+    The first that fails ends all.
+
     Args:
         timeout: seconds for all of them.
         together: they wait in `ready` until all of them have come so far.
@@ -168,16 +172,37 @@ def children(
                 for process in started:
                     assert process.stdin is not None
                     process.stdin.close()
-            for process in started:
-                process.wait(max(0.0, deadline - time.monotonic()))
+            if not all_end_well(started, deadline):
+                raise failed
         except subprocess.TimeoutExpired:
             raise UsageError(f"a rank of {name} took more than {timeout:g} s") from None
         finally:
             for process in started:
                 _end(process)
-        if any(process.returncode for process in started):
-            raise failed
         return [json.loads(out.read_text().splitlines()[-1]) for out in outputs]
+
+
+def all_end_well(processes: Sequence[subprocess.Popen[bytes]], deadline: float = math.inf) -> bool:
+    """Waits for all, or for the first that fails: others may wait for it without end.
+
+    After the deadline raises TimeoutExpired.
+    """
+    left = {os.pidfd_open(process.pid): process for process in processes}
+    try:
+        while left:
+            seconds = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
+            found = connection.wait(list(left), seconds)
+            if not found:
+                raise subprocess.TimeoutExpired("the end", 0)
+            for ended in found:
+                assert isinstance(ended, int)
+                os.close(ended)
+                if left.pop(ended).wait():
+                    return False
+        return True
+    finally:
+        for pidfd in left:
+            os.close(pidfd)
 
 
 def _start(

@@ -16,7 +16,7 @@ import pytest
 from nostall.cli import main
 from nostall.collective import Communicator
 from nostall.errors import IoError, UsageError
-from nostall_bench import allreduce, allreduce_rank, choose
+from nostall_bench import allreduce, allreduce_rank, choose, harness
 
 pytest_plugins = ["forked_children"]
 pytestmark = pytest.mark.multi
@@ -29,8 +29,19 @@ def test_a_rank_that_has_ended_already_is_waited_for() -> None:
     processes = [allreduce.subprocess.Popen(c, env=environment) for c in commands]
     for process in processes:
         select.select([process._status], [], [])
-    assert not allreduce.all_end_well(processes)
+    assert not harness.all_end_well(processes)
     assert [process.wait() for process in processes] == [0, 3]
+
+
+def test_launchers_are_asked_to_end_before_they_are_killed(tmp_path: Path) -> None:
+    at_sigterm = tmp_path / "asked"
+    asked = f"trap 'touch {at_sigterm}; exit 1' TERM; echo ready; while :; do sleep 0.01; done"
+    launcher = subprocess.Popen(["sh", "-c", asked], stdout=subprocess.PIPE)
+    assert launcher.stdout is not None and launcher.stdout.readline() == b"ready\n"
+    allreduce._end([launcher])
+    launcher.stdout.close()
+    assert launcher.returncode == 1
+    assert at_sigterm.exists()
 
 
 @pytest.mark.parametrize("operation", ["allreduce", "reduce", "allgather", "reduce_scatter"])
@@ -153,12 +164,12 @@ def test_deepspeed_needs_a_compiler_and_reduces_to_all(
 def test_ranks_that_wait_for_one_that_failed_are_not_awaited() -> None:
     waits = subprocess.Popen(["sleep", "1000"])
     try:
-        assert not allreduce.all_end_well([waits, subprocess.Popen(["false"])])
+        assert not harness.all_end_well([waits, subprocess.Popen(["false"])])
         assert waits.poll() is None
     finally:
         waits.kill()
         waits.wait()
-    assert allreduce.all_end_well([subprocess.Popen(["true"]), subprocess.Popen(["true"])])
+    assert harness.all_end_well([subprocess.Popen(["true"]), subprocess.Popen(["true"])])
 
 
 def test_the_bound_is_work_that_somebody_has_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

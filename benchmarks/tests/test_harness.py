@@ -100,6 +100,9 @@ def test_children_run_at_once(child: str) -> None:
     assert harness.children(child, ranks, together=True) == [2, 4]
     with pytest.raises(UsageError, match="a rank of the way failed"):
         harness.children(child, [{"value": 1}, {"fails": True}], name="the way")
+    # The others, which may wait for it, are not waited for.
+    with pytest.raises(UsageError, match="a rank of the way failed"):
+        harness.children(child, [{"late": True}, {"fails": True}], name="the way")
     # One that ends before it is ready is not waited for.
     with pytest.raises(UsageError, match="a rank of the way failed"):
         harness.children(
