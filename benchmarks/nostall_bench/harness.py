@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import hashlib
 import json
 import math
 import os
@@ -80,6 +81,18 @@ def dataset(
     home.mkdir(parents=True, exist_ok=True)
     suffix = "" if scale == 1 else f"-{scale:g}"
     return make_dataset(home / f"data-{files}{suffix}", DatasetSpec(files, scale=scale))
+
+
+def made_of(data: Path, directory: Path) -> Path:
+    """The folder in `directory` for what is made of a data set once: another for other files there."""
+    from nostall_bench.peers import listing
+
+    known = hashlib.sha256(os.fsencode(data.resolve()))
+    for path, _ in listing(data):
+        found = os.stat(path)
+        line = f"{os.path.relpath(path, data)} {found.st_size} {found.st_mtime_ns}\n"
+        known.update(os.fsencode(line))
+    return directory / f"made-{data.name}-{known.hexdigest()[:16]}"
 
 
 # Processes

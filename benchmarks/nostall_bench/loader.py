@@ -28,6 +28,7 @@ MODES = ("read", "transform", "fields", "recipe", "cached", "cold")
 LOOP = "C++ loop"
 # Of fields: no file is opened, as a loader's tiers spare it.
 IN_MEMORY = "C++ loop in memory"
+_FIELDS = "fields"  # the folder of what lies beside the images
 # What nostall-limit calls the modes that it has.
 LOOPS = {
     "read": "read",
@@ -81,9 +82,10 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         data = harness.dataset(home, arguments.files, given=arguments.data)
     files = [path for path, _ in peers.listing(data)]
+    made = harness.made_of(data, home)
     modes = [m for given in arguments.modes for m in (FIELDS if given == "fields" else (given,))]
     if any(mode in FIELDS for mode in modes):
-        make(_fields_of(home, data), files)
+        make(made / _FIELDS, files)
     result: dict[str, Any] = {
         "dataset": {"files": len(files), "bytes": sum(Path(f).stat().st_size for f in files)},
         "repeats": repeats,
@@ -91,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
         "passed": {},
     }
     for mode in modes:
-        rows = _mode(mode, chosen, data, files, home, arguments, repeats, console)
+        rows = _mode(mode, chosen, data, files, made, arguments, repeats, console)
         result["modes"][mode] = rows
         console.print(table(mode, rows, arguments.keep_cache))
         result["passed"][mode] = ahead = passed(rows)
@@ -114,7 +116,7 @@ def _mode(
     chosen: list[str],
     data: Path,
     files: list[str],
-    home: Path,
+    made: Path,
     arguments: argparse.Namespace,
     repeats: int,
     console: Any,
@@ -175,10 +177,10 @@ def _mode(
         for name, label, tiers in harness.turns(variants, repeats):
             progress.update(task, description=f"{mode}: {label}")
             measure = functools.partial(
-                _run_worker, name, mode, where, home, arguments, tiers, storage
+                _run_worker, name, mode, where, made, arguments, tiers, storage
             )
             if name in (LOOP, IN_MEMORY) and loop is not None:
-                fields, kept = _fields_of(home, data), name == IN_MEMORY
+                fields, kept = made / _FIELDS, name == IN_MEMORY
                 measure = functools.partial(_run_loop, loop, files, mode, fields, arguments, kept)
             harness.attempt(rows.setdefault(label, {"runs": []}), measure)
             progress.advance(task)
@@ -186,10 +188,6 @@ def _mode(
         if runs := row.get("runs"):
             row.update({key: harness.extent(r[key] for r in runs) for key in runs[0]})
     return rows
-
-
-def _fields_of(home: Path, data: Path) -> Path:
-    return home / f"fields-{data.name}"
 
 
 def _run_loop(
@@ -220,7 +218,7 @@ def _run_worker(
     name: str,
     mode: str,
     data: Path,
-    home: Path,
+    made: Path,
     arguments: argparse.Namespace,
     tiers: list[str],
     storage: SlowFS | None,
@@ -230,9 +228,9 @@ def _run_worker(
     module = peers.module(name)
     prepared = data
     if mode in FIELDS:
-        prepared = _fields_of(home, data)
+        prepared = made / _FIELDS
     elif hasattr(module, "prepare"):
-        prepared = module.prepare(data, home / f"prepared-{data.name}")
+        prepared = module.prepare(data, made)
     cold = storage is not None
     settings = {
         "loader": name,

@@ -71,7 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
             lacking[name] = {"missing": f"not installed: {', '.join(missing)}"}
         else:
             ways.append(name)
-    prepared = {name: _prepared(name, data, home) for name in ways if name in every}
+    made = harness.made_of(data, home)
+    prepared = {name: _prepared(name, data, made) for name in ways if name in every}
     folders = {_SAMPLES: data} | dict(prepared.values())
     files = [f"/{_SAMPLES}/{Path(f).relative_to(data)}" for f, _ in peers.listing(data)]
     size = sum(Path(f).stat().st_size for f, _ in peers.listing(data))
@@ -105,15 +106,17 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _prepared(name: str, data: Path, home: Path) -> tuple[str, Path]:
+def _prepared(name: str, data: Path, made: Path) -> tuple[str, Path]:
     """The bucket that a loader reads, and its folder."""
     from nostall_bench import peers
 
     module, variant, _ = peers.LOADERS[name]
-    bucket = "tar" if variant == "tar objects" else _BUCKETS.get(module, _SAMPLES)
-    if bucket == _SAMPLES:
+    if variant == "tar objects":
+        module = "webdataset_loader"  # whose shards it reads
+    if (bucket := _BUCKETS.get(module, _SAMPLES)) == _SAMPLES:
         return bucket, data
-    return bucket, peers.module(name).prepare(data, home / f"prepared-{data.name}")
+    maker = importlib.import_module(f"nostall_bench.peers.{module}")
+    return bucket, maker.prepare(data, made)
 
 
 def _loader(

@@ -110,6 +110,28 @@ def test_children_run_at_once(child: str) -> None:
         )
 
 
+def test_what_is_made_of_other_files_lies_elsewhere(tmp_path: Path) -> None:
+    def pictures(root: Path, text: str = "1") -> Path:
+        (root / "data" / "a").mkdir(parents=True)
+        (root / "data" / "a" / "1.jpg").write_text(text)
+        os.utime(root / "data" / "a" / "1.jpg", ns=(0, 0))
+        return root / "data"
+
+    first = pictures(tmp_path / "first")
+    folders = [harness.made_of(first, tmp_path), harness.made_of(first / ".." / "data", tmp_path)]
+    assert folders[0] == folders[1]
+    folders.append(harness.made_of(pictures(tmp_path / "second"), tmp_path))
+    os.utime(first / "a" / "1.jpg", ns=(0, 1))
+    folders.append(harness.made_of(first, tmp_path))
+    (first / "a" / "1.jpg").write_text("12")
+    os.utime(first / "a" / "1.jpg", ns=(0, 0))
+    folders.append(harness.made_of(first, tmp_path))
+    (first / "a" / "1.jpg").rename(first / "a" / "2.jpg")
+    folders.append(harness.made_of(first, tmp_path))
+    assert len(set(folders)) == 5
+    assert all(folder.parent == tmp_path for folder in folders)
+
+
 @pytest.mark.parametrize("word", [[], ["--help"]])
 def test_benchmarks_are_listed_with_a_line_each(
     word: list[str], capsys: pytest.CaptureFixture[str]

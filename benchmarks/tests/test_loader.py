@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tarfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from nostall.cli import main
 from nostall.errors import UsageError
 from nostall_bench import harness, loader, peers, slowfs, worker
 from nostall_bench.records import FIELDS
@@ -157,3 +159,32 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_unknown_loader_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no loader matches"):
         loader.run(parse("--quick", "--dir", str(tmp_path), "--loaders", "nonesuch"))
+
+
+def test_peers_read_what_was_made_of_the_same_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[tuple[str, str]] = []
+
+    def child(_: str, settings: dict[str, Any], **__: object) -> list[dict[str, float]]:
+        read.append((settings["data"], settings["prepared"]))
+        return [dict.fromkeys(("seconds", "samples", "cpu_seconds", "pss_bytes"), 1.0)]
+
+    monkeypatch.setattr(harness, "child", child)
+    monkeypatch.setattr(loader, "find_native", lambda _: None)
+    monkeypatch.setattr(peers, "absent", lambda _: [])
+    words = ["bench", "loader", "--dir", str(tmp_path), "--modes", "read", "--repeats", "1"]
+    for home in ("one", "two"):
+        data = tmp_path / home / "train"
+        (data / "a").mkdir(parents=True)
+        (data / "a" / "1.jpg").write_text(home)
+        assert main([*words, "--data", str(data), "--loaders", "WebDataset"]) == 0
+        with tarfile.open(Path(read[-1][1]) / "000000.tar") as shard:
+            picture = shard.extractfile("00000000.jpg")
+            assert picture is not None and picture.read() == home.encode()
+    # Nothing is made for a loader that reads the files.
+    before = sorted(tmp_path.glob("made-*/*"))
+    (data / "a" / "2.jpg").write_text("more")
+    assert main([*words, "--data", str(data), "--loaders", "nostall"]) == 0
+    assert read[-1] == (str(data), str(data))
+    assert sorted(tmp_path.glob("made-*/*")) == before

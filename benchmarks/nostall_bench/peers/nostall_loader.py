@@ -18,7 +18,6 @@ from nostall_bench.peers import (
     Job,
     listing,
     torch_loader,
-    webdataset_loader,
 )
 from nostall_bench.records import FIELDS, FRAMES, SHAPE, paths, shards
 
@@ -30,11 +29,6 @@ _SCHEMA: dict[str, fields.Kind] = {
     "array": fields.Array(shape=SHAPE),
     "sound": fields.Audio(frames=FRAMES),
 }
-
-
-def prepare(data: Path, work: Path) -> Path:
-    """The tar shards of WebDataset's row."""
-    return webdataset_loader.prepare(data, work)
 
 
 def _source(job: Job) -> nostall.Source:
