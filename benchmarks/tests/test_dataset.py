@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+import subprocess
+import sys
 import tempfile
+import time
 from pathlib import Path
-from signal import SIG_DFL, SIGTERM, getsignal, raise_signal
+from signal import SIG_DFL, SIGINT, SIGKILL, SIGTERM, getsignal, raise_signal
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from nostall.cli import main
 from nostall.errors import UsageError
-from nostall_bench import demo, harness
+from nostall_bench import harness
 from nostall_bench.demo import experiment
 from nostall_bench.demo.dataset import DatasetSpec, digest, make_dataset
+from nostall_bench.programs import child_environment
 
 
 def test_equal_specs_give_equal_bytes_whatever_the_processes(tmp_path: Path) -> None:
@@ -64,6 +71,26 @@ def test_a_complete_dataset_is_kept_and_another_refused(tmp_path: Path) -> None:
         make_dataset(root, DatasetSpec(files=9, classes=2, scale=0.2))
 
 
+@pytest.mark.multi
+def test_ctrl_c_ends_the_making_at_once(tmp_path: Path) -> None:
+    spec = "DatasetSpec(1_000_000, 2, scale=0.1)"  # an hour
+    program = f"make_dataset({str(tmp_path / 'data')!r}, {spec}, processes=2)"
+    making = subprocess.Popen(
+        [sys.executable, "-c", f"from nostall_bench.demo.dataset import *; {program}"],
+        env=child_environment(), stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    try:
+        while making.poll() is None and not list((tmp_path / "data").glob("*/*.jpg")):
+            time.sleep(0.01)
+        os.killpg(making.pid, SIGINT)
+        # The error of this process alone, and none of those that worked for it.
+        assert making.communicate(timeout=60)[1].count(b"Traceback") == 1
+        assert making.returncode == -SIGINT
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(making.pid, SIGKILL)
+
+
 def test_a_foreign_directory_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "thesis.tex").write_text("years of work")
@@ -87,7 +114,7 @@ def test_the_demo_says_what_it_makes_before_it_is_made(
         raise Begun
 
     with monkeypatch.context() as patched:
-        patched.setattr("nostall_bench.demo.dataset.ProcessPoolExecutor", no_pool)
+        patched.setattr("nostall_bench.demo.dataset.children.results", no_pool)
         with pytest.raises(Begun):
             experiment._dataset(tmp_path / "data", spec, harness.console())
     assert said().startswith("making 8 pictures in ")
@@ -105,11 +132,9 @@ def test_a_demo_that_is_ended_leaves_nothing(
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(experiment, "_train", ended)
-    parser = argparse.ArgumentParser()
-    demo.add_arguments(parser)
-    words = ["--dir", str(tmp_path / "demo"), "--files", "8", "--classes", "2"]
+    words = ["demo", "--dir", str(tmp_path / "demo"), "--files", "8", "--classes", "2"]
     with pytest.raises(SystemExit, match="143"):
-        demo.run(parser.parse_args(words))
+        main(words)
     assert getsignal(SIGTERM) is SIG_DFL
     assert [p.name for p in tmp_path.iterdir()] == ["demo"]
 

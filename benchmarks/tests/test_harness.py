@@ -132,6 +132,30 @@ def test_what_is_made_of_other_files_lies_elsewhere(tmp_path: Path) -> None:
     assert all(folder.parent == tmp_path for folder in folders)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("words", [["bench", "plan"], ["simulate", "sync"]])
+def test_a_benchmark_that_is_ended_removes_what_it_made(
+    words: list[str], number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removed = []
+
+    def ended(_: argparse.Namespace) -> int:
+        try:
+            signal.raise_signal(number)
+        finally:
+            signal.raise_signal(number)
+            removed.append("everything")
+        return 0
+
+    (point,) = metadata.entry_points(group="nostall.commands", name=".".join(words))
+    monkeypatch.setattr(importlib.import_module(point.value), "run", ended)
+    with pytest.raises(SystemExit) as status:
+        main(words)
+    assert status.value.code == 128 + number
+    assert removed == ["everything"]
+    assert signal.getsignal(number) is signal.SIG_DFL
+
+
 @pytest.mark.parametrize("word", [[], ["--help"]])
 def test_benchmarks_are_listed_with_a_line_each(
     word: list[str], capsys: pytest.CaptureFixture[str]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import signal
-import sys
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,9 +21,4 @@ def run(arguments: argparse.Namespace) -> int:
     from nostall_bench.demo import experiment, tokens
 
     run_demo = tokens.run if arguments.kind == "tokens" else experiment.run
-    # Like Ctrl-C it ends the demo, which leaves nothing mounted and nothing in memory then.
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    try:
-        return run_demo(arguments)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    return run_demo(arguments)

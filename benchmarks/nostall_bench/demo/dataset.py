@@ -8,13 +8,13 @@ ImageNet's training set: 4:2:0, quality 85 to 94, 450 x 375 pixels and 95 KB on 
 from __future__ import annotations
 
 import colorsys
+import contextlib
+import functools
 import hashlib
 import io
 import json
-import multiprocessing
 import os
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nostall.base import _children as children
 from nostall.errors import UsageError
 
 _VERSION = 1
@@ -80,6 +81,7 @@ _fields: NDArray[np.float32] | None = None
 
 def _start_worker(seed: int) -> None:
     global _fields
+    children.begin()
     _fields = _noise_fields(seed)
 
 
@@ -179,19 +181,13 @@ def make_dataset(
     if progress:
         progress(0, spec.files)
     processes = processes or len(os.sched_getaffinity(0))
-    with ProcessPoolExecutor(
-        processes,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=_start_worker,
-        initargs=(spec.seed,),
-    ) as pool:
-        done = 0
-        futures = [
-            pool.submit(_make_chunk, str(root), spec, begin)
-            for begin in range(0, spec.files, _CHUNK)
-        ]
-        for future in futures:
-            done += future.result()
+    calls = ((str(root), spec, begin) for begin in range(0, spec.files, _CHUNK))
+    prepare = functools.partial(_start_worker, spec.seed)
+    made = children.results(_make_chunk, calls, processes, "spawn", prepare)
+    done = 0
+    with contextlib.closing(made):
+        for _, count in made:
+            done += count
             if progress:
                 progress(done, spec.files)
     stamp.write_text(json.dumps(_stamp(spec)))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import re
 import select
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -203,7 +206,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = importlib.import_module(module)
         options = _Parser(prog=f"nostall {label}", description=command.__doc__)
         command.add_arguments(options)
-        status = int(command.run(options.parse_args(rest)))
+        arguments = options.parse_args(rest)
+        benchmark = module.partition(".")[0] != "nostall"
+        with _leaving_nothing() if benchmark else contextlib.nullcontext():
+            status = int(command.run(arguments))
         sys.stdout.flush()
         return status
     except Error as error:
@@ -229,6 +235,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         files = [str(f) for f in (error.filename, error.filename2) if f is not None]
         print(f"nostall: {' -> '.join(files) or label}: {error.strerror or error}", file=sys.stderr)
         return IoError.exit_code
+
+
+@contextlib.contextmanager
+def _leaving_nothing() -> Iterator[None]:
+    """SIGTERM and SIGHUP end what runs inside as Ctrl-C does: benchmarks mount file systems, fill
+    memory, and make namespaces and control groups, which they remove as they end."""
+    ended = False
+
+    def end(number: int, _: object) -> None:
+        nonlocal ended
+        if not ended:  # a second one does not interrupt the removal
+            ended = True
+            sys.exit(128 + number)
+
+    before = {
+        number: signal.signal(number, end)
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if threading.current_thread() is threading.main_thread()
+        and signal.getsignal(number) is signal.SIG_DFL
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _reader_has_gone() -> bool:
