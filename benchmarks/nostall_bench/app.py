@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument(
         "--prefetch", type=int, nargs="+", choices=(0, 1), default=[0, 1],
-        help=f"batches prepared ahead; {OURS} always has one",
+        help=f"batches prepared ahead; {OURS} always has one, torch two a worker instead of one",
     )  # fmt: skip
     parser.add_argument("--batch-size", type=int, nargs="+", default=[64])
     parser.add_argument("--steps", type=int, default=20, help="at most what the images give")
@@ -50,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints a table, writes ``app.json`` and ``app.png``."""
     from nostall_bench.peers import listing
+    from nostall_bench.pipelines import batches_ahead
 
     home = Path(arguments.dir).absolute()
     home.mkdir(parents=True, exist_ok=True)
@@ -57,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     result: dict[str, Any] = {"files": len(items), "rows": []}
     table = harness.table(
         "AlexNet: run time, and the cost of input",
-        *("pipeline", "batch", "threads", "prefetch", "seconds", "input costs", "share"),
+        *("pipeline", "batch", "threads", "batches ahead", "seconds", "input costs", "share"),
     )
     for batch in arguments.batch_size:
         steps = min(arguments.steps, len(items) // batch)
@@ -93,7 +94,9 @@ def run(arguments: argparse.Namespace) -> int:
                 "cost": seconds - base, "activity": measured[-1]["activity"],
             }  # fmt: skip
             result["rows"].append(row)
-            within = ("", "") if pipeline == MEMORY else (str(threads), str(prefetch))
+            within = ("", "")
+            if pipeline != MEMORY:
+                within = (str(threads), str(batches_ahead(pipeline, threads, prefetch)))
             table.add_row(
                 "one batch in memory" if pipeline == MEMORY else pipeline, str(batch), *within,
                 harness.spread(row["seconds"]),

@@ -228,6 +228,11 @@ PIPELINES: dict[str, Callable[[Work], Iterator[tuple[Any, list[int]]]]] = {
 _NEEDS = {"tf.data": "tensorflow", "grain": "grain"}
 
 
+def batches_ahead(pipeline: str, threads: int, prefetch: int) -> int:
+    """How many batches a pipeline prepares ahead: a worker of torch makes whole ones, and two ahead."""
+    return 2 * threads * prefetch if pipeline == "torch" else prefetch
+
+
 def installed() -> list[str]:
     """The pipelines that can run here."""
     return [

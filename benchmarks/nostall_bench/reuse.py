@@ -18,6 +18,7 @@ import math
 import tempfile
 import time
 import types
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,7 @@ def _stored(folder: Path, order: Order, arguments: argparse.Namespace) -> dict[s
         nostall.ImageFolder(folder, index=False), range(arguments.files * 3 // 4)
     )
     tier = _two_chunks(source, SubBatches(arguments.resident), arguments)
+    job = uuid.uuid4().hex
     loaders = [
         nostall.DataLoader(
             source,
@@ -169,7 +171,7 @@ def _stored(folder: Path, order: Order, arguments: argparse.Namespace) -> dict[s
             world_size=arguments.ranks,
             local_rank=rank % arguments.node,
             local_world_size=arguments.node,
-            job=f"reuse {order} {rank // arguments.node}",
+            job=f"{job} {rank // arguments.node}",
         )
         for rank in range(arguments.ranks)
     ]

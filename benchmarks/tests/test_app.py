@@ -45,7 +45,7 @@ def test_the_cost_of_input_is_the_difference(
 
 
 def test_ways_take_turns_and_ours_has_one_prefetch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     turns: list[tuple[str, int]] = []
 
@@ -61,6 +61,12 @@ def test_ways_take_turns_and_ours_has_one_prefetch(
     assert app.run(parse(*home, *options, *pipelines)) == 0
     ways = [(app.MEMORY, 0), ("nostall", 1), ("map", 0), ("map", 1)]
     assert turns == [*ways, *ways[1:], ways[0]]
+    capsys.readouterr()
+    assert app.run(parse(*home, *options, "--pipelines", "torch", "map", "--threads", "3")) == 0
+    rows = [line.split("│") for line in capsys.readouterr().out.splitlines() if "│" in line]
+    ahead = {(row[1].strip(), row[4].strip()) for row in rows}
+    # A worker of torch makes whole batches.
+    assert {("torch", "0"), ("torch", "6"), ("map", "0"), ("map", "1")} <= ahead
 
 
 def test_the_model_is_alexnet() -> None:

@@ -42,6 +42,38 @@ def test_orders_and_batches_are_compared(
     assert all(len(run["accuracy"]) == 4 for run in found.values())
 
 
+def test_two_runs_at_once_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[str] = []
+
+    class Named(Exception):
+        pass
+
+    def loader(*_: object, job: str, **__: object) -> None:
+        jobs.append(job)
+        raise Named
+
+    monkeypatch.setattr("nostall.DataLoader", loader)
+    for _ in range(2):
+        with pytest.raises(Named):
+            main(
+                [
+                    "bench",
+                    "reuse",
+                    "--files",
+                    "64",
+                    "--side",
+                    "16",
+                    "--batch",
+                    "1",
+                    "--ranks",
+                    "4",
+                    "--node",
+                    "2",
+                ]
+            )
+    assert jobs[0] != jobs[1]
+
+
 def test_too_few_pictures_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "reuse", "--files", "100"]) == 2
     assert "8 global batches" in capsys.readouterr().err
