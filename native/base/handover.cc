@@ -123,16 +123,17 @@ bool may_be_ours(const std::string& name) {
   namespace fs = std::filesystem;
   const std::optional<uint64_t> inode = inode_of(name);
   if (!inode || *inode == 0) return inode.has_value();
+  const fs::path link = "socket:[" + std::to_string(*inode) + "]";
   std::error_code ended, closed;
   for (fs::directory_iterator process("/proc", ended), last; !ended && process != last;
        process.increment(ended)) {
     for (fs::directory_iterator file(process->path() / "fd", closed), end; !closed && file != end;
          file.increment(closed)) {
+      // To follow the link of another file may hang with its file system.
+      std::error_code gone;
+      if (fs::read_symlink(file->path(), gone) != link) continue;
       struct stat found {};
-      if (::stat(file->path().c_str(), &found) == 0 && S_ISSOCK(found.st_mode) &&
-          found.st_ino == *inode) {
-        return found.st_uid == ::geteuid();
-      }
+      return ::stat(file->path().c_str(), &found) == 0 && found.st_uid == ::geteuid();
     }
   }
   return inode_of(name) != inode;

@@ -22,7 +22,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from nostall.cli import _mpi_library as mpi_library
 from nostall.cli import _run as mpi
 from nostall.errors import Error, UsageError
 from nostall.observe import trace
@@ -70,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
             library = mpi.library(command[0])
             variables |= mpi.environment(library, profile=str(calls), replace=False)
     try:
-        if len(variables) > 1 or mpi_library.is_launcher(command[0]):
+        if len(variables) > 1 or mpi.passes(command, trace.VARIABLE):
             words = mpi.command(command, variables)
         status = _call(words, {**os.environ, trace.VARIABLE: str(home)})
     except OSError as error:

@@ -86,17 +86,25 @@ def command(words: list[str], variables: Mapping[str, str]) -> list[str]:
     """
     if not mpi_library.is_launcher(words[0]):
         return ["env", *(f"{k}={v}" for k, v in variables.items()), *words]
-    version = subprocess.run(
-        [words[0], "--version"], capture_output=True, text=True, check=False
-    ).stdout
     given = _passed(words).keys() & SETTINGS
     variables = {k: v for k, v in variables.items() if k not in given or os.environ.get(k) != v}
     words, variables = _joined(words, variables)
-    if mpi_library.family(version) == "Open MPI":
+    if _family(words[0]) == "Open MPI":
         options = [word for k, v in variables.items() for word in ("-x", f"{k}={v}")]
     else:
         options = [word for k, v in variables.items() for word in ("-genv", k, v)]
     return [words[0], *options, *words[1:]]
+
+
+def passes(words: Sequence[str], name: str) -> bool:
+    """Whether `command` can pass a variable on: its line does not yet, and the launcher is known."""
+    known = mpi_library.is_launcher(words[0]) and _family(words[0]) is not None
+    return known and name not in _passed(words)
+
+
+def _family(launcher: str) -> str | None:
+    said = subprocess.run([launcher, "--version"], capture_output=True, text=True, check=False)
+    return mpi_library.family(said.stdout)
 
 
 def _passed(words: Sequence[str]) -> dict[str, int]:
@@ -166,7 +174,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"{chosen} does not exist")
     if shutil.which(words[0]) is None:
         raise UsageError(f"cannot run {words[0]}: there is no such program")
-    if arguments.profile and (left := arrivals.find([arguments.profile])):
+    used = arguments.profile and Path(arguments.profile).is_dir()
+    if used and (left := arrivals.find([arguments.profile])):
         raise UsageError(
             f"{arguments.profile} holds a profile already ({left[0].name}): give another directory "
             "with --profile"

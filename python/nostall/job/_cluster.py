@@ -138,8 +138,7 @@ def check_alike(world: World, name: str, settings: Mapping[str, Any]) -> None:
         settings: what they must have alike, plain values.
 
     Raises:
-        UsageError: they differ, with the first that does and both values; or this process has the rank
-            of one that started it.
+        UsageError: they differ, with the first that does and both values.
     """
     if world.processes is not None or world.local_world_size == 1:
         return
@@ -149,10 +148,15 @@ def check_alike(world: World, name: str, settings: Mapping[str, Any]) -> None:
         notes.note(world.job, world.local_rank, name, {"rank": world.rank, "settings": settings})
     except OSError as error:
         if pid := notes.starter(world.job, world.local_rank):
-            raise UsageError(
-                f"rank {world.rank} (process {pid}) started this process, which is not one of the "
-                "ranks: pass rank=0 and world_size=1, or another job= if each rank starts one"
-            ) from error
+            # No error: that process may only wait for this one, its loaders closed.
+            _log.warning(
+                "rank %d (process %d) made loaders and started this process, which makes some of that "
+                "rank too: where both read, pass rank=0 and world_size=1, or another job= if each rank "
+                "starts one",
+                world.rank,
+                pid,
+            )
+            return
         _log.debug("the settings of the ranks of the node are not compared: %s", error)
         return
     # Its own was left before it looks, so that no two ranks miss each other.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -125,6 +127,8 @@ def test_profiles_of_two_jobs_in_one_directory_are_not_mixed(
     assert main(words) == UsageError.exit_code
     said = capsys.readouterr().err
     assert f"{tmp_path} holds a profile already (mpi-0.profile): give another directory" in said
+    words[words.index(str(tmp_path))] = str(tmp_path / "none-yet.profile")
+    assert subprocess.run([sys.executable, "-m", "nostall", *words]).returncode == 0
     (tmp_path / "run" / "mpi").mkdir(parents=True)
     write_profiles(tmp_path / "run" / "mpi", [[1, 2]])
     assert main(["profile", "-o", str(tmp_path / "run"), "--", "true"]) == UsageError.exit_code
