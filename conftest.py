@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -50,6 +51,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Shells ignore SIGINT for what runs behind them, and nohup SIGHUP: tests are to hear both.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     launchers = Path(tempfile.mkdtemp(prefix="prte-"))
     config.stash[LAUNCHERS] = launchers
     config.add_cleanup(lambda: shutil.rmtree(launchers, ignore_errors=True))

@@ -662,7 +662,6 @@ def test_an_item_that_was_interrupted_is_not_taken_for_the_next_one(
             time.sleep(0.01)
         signal.pthread_kill(main, signal.SIGINT)
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     thread = threading.Thread(target=interrupt)
     thread.start()
     try:
@@ -670,7 +669,6 @@ def test_an_item_that_was_interrupted_is_not_taken_for_the_next_one(
             source[7]
     finally:
         thread.join()
-        signal.signal(signal.SIGINT, before)
     data.go.touch()
     pids = source.maker_pids
     assert [source[i] for i in range(20)] == list(range(20))

@@ -343,7 +343,6 @@ def test_forked_children_may_begin_with_loaders_of_their_parent(image_folder: Pa
 
 RANK_PROGRAM = """
 import os, signal, sys, time, nostall
-signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs start without one
 rank = int(sys.argv[1])
 loader = nostall.DataLoader(nostall.ImageFolder(sys.argv[2]), 4, epochs=1000,
                             tiers=["ram:50KiB", *sys.argv[4:]], rank=rank, world_size=2,

@@ -392,17 +392,13 @@ def test_ctrl_c_in_a_tier_ends_the_program(source: nostall.CustomSource, method:
 
     setattr(Interrupted, method, interrupt)
     assert threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with nostall.Tiers(source, Interrupted()) as tiers:
-            with pytest.raises(KeyboardInterrupt):
-                for _ in range(2):
-                    # The source reads in Python too.
-                    with contextlib.suppress(IoError):
-                        tiers.read(range(40))
-            assert tiers.read(range(40)) == [data for data, _ in expected(range(40))]
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with nostall.Tiers(source, Interrupted()) as tiers:
+        with pytest.raises(KeyboardInterrupt):
+            for _ in range(2):
+                # The source reads in Python too.
+                with contextlib.suppress(IoError):
+                    tiers.read(range(40))
+        assert tiers.read(range(40)) == [data for data, _ in expected(range(40))]
 
 
 class Unspeakable(Exception):

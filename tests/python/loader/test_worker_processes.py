@@ -243,7 +243,6 @@ def hangs(samples, contexts):
         signal.pause()
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs start without one
     _children.SECONDS_TO_END = 0.2
     processes = Processes(1, hangs)
     print(processes.submit([sys.argv[1]], [None], 1)[0].result())

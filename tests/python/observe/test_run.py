@@ -1292,7 +1292,6 @@ def test_a_signal_ends_the_profiled_command_and_its_report_is_written(
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # as not behind nohup
     )
     assert profile.stdin and profile.stdout
     try:
