@@ -31,6 +31,8 @@ from nostall.errors import PeerError, UsageError
 _GRACE = 10.0
 _NAMED = 8
 
+_CONNECT = 10.0  # seconds for a connection to torch's server
+
 # Torch's server closes the connection of who sends a value of more than 8 MiB.
 _PIECE = 4 << 20
 _AT_ONCE = 16  # answers in one request
@@ -46,14 +48,27 @@ class Met:
     parts: list[bytes]
 
 
-def own_connection(store: Any) -> Any:
+def innermost(store: Any) -> Any:
+    """The store of torch beneath its prefixes."""
+    while (inner := getattr(store, "underlying_store", None)) is not None:
+        store = inner
+    return store
+
+
+def own_connection(store: Any, seconds: float) -> Any:
     """The store by a connection of its own: while a thread waits in one, no other thread can use it.
 
-    Releases of torch without Store.clone, and stores written in Python, share what they have.
+    Releases of torch without Store.clone, and stores written in Python, share what they have. So does
+    one whose server takes no connection in `seconds`: a clone tries for the store's own time limit,
+    and what is shared fails at once.
     """
+    inner = innermost(store)
     try:
+        if host := getattr(inner, "host", ""):
+            limit = max(0.001, min(_CONNECT, seconds))
+            socket.create_connection((host, inner.port), limit).close()
         return store.clone()
-    except (AttributeError, RuntimeError):
+    except (AttributeError, OSError, RuntimeError):
         return store
 
 
@@ -79,7 +94,7 @@ def meet(store: Any, rank: int, size: int, name: str, mine: bytes, timeout: floa
     """
     if size == 1:  # there is no other rank
         return Met(secrets.token_hex(8), [mine])
-    meeting = _Meeting(own_connection(store), rank, size, name, timeout)
+    meeting = _Meeting(store, rank, size, name, timeout)
     try:
         return meeting.call(mine) if rank == 0 else meeting.answer(mine)
     except (PeerError, UsageError):
@@ -118,12 +133,12 @@ class _Said(NamedTuple):
 
 class _Meeting:
     def __init__(self, store: Any, rank: int, size: int, name: str, timeout: float) -> None:
-        self._store, self._rank, self._size = store, rank, size
+        self._timeout, self._began = timeout, time.monotonic()
+        self._deadline = self._began + timeout
+        self._store, self._rank, self._size = own_connection(store, timeout), rank, size
         self._name = name if len(name) <= _LONGEST else name[: _LONGEST - 3] + "..."
         known = name if len(name) <= _LONGEST else hashlib.sha256(name.encode()).hexdigest()
         self._at = f"nostall/{known}/{size}"
-        self._timeout, self._began = timeout, time.monotonic()
-        self._deadline = self._began + timeout
         self._me = f"{secrets.token_hex(8)} process {os.getpid()} of {socket.gethostname()}"
         self._extended = hasattr(store, "has_extended_api") and store.has_extended_api()
 

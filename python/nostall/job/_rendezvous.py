@@ -34,7 +34,7 @@ from nostall.base import _owned as owned
 from nostall.errors import IoError, PeerError, UsageError
 from nostall.job import _greeting as greeting
 from nostall.job import _secret as secret
-from nostall.job._meeting import meet
+from nostall.job._meeting import innermost, meet
 from nostall.job._world import SECONDS_TO_MEET, AllGather, under_srun
 
 _log = logging.getLogger("nostall")
@@ -165,8 +165,7 @@ def _by_mpi(world: Any, rank: int, name: str, timeout: float) -> AllGather:
 
 def _readers_of(store: Any) -> str:
     """Which strangers can read a store of torch."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
+    store = innermost(store)
     if type(store).__name__ == "HashStore":  # in the memory of this process
         return ""
     if host := getattr(store, "host", ""):

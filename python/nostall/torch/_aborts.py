@@ -41,15 +41,20 @@ class Aborts:
     group. Short waits cost no request.
 
     `end` and `name` (the number of a rank in the job) are methods of the group, held weakly, so that
-    the thread keeps no group alive.
+    the thread keeps no group alive. `seconds` limits the wait for a connection to the store.
     """
 
     def __init__(
-        self, store: Any, rank: int, size: int, end: Callable[[], None], name: Callable[[int], int]
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        end: Callable[[], None],
+        name: Callable[[int], int],
+        seconds: float,
     ) -> None:
-        # Made while the store is there: connecting to one that is gone takes longer than its
-        # timeout. Where it cannot be apart, an abort is detected later.
-        self._store = own_connection(store)
+        # Where it cannot be apart, an abort is detected later.
+        self._store = own_connection(store, seconds)
         self._rank, self._size = rank, size
         self._end = weakref.WeakMethod(end)
         self._name_of = weakref.WeakMethod(name)

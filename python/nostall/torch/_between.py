@@ -43,7 +43,7 @@ class GlooNetwork(Network):
         self._memory: dict[int, torch.Tensor] = {}
         seconds = self._timeout.total_seconds()
         met = meet(store, rank, ranks, name, node_identity().encode(), seconds)
-        store = PrefixStore(f"nostall {met.number}", own_connection(store))
+        store = PrefixStore(f"nostall {met.number}", own_connection(store, seconds))
         self._all = connect(PrefixStore("all", store), rank, ranks, self._timeout)
         nodes: dict[bytes, list[int]] = {}
         for other, node in enumerate(met.parts):

@@ -430,7 +430,9 @@ class Group(ProcessGroup):  # type: ignore[misc]
         self._fixed = options.order == "fixed"
         leaders = [nodes.index(name) for name in dict.fromkeys(nodes)]
         self._one_node = len(leaders) == 1
-        self._aborts = Aborts(store, rank, size, self._end_waiting, self._global_rank)
+        self._aborts = Aborts(
+            store, rank, size, self._end_waiting, self._global_rank, timeout.total_seconds()
+        )
         self._leaders: Any = None
         if not self._one_node and rank in leaders:
             among = PrefixStore("nostall leaders", store)

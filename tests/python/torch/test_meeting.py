@@ -5,19 +5,20 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import prefork
 import pytest
 import torch.distributed as dist
 from threads import each
 
 from nostall.errors import PeerError, UsageError
 from nostall.job import _meeting as meeting
-from nostall.job._meeting import Met, meet
+from nostall.job._meeting import Met, meet, own_connection
 
 RANKS = 16
 KINDS = [
@@ -39,7 +40,10 @@ def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Around:
-    """A rank's store that sees all of its requests."""
+    """A rank's store that sees all of its requests, and is all that there is."""
+
+    underlying_store = None
+    host = ""
 
     def clone(self) -> Around:
         return self
@@ -457,6 +461,54 @@ def test_who_is_not_of_a_meeting_waits_for_nothing_that_is_gone(kind: str, tmp_p
         slow.go.set()
         with pytest.raises(UsageError, match="and another process both are rank 1 of 3"):
             twice.result(60)
+
+
+SERVER = """
+import signal
+from torch.distributed import TCPStore
+
+server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(server.port, flush=True)
+signal.pause()
+"""
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[prefork.Process, Any]]:
+    """A process with torch's server, and a store of it whose time limit is long."""
+    with prefork.Process(
+        ["-c", SERVER], stdout=prefork.PIPE, stderr=prefork.PIPE, torch=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            port = int(process.stdout.readline())
+            store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(minutes=10))
+            yield process, dist.PrefixStore("in", dist.PrefixStore("of", store))
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_server_that_is_gone_is_told(
+    rank: int, server: tuple[prefork.Process, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def clone(_: object) -> None:
+        raise AssertionError("this waits for the store's own time limit")
+
+    process, store = server
+    process.kill()
+    process.wait()
+    monkeypatch.setattr(dist.PrefixStore, "clone", clone)
+    with pytest.raises(PeerError, match=r'rank \d .* for "test"'):
+        meet(store, rank, 2, "test", b"", 60)
+
+
+def test_the_server_warns_of_no_connection(server: tuple[prefork.Process, Any]) -> None:
+    process, store = server
+    own_connection(store, 60).set("key", "")
+    assert store.check(["key"])
+    process.kill()
+    assert process.communicate(timeout=60)[1] == ""
 
 
 class Answering(Around):
