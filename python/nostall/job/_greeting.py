@@ -143,9 +143,13 @@ class Door:
 
     @staticmethod
     def at(host: str, port: int, secret: bytes, purpose: str) -> Door:
-        """A door at an address; port 0 is any that is free."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listening = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        """A door at an address; port 0 is any that is free, and :: has those of IPv4 too."""
+        listening = socket.create_server(
+            (host, port),
+            family=socket.AF_INET6 if ":" in host else socket.AF_INET,
+            backlog=_BACKLOG,
+            dualstack_ipv6=host == "::" and socket.has_dualstack_ipv6(),
+        )
         return Door(listening, secret, purpose)
 
     @property

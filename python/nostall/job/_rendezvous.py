@@ -22,7 +22,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -233,7 +233,11 @@ def _collect(
     deadline: float,
 ) -> list[bytes]:
     parts = {0: mine}
-    with _listen(address, key, purpose, deadline) as door, contextlib.ExitStack() as joined:
+    with (
+        _turn(address, deadline),
+        _listen(address, key, purpose) as door,
+        contextlib.ExitStack() as joined,
+    ):
         members: dict[int, socket.socket] = {}
         while len(parts) < world_size:
             admitted = door.admit(deadline)
@@ -265,25 +269,48 @@ def _collect(
     return ordered
 
 
+_turns: dict[tuple[str, int], threading.Lock] = {}  # of each address that rank 0 meets at
+
+
+def _begin_anew() -> None:
+    """In a forked child: a lock may be of a thread that it does not have."""
+    _turns.clear()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
+
+
+@contextlib.contextmanager
+def _turn(address: tuple[str, int], deadline: float) -> Iterator[None]:
+    """Of this process's meetings there: of a port that anything else has, listening says so."""
+    lock = _turns.setdefault(address, threading.Lock())
+    if not lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+        raise PeerError(
+            f"rank 0 waited in vain for another meeting of this process at {address[0]}:{address[1]}"
+        )
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 _ALL = ("0.0.0.0", "::")
 
 
-def _listen(address: tuple[str, int], key: bytes, purpose: str, deadline: float) -> greeting.Door:
+def _listen(address: tuple[str, int], key: bytes, purpose: str) -> greeting.Door:
     """At the address; on all interfaces where this host has none that is called so, as behind a
-    translation of addresses. It waits for another meeting of this rank, which has the port."""
+    translation of addresses."""
     host = _interface_of(address[0])
     while True:
         try:
             return greeting.Door.at(host, address[1], key, purpose)
         except OSError as error:
             if error.errno == errno.EADDRNOTAVAIL and host not in _ALL:
-                host = "::" if ":" in host else "0.0.0.0"
+                host = _all_interfaces()
                 continue
-            if error.errno != errno.EADDRINUSE or time.monotonic() + _RETRY_SECONDS > deadline:
-                raise PeerError(
-                    f"rank 0 cannot listen at {address[0]}:{address[1]}: {error}"
-                ) from error
-            time.sleep(_RETRY_SECONDS)
+            raise PeerError(
+                f"rank 0 cannot listen at {address[0]}:{address[1]}: {error}"
+            ) from error
 
 
 def _interface_of(host: str) -> str:
@@ -293,10 +320,17 @@ def _interface_of(host: str) -> str:
         return host
     with contextlib.suppress(ValueError):
         return str(ipaddress.ip_address(host))
-    with contextlib.suppress(socket.gaierror):
-        if not socket.gethostbyname(host).startswith("127."):
-            return host
-    return "0.0.0.0"
+    try:
+        known = [str(info[4][0]) for info in socket.getaddrinfo(host, None)]
+    except socket.gaierror:
+        return _all_interfaces()
+    if any(ipaddress.ip_address(address).is_loopback for address in known):
+        return _all_interfaces()
+    return next((address for address in known if ":" not in address), known[0])
+
+
+def _all_interfaces() -> str:
+    return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
 
 
 def _send(connection: socket.socket, data: bytes, deadline: float) -> None:

@@ -50,12 +50,28 @@ def test_by_socket() -> None:
     assert gather_all({"NOSTALL_RENDEZVOUS": address, "NOSTALL_SECRET": "s" * 16}) == EXPECTED
 
 
+@pytest.fixture
+def addresses(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """Of hosts, in the place of DNS: none if their name is not known."""
+    found: dict[str, list[str]] = {}
+    resolve = socket.getaddrinfo
+
+    def resolve_here(host: str, *more: Any, **named: Any) -> list[Any]:
+        if found.get(host) == []:
+            raise socket.gaierror(socket.EAI_NONAME, "not known")
+        each = found.get(host, [host])
+        return [info for address in each for info in resolve(address, *more, **named)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve_here)
+    return found
+
+
 @pytest.mark.parametrize(("host", "elsewhere"), [("head", True), ("localhost", False)])
 def test_by_socket_where_the_hosts_own_name_is_its_loopback(
-    host: str, elsewhere: bool, monkeypatch: pytest.MonkeyPatch
+    host: str, elsewhere: bool, addresses: dict[str, list[str]]
 ) -> None:
     """Other hosts find it at another address, which is one of the loopback here."""
-    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
+    addresses[host] = ["127.0.1.1"]
     port = free_port()
 
     def gathering(rank: int, at: str) -> AllGather:
@@ -75,16 +91,15 @@ def test_by_socket_where_the_hosts_own_name_is_its_loopback(
             waiting.result()
 
 
-@pytest.mark.parametrize("host", ["192.0.2.1", "service"])
+@pytest.mark.parametrize("host", ["192.0.2.1", "service", "six"])
+@pytest.mark.parametrize("way", ["127.0.0.1", "[::1]"])
 def test_by_socket_where_rank_0_does_not_have_the_address_that_leads_to_it(
-    host: str, monkeypatch: pytest.MonkeyPatch
+    host: str, way: str, addresses: dict[str, list[str]]
 ) -> None:
     """As that of a Service of Kubernetes, whose name it may not know yet."""
-
-    def resolve(_: str) -> str:
-        raise socket.gaierror(socket.EAI_NONAME, "not known")
-
-    monkeypatch.setattr(socket, "gethostbyname", resolve)
+    if way == "[::1]" and not socket.has_dualstack_ipv6():
+        pytest.skip("IPv6 is missing")
+    addresses |= {"service": [], "six": ["2001:db8::1"]}
     port = free_port()
 
     def gathering(rank: int, at: str, timeout: float) -> AllGather:
@@ -95,7 +110,7 @@ def test_by_socket_where_rank_0_does_not_have_the_address_that_leads_to_it(
 
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(gathering(0, host, 60), b"0")
-        assert gathering(1, "127.0.0.1", 60)(b"1") == waiting.result() == [b"0", b"1"]
+        assert gathering(1, way, 60)(b"1") == waiting.result() == [b"0", b"1"]
     with pytest.raises(PeerError, match=rf"at {host}:\d+ \(on all interfaces of its host\)"):
         gathering(0, host, 0.1)(b"0")
 
@@ -115,11 +130,32 @@ def test_by_socket_meetings_of_threads_take_turns() -> None:
         assert [f.result() for f in second] == [[b"b0", b"b1"], [b"a0", b"a1"]]
 
 
-def test_by_socket_a_port_that_stays_taken_is_told() -> None:
+def test_by_socket_a_forked_child_has_turns_of_its_own() -> None:
+    address = ("127.0.0.1", 1)
+    with rendezvous._turn(address, 0):
+        with pytest.raises(PeerError, match="another meeting of this process at 127"):
+            rendezvous._turn(address, 0).__enter__()
+        child = os.fork()
+        if child == 0:
+            try:
+                with rendezvous._turn(address, 0):
+                    os._exit(0)
+            finally:
+                os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_by_socket_a_port_that_another_program_has_is_told_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def sleep(_: float) -> None:
+        raise AssertionError("it waits")
+
+    monkeypatch.setattr(time, "sleep", sleep)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         where = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         env = {"NOSTALL_RENDEZVOUS": where, "NOSTALL_SECRET": "s" * 16}
-        gather = find_rendezvous(0, 2, "test", environment=env, timeout=0.1)
+        gather = find_rendezvous(0, 2, "test", environment=env, timeout=60)
         assert gather is not None
         with pytest.raises(PeerError, match=r"rank 0 cannot listen at 127\.0\.0\.1:.* in use"):
             gather(b"0")
