@@ -24,7 +24,6 @@ from nostall.job._rendezvous import exposed, initialised_store
 from nostall.job._world import SECONDS_TO_MEET, AllGather, World
 
 _log = logging.getLogger("nostall")
-_LOOK = 0.05  # seconds between two looks whether a process has ended
 LIBRARY = Path(__file__).parents[1] / "nostall_ucx.so"
 
 
@@ -168,7 +167,14 @@ def check_alike(world: World, name: str, settings: Mapping[str, Any]) -> None:
 def _agrees(world: World, local_rank: int, name: str, settings: Mapping[str, Any]) -> bool:
     """Whether that rank of the node is there, with the same settings; raises if it has others."""
     deadline = time.monotonic() + SECONDS_TO_MEET
-    while (first := notes.noted(world.job, local_rank, name)) is not None:
+    first: notes.Note | None = None
+    while True:
+        try:
+            first = notes.noted(world.job, local_rank, name)
+        except BlockingIOError as error:  # what was read before is there still
+            _log.debug("the settings of local rank %d are not read: %s", local_rank, error)
+        if first is None:
+            return False
         try:
             compare(first.content["rank"], first.content["settings"], world.rank, settings)
             return True
@@ -180,8 +186,7 @@ def _agrees(world: World, local_rank: int, name: str, settings: Mapping[str, Any
                     f"{error}; or end process {first.process}, which has not ended in "
                     f"{SECONDS_TO_MEET:g} s, if it is of a program that the ranks ran before"
                 ) from error
-        time.sleep(_LOOK)
-    return False
+        notes.await_change(world.job, local_rank, first.process, deadline - time.monotonic())
 
 
 def _look_over_walls(world: World, name: str, settings: Mapping[str, Any]) -> None:

@@ -11,10 +11,12 @@ import contextlib
 import hashlib
 import json
 import os
+import select
 import socket
 import struct
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +25,7 @@ from nostall.base import _process as process
 _JOBS = 8  # of this process whose notes are kept: the newest
 _NOTES = 1000  # of a job: later ones are not made
 _BACKLOG = 4096
+_RETRY_SECONDS = 0.05
 
 
 class _Notes:
@@ -99,11 +102,17 @@ def note(job: str, local_rank: int, name: str, content: Any) -> None:
 
 
 def noted(job: str, local_rank: int, name: str) -> Note | None:
-    """What that rank of the node left under `name`; None if it is not there, or left nothing."""
+    """What that rank of the node left under `name`; None if it is not there, or left nothing.
+
+    Raises:
+        BlockingIOError: it is there, and more have asked since its last note than it has room for.
+    """
     address = _address(job, local_rank)
     try:
         pid = _owner(address)
         text = _read(pid, address)
+    except BlockingIOError:
+        raise
     except OSError:  # no such rank, another user's, or one that ends now
         return None
     for line in text.split(b"\n")[:-1]:  # the last one may be on its way
@@ -111,6 +120,21 @@ def noted(job: str, local_rank: int, name: str) -> Note | None:
         if given == name:
             return Note(content, pid, left)
     return None
+
+
+def await_change(job: str, local_rank: int, pid: int, seconds: float) -> None:
+    """Waits until process `pid` ends or leaves a note as that rank, or something less; for `seconds`
+    at most."""
+    try:
+        with _asking(_address(job, local_rank)) as (asking, owner):
+            if owner == pid:
+                change = select.poll()
+                change.register(asking, 0)  # only the end of the connection
+                change.poll(max(0.0, 1000 * seconds))
+    except BlockingIOError:  # many wait
+        time.sleep(max(0.0, min(_RETRY_SECONDS, seconds)))
+    except OSError:  # it has ended
+        pass
 
 
 def starter(job: str, local_rank: int) -> int:
@@ -132,13 +156,20 @@ def _name(address: str) -> str:
 
 
 def _owner(address: str) -> int:
+    with _asking(address) as (_, pid):
+        return pid
+
+
+@contextlib.contextmanager
+def _asking(address: str) -> Iterator[tuple[socket.socket, int]]:
+    """A connection to the process that has the address, until that leaves a note or ends."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as asking:
         asking.connect(address)
         owner = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid, user, _ = struct.unpack("3i", owner)
-    if user != os.geteuid():
-        raise PermissionError(f"user {user} has @{_name(address)}")
-    return int(pid)
+        pid, user, _ = struct.unpack("3i", owner)
+        if user != os.geteuid():
+            raise PermissionError(f"user {user} has @{_name(address)}")
+        yield asking, int(pid)
 
 
 def _read(pid: int, address: str) -> bytes:

@@ -134,6 +134,42 @@ def test_a_program_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -
     settle(1, job, seed=1)
 
 
+def test_who_waits_for_a_program_asks_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank takes what is in its queue off it only where it leaves a note."""
+    job = f"notes once {os.getpid()}"
+    monkeypatch.setattr(notes, "_BACKLOG", 2)
+    settle(0, job, seed=1)
+    monkeypatch.setattr(cluster, "SECONDS_TO_MEET", 0.5)
+    monkeypatch.setattr(process, "began", lambda: float("inf"))
+    with pytest.raises(
+        UsageError, match=rf"end process {os.getpid()}, which has not ended in 0.5 s"
+    ):
+        settle(1, job, seed=2)
+
+
+def test_a_rank_that_too_many_ask_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = f"notes full {os.getpid()}"
+    monkeypatch.setattr(notes, "_BACKLOG", 2)
+    notes.note(job, 0, "loader 0 of 2", 1)
+    with pytest.raises(BlockingIOError):
+        for _ in range(4):
+            assert notes.noted(job, 0, "loader 0 of 2") is not None
+    settle(1, job, seed=1)  # compares nothing
+    notes.note(job, 0, "loader 1 of 2", 1)
+    assert notes.noted(job, 0, "loader 0 of 2") is not None
+
+
+def test_who_waits_sees_another_note() -> None:
+    job = f"notes change {os.getpid()}"
+    notes.note(job, 0, "loader 0", 1)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(notes.await_change, job, 0, os.getpid(), 600)
+        while not waiting.done():
+            notes.note(job, 0, "loader 1", 1)
+            time.sleep(0.01)
+        waiting.result()
+
+
 PROGRAM = """
 import sys
 from nostall.job import _cluster as cluster
