@@ -15,8 +15,11 @@ def stat(pid: int | str) -> list[str]:
 
 
 def began() -> float:
-    """Seconds from the boot to the start of this process, as CLOCK_BOOTTIME counts them."""
-    return int(stat("self")[19]) / os.sysconf("SC_CLK_TCK")
+    """Seconds from the boot to the start of this process at the latest, as CLOCK_BOOTTIME counts them.
+
+    The kernel tells the tick in which it started: that is 10 ms long.
+    """
+    return (int(stat("self")[19]) + 1) / os.sysconf("SC_CLK_TCK")
 
 
 def ancestors() -> Iterator[int]:
