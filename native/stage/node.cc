@@ -172,8 +172,7 @@ void keep_this_content(const tier::TierSpec& spec, const source::Source& source,
     const std::string file = tier::kept_file_name(spec.path, source.fingerprint());
     log(LogLevel::warning, spec.path +
                                ": the kept tier was filled when the data set lay elsewhere or its "
-                               "directories had other "
-                               "times; it is used, for none of " +
+                               "directories had other times; it is used, for none of " +
                                std::to_string(seen.compared) + " samples differs of " +
                                std::to_string(records.size()) +
                                " that it holds: if others were changed, remove " + file + " and " +

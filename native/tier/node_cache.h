@@ -188,8 +188,7 @@ class NodeCache {
   // after `timeout` (30 minutes if a tier keeps, which takes a judge) if another rank takes that long to
   // set up, Error(peer) if this rank's dataset, plan or placement differs from the other ranks', after
   // NodeCacheConfig::late if they may be late. A rank of which only the files_stamp differs
-  // has no tiers.
-  // `sizes` has one entry per sample and is copied.
+  // has no tiers. `sizes` has one entry per sample and is copied.
   static std::unique_ptr<NodeCache> attach(
       const NodeCacheConfig& config, std::span<const uint64_t> sizes, const Placer& place,
       std::chrono::nanoseconds timeout = std::chrono::seconds(30));
