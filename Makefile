@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 STAMPS := build/stamps
 JOBS ?= $(shell nproc)
 # Tests at a time: many wait, for time limits, launchers or slow storage.
-WORKERS ?= $(shell expr $(JOBS) + 1)
+WORKERS ?= $(shell expr $(JOBS) + 2)
 # Python's compiled modules are kept, whatever the environment says: the tests import thousands.
 export PYTHONDONTWRITEBYTECODE :=
 FUZZ_SECONDS ?= 15

@@ -25,6 +25,7 @@ import numpy as np
 import prefork
 import pytest
 import torch
+from light import Five, FromAnother, first_three
 from loader_ranks import own_job
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
 
@@ -402,29 +403,15 @@ def test_one_item_by_its_number(cached: Make) -> None:
     assert repr(source).startswith(f"<Cached Items: {N} items")
 
 
-class FromAnother(Items):
-    """Items, or results, for which another source is asked."""
-
-    def __init__(self, other: nostall.Cached) -> None:
-        super().__init__(n=5)
-        self.other = other
-
-    def __getitem__(self, i: int) -> Any:
-        return self.other[i]["label"] + 1
-
-    def __call__(self, item: Any) -> Any:
-        return self[int(item["label"])]
-
-
 @pytest.mark.multi
 @pytest.mark.parametrize("inner", ["fork", "spawn"])
 @pytest.mark.parametrize("outer", ["then", "spawn", "forkserver"])
 def test_what_processes_are_given_may_have_processes(cached: Make, outer: str, inner: str) -> None:
-    with nostall.Cached(Items(n=5), makers=1, start_method=inner) as other:
+    with nostall.Cached(Five(), makers=1, start_method=inner) as other:
         if outer == "then":
-            source = cached(Items(n=5), then=FromAnother(other))
+            source = cached(Five(), then=FromAnother(other))
             more: Any = {"workers": "processes", "threads": 1, "tiers": [], "shuffle": False}
-            with nostall.DataLoader(source, 5, **more) as loader:
+            with nostall.DataLoader(source, 5, output="numpy", **more) as loader:
                 assert next(iter(loader)).tolist() == [1, 2, 3, 4, 5]
         else:
             assert cached(FromAnother(other), makers=1, start_method=outer)[4] == 5
@@ -560,11 +547,7 @@ class Late(Ragged):
     def __getitem__(self, i: int) -> Any:
         if self.flag.exists() and i == 9:
             raise ValueError("nine")
-        return torch.zeros(100 if i == 9 else 3)
-
-
-def first_three(item: Any) -> Any:
-    return item[:3]
+        return np.zeros(100 if i == 9 else 3)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import gc
 import importlib
 import os
 import random
-import signal
 import subprocess
 import sys
 import weakref
@@ -16,10 +15,11 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
+from light import DAMAGED, FATAL, UNSENT, damaged_and_fatal
 from loader_ranks import own_job
 
 import nostall
-from nostall.errors import CorruptionError, TransformError
+from nostall.errors import TransformError
 
 
 def noise(raw: Any, context: nostall.Context) -> Any:
@@ -152,20 +152,6 @@ def test_draws_of_worker_processes_repeat(image_folder: Path) -> None:
     one = drawn(image_folder, threads=1, **options)
     assert drawn(image_folder, threads=2, **options) == one
     assert one[0] != one[1]
-
-
-def damaged_and_fatal(values: Any, context: nostall.Context) -> Any:
-    kind = int(values[0])
-    if kind == DAMAGED:
-        raise CorruptionError("it is damaged")
-    if kind == FATAL:
-        os.kill(os.getpid(), signal.SIGSEGV)
-    if kind == UNSENT:
-        return lambda: None
-    return np.array([context.sample, os.getpid(), np.random.randint(2**31)])
-
-
-DAMAGED, FATAL, UNSENT = 1, 2, 3
 
 
 @pytest.mark.multi

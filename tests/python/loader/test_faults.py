@@ -335,7 +335,7 @@ print(sum(len(labels) for _, labels in alone))
 def test_forked_children_may_begin_with_loaders_of_their_parent(image_folder: Path) -> None:
     """All with one of a job of one rank, or each with that of its rank."""
     command = ["-c", MADE_BEFORE_FORKS, str(image_folder), own_job("before forks")]
-    done = prefork.run(command, timeout=800)
+    done = prefork.run(command, torch=True, timeout=800)
     *children, parent = done.stdout.splitlines() or [""]
     assert parent == "61", done.stderr
     assert children == ["61 31"] * 2, done.stderr
@@ -800,10 +800,8 @@ def test_a_program_that_ends_within_an_iteration_says_nothing(image_folder: Path
         batches = iter(loader)
         next(batches)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True
-    )
-    assert done.stderr == ""
+    done = prefork.run(["-c", textwrap.dedent(code)], torch=True, whole=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 # Ends the process when a thread of the loader reads the environment after refuse().
@@ -1117,8 +1115,7 @@ print("child", os.waitpid(child, 0)[1], "parent", sum(len(labels) for _, labels 
 @pytest.mark.multi
 def test_a_forked_child_is_refused_a_loader_and_may_make_its_own(image_folder: Path) -> None:
     # A process of its own, which may fork without threads of pytest's.
-    command = [sys.executable, "-c", FORKED, str(image_folder)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    run = prefork.run(["-c", FORKED, str(image_folder)], torch=True, whole=True, timeout=300)
     samples = len(nostall.ImageFolder(image_folder, index=False))
     said = run.stdout.splitlines()
     assert len(said) == 4, run

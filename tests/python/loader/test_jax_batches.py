@@ -23,12 +23,15 @@ def batches(steps: Any, folder: Path, **more: Any) -> list[Any]:
 
 def check_items(job: dict[str, Any]) -> None:
     """Batches of the items of a data set in Python are arrays of JAX as well."""
+    import multiprocessing
+
     import jax
     import numpy as np
     import torch
 
     import nostall
 
+    multiprocessing.set_forkserver_preload(["torch"])  # read once for the makers of both
     items = [
         {
             "x": np.full(3, i, np.float32),
@@ -40,7 +43,7 @@ def check_items(job: dict[str, Any]) -> None:
         for i in range(8)
     ]
     for then in (None, lambda item: {**item, "x": item["x"] + 1}):
-        made = nostall.Cached(items, then=then, start_method="spawn", makers=1)
+        made = nostall.Cached(items, then=then, start_method="forkserver", makers=1)
         with nostall.DataLoader(
             made, 2, epochs=1, shuffle=False, output="jax", tiers=[], **job
         ) as loader:

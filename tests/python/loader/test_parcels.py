@@ -163,9 +163,8 @@ def same(raw):
 
 if __name__ == "__main__":
     data = nostall.ImageFolder(sys.argv[1], index=False)
-    loader = nostall.DataLoader(
-        data, 8, epochs=1, transforms=same, workers="processes", threads=1, tiers=[]
-    )
+    more = {"transforms": same, "workers": "processes", "threads": 1, "tiers": []}
+    loader = nostall.DataLoader(data, 8, epochs=1, output="numpy", **more)
     print(sum(len(labels) for _, labels in loader))
 """
 

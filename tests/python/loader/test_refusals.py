@@ -161,7 +161,7 @@ nostall.DataLoader(data, 4, transforms=first, tiers=[], workers="processes")
 
 
 def test_a_callable_of_an_interpreter_is_not_sent_to_processes(image_folder: Path) -> None:
-    run = prefork.run(["-c", TYPED, str(image_folder)], timeout=60)
+    run = prefork.run(["-c", TYPED, str(image_folder)], torch=True, timeout=60)
     assert run.returncode == 1
     assert "data are sent" in run.stdout, run.stderr
     assert "typed into a notebook or an interpreter" in run.stderr.splitlines()[-1]

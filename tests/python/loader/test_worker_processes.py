@@ -283,7 +283,7 @@ if what == "server":  # newer releases of Python let the fork server import the 
     what = "forkserver"
 if what == "processes":
     folder = nostall.ImageFolder(root, index=False)
-    loader = nostall.DataLoader(folder, 8, transforms=once_more, workers=what)
+    loader = nostall.DataLoader(folder, 8, transforms=once_more, workers=what, output="numpy")
     next(iter(loader))
 else:
     nostall.Cached([1, 2, 3], makers=1, start_method=what)
@@ -329,7 +329,7 @@ def train():
     import nostall
     import library
     folder = nostall.ImageFolder(sys.argv[1], index=False)
-    more = {"workers": "processes", "threads": 1, "tiers": []}
+    more = {"workers": "processes", "threads": 1, "tiers": [], "output": "numpy"}
     next(iter(nostall.DataLoader(folder, 8, transforms=library.begins, **more)))
 
 if sys.argv[2] == "fork":
