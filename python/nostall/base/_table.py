@@ -535,7 +535,7 @@ _CHECKPOINT = (
         "rate",
         _or_none(_RATE),
         None,
-        "bytes per second of the drain from fast to durable",
+        "bytes per second of each rank's drain from fast to durable",
         "no limit",
         file=True,
     ),
