@@ -471,6 +471,12 @@ void bind_loader(nb::module_& m) {
                          l.with([](stage::Loader& loader) { return loader.position(); });
                      return std::make_tuple(position.epoch, position.batch);
                    })
+      .def(
+          "forget_sum",
+          [](const PyLoader& l, uint64_t sample) {
+            l.with([&](stage::Loader& loader) { loader.forget_sum(sample); });
+          },
+          nb::arg("sample"), "The sample cannot be decoded: its checksum is not kept.")
       .def("close", &PyLoader::close)
       .def_prop_ro("peers", &PyLoader::peer_counts,
                    "What was exchanged with other nodes (native/peer/exchange.h); {} on one node.");

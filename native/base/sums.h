@@ -51,6 +51,8 @@ class SampleSums {
   bool agrees(uint64_t sample, std::span<const std::byte> bytes) noexcept {
     return agrees(sample, sample_sum(bytes));
   }
+  // What is read next decides anew: what was learned is of bytes that are of no use.
+  void forget(uint64_t sample) noexcept { word(sample).store(0, std::memory_order_relaxed); }
   // Takes over what is known there and not here.
   void learn(const SampleSums& other) noexcept;
   uint64_t known() const noexcept;

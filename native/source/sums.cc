@@ -233,7 +233,7 @@ std::string changed_text(const Source& source, uint64_t sample, uint32_t then, u
 int keep_sums(const Source& source, FileSystem& files) {
   if (source.sums_file().empty()) return 0;
   const uint64_t known = source.sums().known();
-  if (known <= source.sums_kept()) return 0;
+  if (known == source.sums_kept()) return 0;
   // Of what was read first there is no other witness.
   const int error = store_index(source.sums_file(),
                                 serialize_sums(source.fingerprint(), source.stamp(), source.sums()),

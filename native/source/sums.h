@@ -53,7 +53,7 @@ bool another_version(const Probe& probe, bool same_stamp) noexcept;
 std::string open_sums(const Source& source, const std::string& path);
 // The message for a sample with the checksum `now` that had `then`, with the remedy.
 std::string changed_text(const Source& source, uint64_t sample, uint32_t then, uint32_t now);
-// Keeps them there, if more are known than the file has; a loss of power leaves those or the ones
+// Keeps them there, if more or fewer are known than the file has; a loss of power leaves those or the ones
 // before. 0 or -errno.
 int keep_sums(const Source& source, FileSystem& files = FileSystem::real());
 

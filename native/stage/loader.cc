@@ -177,6 +177,10 @@ void Loader::seek(Position position) {
 
 Position Loader::position() const noexcept { return position_; }
 
+void Loader::forget_sum(plan::SampleId sample) {
+  if (run_) run_->forget(sample);
+}
+
 void Loader::close() {
   if (::getpid() != owner_pid_) return;
   run_.reset();

@@ -187,6 +187,9 @@ class Loader {
   // forked child.
   void seek(Position position);
   Position position() const noexcept;
+  // For the consumer that decodes batches of raw samples: this one cannot be decoded. Its checksum is
+  // not kept, for whoever repairs the sample gives it other bytes.
+  void forget_sum(plan::SampleId sample);
   // Ends all threads and releases the tiers; a later next() throws Error(stopped).
   void close();
 

@@ -168,7 +168,15 @@ void Loader::Run::wait_until_started() {
                     [this]() NOSTALL_REQUIRES(mutex_) { return starting_ == 0; });
 }
 
-Loader::Run::~Run() { end_threads(); }
+Loader::Run::~Run() {
+  end_threads();
+  // They may have been read again since.
+  const MutexLock lock(mutex_);
+  for (const plan::SampleId sample : undecodable_) {
+    sums_.forget(sample);
+    config_.source->sums().forget(sample);
+  }
+}
 
 void Loader::Run::set_most_staged() {
   // A batch has its ragged values where they are held or together, but for the one that is completed.

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <optional>
 #include <queue>
+#include <set>
 #include <stop_token>
 #include <thread>
 #include <utility>
@@ -80,6 +81,9 @@ class Loader::Run {
   bool ready() const;
   // Whether next() throws what a thread or the next batch failed with.
   bool failed() const;
+  // Forgets the checksum of a sample that has its first bytes and cannot be decoded, now and when this
+  // run ends: whoever repairs it gives it other bytes.
+  void forget(plan::SampleId sample);
 
  private:
   struct Work {
@@ -345,6 +349,7 @@ class Loader::Run {
   uint32_t starting_ NOSTALL_GUARDED_BY(mutex_) = 0;  // threads that have no decoders yet
   Condition ready_;
   std::map<Part, std::shared_future<Planned>> parts_ NOSTALL_GUARDED_BY(mutex_);
+  std::set<plan::SampleId> undecodable_ NOSTALL_GUARDED_BY(mutex_);
   // Front: the next one to hand out.
   std::deque<std::unique_ptr<Task>> tasks_ NOSTALL_GUARDED_BY(mutex_);
   std::optional<Helper> helper_;  // once it was needed; consumer only

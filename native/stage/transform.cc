@@ -173,6 +173,7 @@ void Loader::Run::unpack_or_replace(Work work, std::span<const std::byte> record
   const auto result = unpack(work, sample, record, scratch);
   if (result) return;
   if (result.error().kind() == ErrorKind::corruption) {
+    forget(sample);
     handle_bad(work, result.error().what(), &scratch, reader);
   } else {
     fail(*work.task, sample, result.error());
@@ -290,6 +291,13 @@ void Loader::Run::handle_unread(Work work, int error, const std::string& why,
   }
 }
 
+void Loader::Run::forget(plan::SampleId sample) {
+  const MutexLock lock(mutex_);
+  undecodable_.insert(sample);
+  sums_.forget(sample);
+  config_.source->sums().forget(sample);
+}
+
 const plan::StandIns& Loader::Run::stand_ins() {
   std::call_once(stand_ins_made_, [this] { stand_ins_.emplace(config_.job); });
   return *stand_ins_;
@@ -343,7 +351,10 @@ void Loader::Run::handle_bad(Work work, const std::string& reason, fields::Scrat
       if (!result && result.error().kind() != ErrorKind::corruption) {
         return fail(task, candidate, result.error());
       }
-      if (!result) continue;
+      if (!result) {
+        forget(candidate);
+        continue;
+      }
     }
     const MutexLock lock(task.counters);
     task.candidates += tried;

@@ -104,7 +104,11 @@ class Search:
                 "no checkpoint can be restored: " + "; ".join(dict.fromkeys(problems))
             )
         if step is not None:
-            raise UsageError(f"there is no checkpoint of step {step} in {list(self._stores)}")
+            places = ", ".join(str(store.root) for store in self._stores)
+            raise UsageError(
+                f"there is no checkpoint of step {step} in {places}: `nostall checkpoints ls` "
+                "lists those that there are"
+            )
         return None
 
     def _choices(self, step: int | None) -> tuple[list[Choice], list[str]]:

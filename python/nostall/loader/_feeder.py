@@ -76,6 +76,10 @@ class Feeder(Producer["Work"]):
         while self._spent:
             self._spent.popleft().release()
 
+    def forget_sum(self, sample: int) -> None:
+        """Whoever repairs a sample that cannot be decoded gives it another checksum."""
+        self._loader.forget_sum(sample)
+
     def _is_over(self) -> bool:
         self._give_back()
         return self._stop or self._left == 0

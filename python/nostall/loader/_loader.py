@@ -682,7 +682,10 @@ class DataLoader:
     def _refuse_before_load(self, loads: int) -> None:
         """Refuses an iteration of the time when so many states had been loaded, if more have been."""
         if loads != self._loads:
-            raise UsageError("a state was loaded into this loader: begin a new iteration")
+            raise UsageError(
+                "a state was loaded into this loader: begin a new iteration, of epochs() where "
+                "that is iterated"
+            )
 
     def _batches_of(
         self, place: Callable[[], tuple[int, int]], loads: int

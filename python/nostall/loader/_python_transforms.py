@@ -458,9 +458,13 @@ class PythonStage:
             results = [result for part in work.parts for result in part.result()]
         if self._is_ending(feeder):
             raise CancelledError
-        for place, reason in batch.failures:
-            results[place] = Failed(reason, True)
         samples = batch.samples
+        unread = dict(batch.failures)
+        for place, result in enumerate(results):
+            if place in unread:
+                results[place] = Failed(unread[place], True)
+            elif isinstance(result, Failed) and result.damaged:
+                feeder.forget_sum(int(samples[place]))
         tries = _Tries()
         substituted: Substituted = []
         places: dict[int, int] = {}

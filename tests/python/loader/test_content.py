@@ -9,11 +9,13 @@ import shutil
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import nostall
+from nostall import transforms as t
 from nostall.errors import CorruptionError
 from nostall.source._source import cache_folder
 
@@ -29,6 +31,10 @@ def write_version(root: Path, version: int) -> dict[str, bytes]:
         contents[str(path)] = np.random.default_rng([version, i]).bytes(SIZE)
         path.write_bytes(contents[str(path)])
     return contents
+
+
+def corner(image: Any) -> Any:
+    return image[:4, :4]
 
 
 def epoch(
@@ -209,6 +215,47 @@ def test_a_byte_that_changed_since_the_last_job_is_named(tmp_path: Path, tiers: 
     # It was meant: the error says what to do.
     (root / ".nostall-index.sums").unlink()
     assert epoch(root, tiers)[0] == {**contents, str(bad): bytes(flipped)}
+
+
+@pytest.mark.parametrize("tiers", [[], ["ram:1MiB"]])
+@pytest.mark.parametrize("on_error", ["raise", "substitute"])
+@pytest.mark.parametrize("first", ["nothing", "raw bytes"])
+@pytest.mark.parametrize("decoded", ["native", "threads", "processes"])
+def test_a_file_that_could_not_be_decoded_may_be_repaired(
+    make_folder: Callable[[int], Path], decoded: str, first: str, on_error: Any, tiers: list[str]
+) -> None:
+    """Its checksum is not kept, also where a job that decodes nothing had learned it."""
+    root = make_folder(12)
+    bad = root / "class0" / "004.jpg"
+    whole = bad.read_bytes()
+    bad.write_bytes(bytes(len(whole)))
+    if first == "raw bytes":
+        epoch(root, tiers)
+    options: dict[str, Any] = {"transforms": [t.ToTensor()] if decoded == "native" else corner}
+    if decoded != "native":
+        options |= {"decode": True, "workers": decoded, "threads": 1}
+
+    def run(on_error: Any) -> list[int]:
+        source = nostall.ImageFolder(root)
+        with nostall.DataLoader(
+            source, 4, epochs=2, tiers=tiers, output="numpy", on_error=on_error, **options
+        ) as loader:
+            assert sum(len(labels) for _, labels in loader) == 2 * 12
+            return [sample for e in loader.stats().epochs for sample in e.substituted]
+
+    if on_error == "raise":
+        with pytest.raises(CorruptionError, match=r"class0/004\.jpg"):
+            run(on_error)
+    else:
+        assert run(on_error)
+    bad.write_bytes(whole)
+    assert run("raise") == []
+    # Now its checksum is known.
+    flipped = bytearray(whole)
+    flipped[-3] ^= 1
+    bad.write_bytes(flipped)
+    with pytest.raises(CorruptionError, match="not those that were read first"):
+        run("raise")
 
 
 def test_a_transform_in_python_gets_no_wrong_bytes(tmp_path: Path) -> None:
