@@ -230,7 +230,7 @@ class Stats:
         line = f"read from the source {format_bytes(self.source_bytes)}"
         if self.rank >= 0 and self.world_size > 1:
             # The bound is that of all ranks together.
-            line += f" by this rank of {self.world_size}"
+            line += f" by rank {self.rank} of {self.world_size}"
         else:
             line += f", lower bound of the job {format_bytes(self.lower_bound_bytes)}"
         bad = replaced(self.epochs)

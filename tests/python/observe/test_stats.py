@@ -139,7 +139,7 @@ def test_plain_text_needs_no_rich(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len({len(line) for line in lines[:2]}) == 1, "columns are aligned"
     assert lines[1].split()[:4] == ["0", "4.00", "1.00", "25.0"]
     # The bound is that of all ranks: one rank's bytes say nothing against it.
-    assert lines[2] == "read from the source 10 B by this rank of 2"
+    assert lines[2] == "read from the source 10 B by rank 0 of 2"
     both = str(merge([stats(0), stats(1)])).splitlines()[-2]
     assert both == "read from the source 20 B, lower bound of the job 16 B"
 
