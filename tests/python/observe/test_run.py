@@ -243,11 +243,13 @@ def test_where_no_change_helps_the_report_says_why() -> None:
     run = Run("run", [without_remedy(2, 2)], None, [])
     assert advise(run) == []
     assert run_page.headline(run) == (
-        "25.0 % of the time waited, most of it for decoding; all 2 cores decode already"
+        "25.0 % of the time waited, most of it for decoding; all 2 cores decode already, as far as "
+        "other programs leave them"
     )
     line = (
         "No change that the model knows would make this run noticeably shorter: all 2 cores decode "
-        "already; more cores, smaller images or cheaper transforms would help."
+        "already, as far as other programs leave them; more cores, smaller images or cheaper "
+        "transforms would help."
     )
     assert f"  -> {line}" in run_page.text(run)
     assert line in run_page.page([run])

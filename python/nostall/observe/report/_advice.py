@@ -199,7 +199,10 @@ def _reason_to_decode(run: Run, rows: Sequence[Term], settings: dict[str, Any]) 
     if 0 < cores <= threads:
         whose = "" if run.alone else " of each rank"
         held = f"all {cores} cores{whose} decode" if cores > 1 else f"the only core{whose} decodes"
-        return [f"{held} already", "more cores, smaller images or cheaper transforms would help"]
+        return [
+            f"{held} already, as far as other programs leave them",
+            "more cores, smaller images or cheaper transforms would help",
+        ]
     if threads and sum(t.decode for t in rows) < sum(max(t.compute, t.read) for t in rows):
         return ["decoding is fast enough on average, yet single batches came late"]
     return []
