@@ -154,29 +154,34 @@ def least_times(size: int) -> tuple[float, float]:
         begin = -memory.ctypes.data % 4096
         return memory[begin : begin + length]
 
-    def turns(length: int) -> tuple[float, float]:
-        source, target = aligned(length), aligned(length)
-        words, address = target.view(np.int32), target.ctypes.data
-        ways: list[list[Callable[[], Any]]] = [
-            [lambda: np.copyto(target, source), lambda: np.negative(words, out=words)],
-            [lambda: ctypes.memset(address, 1, length)],
-        ]
-        passed, written = (min(_fastest(way) for way in group) for group in ways)
-        return passed, written
-
-    passed, written = (max(0.0, t - t0) for t, t0 in zip(turns(size), turns(0), strict=True))
+    source, target, nothing = aligned(size), aligned(size), aligned(0)
+    words, no_words, address = target.view(np.int32), nothing.view(np.int32), target.ctypes.data
+    passed = min(
+        _less_the_call(lambda: np.copyto(target, source), lambda: np.copyto(nothing, nothing)),
+        _less_the_call(
+            lambda: np.negative(words, out=words), lambda: np.negative(no_words, out=no_words)
+        ),
+    )
+    written = _less_the_call(
+        lambda: ctypes.memset(address, 1, size), lambda: ctypes.memset(address, 1, 0)
+    )
     return max(passed, written), written
 
 
-def _fastest(way: Callable[[], Any]) -> float:
-    best, begin, turns = math.inf, time.perf_counter(), 0
+def _less_the_call(way: Callable[[], Any], empty: Callable[[], Any]) -> float:
+    """The fastest turn of one less that of the other. They take turns, for what else the processor
+    does slows them by the same then."""
+    fastest = [math.inf, math.inf]
+    begin, turns = time.perf_counter(), 0
     last = begin
     # A process that had no core for most of the time goes on until some turns were undisturbed.
-    while last - begin < 0.03 or (turns < 1000 and last - begin < 0.3):
-        way()
-        now = time.perf_counter()
-        best, last, turns = min(best, now - last), now, turns + 1
-    return best
+    while last - begin < 0.06 or (turns < 1000 and last - begin < 0.6):
+        for number, call in enumerate((way, empty)):
+            call()
+            now = time.perf_counter()
+            fastest[number], last = min(fastest[number], now - last), now
+        turns += 1
+    return max(0.0, fastest[0] - fastest[1])
 
 
 def bounds(
