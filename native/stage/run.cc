@@ -170,7 +170,7 @@ void Loader::Run::wait_until_started() {
 
 Loader::Run::~Run() {
   end_threads();
-  // They may have been read again since.
+  // A sample may have been read, and its checksum learned, again since it was forgotten.
   const MutexLock lock(mutex_);
   for (const plan::SampleId sample : undecodable_) {
     sums_.forget(sample);
