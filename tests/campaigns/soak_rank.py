@@ -71,10 +71,11 @@ def main() -> None:
     state = {"weights": np.zeros(4096, np.float32)}
     settle_interned()
     begin = time.monotonic()
+    # A small staging: it is filled to its bound at any time, once, and would look like growth.
     with (
         nostall.DataLoader(
             source, 1, epochs=given["epochs"], tiers=["ram:1MiB"], output="numpy", threads=1,
-            staging="1MiB",
+            staging="64KiB",
             rank=rank, world_size=ranks, local_rank=rank, local_world_size=ranks, job=job,
         ) as loader,
         Communicator(job, rank, ranks, arena_bytes=1 << 20) as node,
