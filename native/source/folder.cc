@@ -107,8 +107,10 @@ uint64_t stamp_of(uint64_t files_stamp, const Listing& listing, bool times) {
 
 std::string read_error_text(int error) {
   if (error == kSizeChanged) {
-    return "its size is not the one that was listed: start again, and where the listing is stored "
-           "run `nostall index` before, with its --index and options";
+    return "its size is not the one that was listed (if it was changed on purpose: start again, "
+           "and "
+           "where the listing is stored run `nostall index ROOT` before, with its --index and "
+           "options)";
   }
   if (error == kWrongBytes) return "its bytes are not what the index says";
   return std::generic_category().message(error);

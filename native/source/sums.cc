@@ -223,11 +223,11 @@ std::string open_sums(const Source& source, const std::string& path) {
 std::string changed_text(const Source& source, uint64_t sample, uint32_t then, uint32_t now) {
   std::array<char, 96> text{};
   std::snprintf(text.data(), text.size(),
-                "its bytes are not those that were read first (CRC32C %08x then, %08x now)", then,
+                "its bytes are not those that were read first, CRC32C %08x then, %08x now", then,
                 now);
   const std::string& file = source.sums_file_of(sample);
-  return text.data() + std::string(": restore it, or, if it was changed on purpose, ") +
-         (file.empty() ? "start again" : "remove " + file + " and start again");
+  return text.data() + std::string(" (if it was changed on purpose: ") +
+         (file.empty() ? "start again)" : "remove " + file + " and start again)");
 }
 
 int keep_sums(const Source& source, FileSystem& files) {

@@ -142,12 +142,25 @@ def _list(stores: Sequence[Store], step: int | None, *, check: bool) -> int:
         for other in incomplete:
             print(f"{other:>12}  {_BLANK}not complete")
         if not found and not incomplete:
-            print(f"no checkpoints in {store.root}")
+            print(f"no checkpoints in {store.root}{_below(store)}")
         any_found = any_found or found
     if not any_found and (check or step is not None):
         of = "" if step is None else f" of step {step}"
         raise UsageError(f"there is no complete checkpoint{of} in {_places(stores)}")
     return status
+
+
+def _below(store: Store) -> str:
+    """Which directories in that of the store have checkpoints, if any."""
+    if not store.is_directory:
+        return ""
+    found = []
+    for path in sorted(Path(str(store.root)).glob("*")):
+        with contextlib.suppress(IoError):  # also where it is no directory
+            if Store(path, store.kind).steps():
+                found.append(str(path))
+    more = f" and {len(found) - 3} more of its directories" if len(found) > 3 else ""
+    return f"; there are some in {', '.join(found[:3])}{more}" if found else ""
 
 
 def _places(stores: Sequence[Store]) -> str:

@@ -351,4 +351,17 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{name:24} {how:40} {place}".rstrip())
     for words in options.unknown_variables():
         print(words)
+    print(f"\n{_verdict(failed)}")
     return int(failed)
+
+
+def _verdict(failed: bool) -> str:
+    if failed:
+        return "No training can start as this one was: the lines above say what to mend."
+    found = "Nothing was found that keeps a training from starting"
+    if not list(fixes()):
+        return f"{found}, and no part is missing."
+    return (
+        f"{found}. Parts are missing that some trainings need: nostall doctor --fix-hints has the "
+        "commands that bring them."
+    )

@@ -177,7 +177,7 @@ def _folder(arguments: argparse.Namespace) -> int:
 
 
 def _damaged(dataset: Source) -> int:
-    """Lists the samples that cannot be read or decoded, and why; 1 if there are any."""
+    """Lists the samples that a training cannot use, and why; 1 if there are any."""
     from nostall import DataLoader, transforms
 
     def loader(samples: range) -> DataLoader:
@@ -205,7 +205,7 @@ def _damaged(dataset: Source) -> int:
                         damaged += 1
                         print(error)
                 done = min(done + _BATCH, total)
-    print(f"{damaged} of {counted(total, 'sample')} cannot be read or decoded")
+    print(f"{damaged} of {counted(total, 'sample')} cannot be used")
     return 1 if damaged else 0
 
 

@@ -48,8 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="processes, the run's directory, or addresses of its metrics (9464, host:9464); all "
         "processes of this user on this machine if none is given",
     )
-    parser.add_argument("--once", action="store_true", help="show one table and end")
-    parser.add_argument("--seconds", type=float, default=1.0, help="between two looks")
+    parser.add_argument(
+        "--once",
+        action="store_true",
+        help="show one table and end: rates and shares since the start, or of --seconds if given",
+    )
+    parser.add_argument("--seconds", type=float, help="between two looks; 1 if not given")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -59,6 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     look = _looks(arguments.run)
     console = Console()
+    seconds = max(0.1, 1.0 if arguments.seconds is None else arguments.seconds)
     before = look()
     if arguments.once or not console.is_terminal:
         if not before:
@@ -68,13 +73,17 @@ def run(arguments: argparse.Namespace) -> int:
                 else f"{' '.join(arguments.run)}: no loader has told what it does, which each does "
                 "once per second from its first batch on"
             )
-        console.print(table(before, {}))
+        if arguments.seconds is None:
+            console.print(table(before, {}))
+        else:
+            time.sleep(seconds)
+            console.print(table(look(), before, seconds))
         return 0
     with Live(table(before, {}), console=console, auto_refresh=False) as live:
         while True:
-            time.sleep(max(0.1, arguments.seconds))
+            time.sleep(seconds)
             now = look()
-            live.update(table(now, before), refresh=True)
+            live.update(table(now, before, seconds), refresh=True)
             # Of a file that has not changed since, the older look says nothing about now.
             before = {k: before[k] if k in before and before[k] == v else v for k, v in now.items()}
 
@@ -209,14 +218,17 @@ def read(home: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def table(now: dict[str, dict[str, Any]], before: dict[str, dict[str, Any]]) -> Any:
-    """One row per loader: since the last look if there was one, else since the start."""
+def table(
+    now: dict[str, dict[str, Any]], before: dict[str, dict[str, Any]], seconds: float | None = None
+) -> Any:
+    """One row per loader: since the look `seconds` ago if there was one, else since the start."""
     from rich.table import Table
     from rich.text import Text
 
     # No wider than 80 columns. A process that was asked has told what is true now.
     asked = bool(now) and all("queue" not in data for data in now.values())
-    out = Table(title=counted(len(now), "loader"), box=None, padding=(0, 1, 0, 0))
+    span = "since the start" if seconds is None else f"of the last {seconds:g} s"
+    out = Table(title=f"{counted(len(now), 'loader')}, {span}", box=None, padding=(0, 1, 0, 0))
     for heading in (
         *(["pid"] if asked else []),
         *("rank", "loader", "epoch", "batch", "samples/s", "waits", *ORIGINS, "MB"),

@@ -147,9 +147,10 @@ TEST_P(ReaderTest, TellsWhatIsWrongWithEachFile) {
     EXPECT_EQ(r.error, expected) << r.sample;
   }
   // Lists of files have no stored listing, and one may lie elsewhere or be of other extensions.
-  EXPECT_EQ(read_error_text(kSizeChanged),
-            "its size is not the one that was listed: start again, and where the listing is stored "
-            "run `nostall index` before, with its --index and options");
+  EXPECT_EQ(
+      read_error_text(kSizeChanged),
+      "its size is not the one that was listed (if it was changed on purpose: start again, and "
+      "where the listing is stored run `nostall index ROOT` before, with its --index and options)");
 }
 
 TEST_P(ReaderTest, WaitsForNoPipe) {

@@ -226,7 +226,10 @@ def test_what_is_not_there_is_an_error(
 ) -> None:
     (tmp_path / "empty").mkdir()
     assert main(["checkpoints", "ls", str(tmp_path / "empty")]) == 0
-    assert "no checkpoints in" in capsys.readouterr().out
+    assert capsys.readouterr().out.endswith(f"no checkpoints in {tmp_path / 'empty'}\n")
+    assert main(["checkpoints", "ls", str(tmp_path)]) == 0
+    said = f"no checkpoints in {tmp_path}; there are some in {', '.join(sorted(tiers))}\n"
+    assert capsys.readouterr().out.endswith(said)
     for words, told in (
         (["verify", str(tmp_path / "empty")], f"no complete checkpoint in {tmp_path / 'empty'}"),
         (["verify", "--step", "7", *tiers], f"of step 7 in {tiers[0]}, {tiers[1]}"),

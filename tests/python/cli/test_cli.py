@@ -131,7 +131,9 @@ def test_doctor_lives_with_a_launcher_that_contradicts_itself(
     for name, value in place.items():
         monkeypatch.setenv(name, value)
     assert main(["doctor"]) == 1
-    assert "rank 9 is not in a world of 4" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "rank 9 is not in a world of 4" in said
+    assert said.splitlines()[-1].startswith("No training can start as this one was")
 
 
 @pytest.mark.parametrize("local_rank", [0, 1])
@@ -294,6 +296,9 @@ def test_doctor_names_what_is_absent_and_how_to_get_it(
     assert re.search(r"^h5py +not installed \(HDF5\): pip install 'nostall\[stores\]'$", out, re.M)
     brought = r"nostall_bench-\*\.whl beside that of nostall in dist/.* pip install \./benchmarks$"
     assert re.search(rf"^nostall-bench +not installed .*{brought}", out, re.M)
+    assert re.search(
+        r"^Nothing was found that .*\. Parts are missing that some trainings need", out, re.M
+    )
     assert main(["doctor", "--fix-hints"]) == 0
     # It is a note, for a shell that is given these lines.
     assert re.search(rf"^# nostall bench and demo: .*{brought}", capsys.readouterr().out, re.M)
@@ -351,6 +356,9 @@ def test_doctor_prints_the_commands_that_bring_what_is_missing(
     monkeypatch.setattr(nostall.cli._run, "INSTALLED", there)
     assert main(["doctor", "--fix-hints"]) == 0
     assert capsys.readouterr().out == "# nothing is missing\n"
+    assert main(["doctor"]) == 0
+    said = "Nothing was found that keeps a training from starting, and no part is missing."
+    assert capsys.readouterr().out.splitlines()[-2:] == ["", said]
 
 
 def test_doctor_says_once_what_brings_ucx(

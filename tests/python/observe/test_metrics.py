@@ -282,7 +282,12 @@ def test_top_asks_a_job_that_is_not_recorded(
         origins = now[f"{address} {loader.name}"]["origins"]
         assert origins == {"ram": 0, "file": 0, "peer": 0, "source": 8}
     shown = capsys.readouterr().out
+    assert "1 loader, since the start" in shown
     assert {"samples/s", "source", "100%"} <= set(shown.split())
+    assert main(["top", address, "--once", "--seconds", "0.1"]) == 0
+    shown = capsys.readouterr().out
+    # No batch was asked for meanwhile.
+    assert "1 loader, of the last 0.1 s" in shown and "100%" not in shown.split()
     metrics.close()
     assert main(["top", address, "--once"]) == IoError.exit_code
     said = capsys.readouterr().err

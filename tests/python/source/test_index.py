@@ -284,7 +284,7 @@ def test_all_damaged_images_are_listed(
     root = make_folder(150)
     paths = sorted(root.rglob("*.jpg"))
     assert main(["index", str(root), "--damaged"]) == 0
-    assert "0 of 150 samples cannot be read or decoded" in capsys.readouterr().out
+    assert "0 of 150 samples cannot be used" in capsys.readouterr().out
     half, empty, other = (paths[i] for i in (0, 80, 149))
     half.write_bytes(half.read_bytes()[: half.stat().st_size // 2])
     empty.write_bytes(b"")
@@ -294,7 +294,7 @@ def test_all_damaged_images_are_listed(
     assert first.startswith(f"{half} (sample 0) cannot be used: ")
     assert second.startswith(f"{empty} (sample 80) cannot be used: ")
     assert f"{other} (sample 149) cannot be used: 8 bytes that are not a JPEG" in third
-    assert last == "3 of 150 samples cannot be read or decoded"
+    assert last == "3 of 150 samples cannot be used"
 
 
 def test_images_are_looked_at_alone_and_all_may_be_damaged(
@@ -309,7 +309,7 @@ def test_images_are_looked_at_alone_and_all_may_be_damaged(
         path.write_bytes(b"no image")
     assert main(["index", str(root), "--damaged"]) == 1
     *_, last = capsys.readouterr().out.splitlines()
-    assert last == "20 of 20 samples cannot be read or decoded"
+    assert last == "20 of 20 samples cannot be used"
 
 
 def test_damaged_images_of_records_are_listed(
@@ -321,7 +321,7 @@ def test_damaged_images_of_records_are_listed(
     assert main(["index", str(tmp_path / "a.tar"), "--damaged"]) == 1
     *_, damaged, last = capsys.readouterr().out.splitlines()
     assert damaged.startswith(f"{tmp_path / 'a.tar'}") and "(sample 5) cannot be used" in damaged
-    assert last == "1 of 8 samples cannot be read or decoded"
+    assert last == "1 of 8 samples cannot be used"
 
 
 def test_the_index_alone_is_checked_or_images_are(
