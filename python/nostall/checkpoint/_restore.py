@@ -176,8 +176,7 @@ def read_part(
             "with nostall.torch.checkpoint.load or StorageReader"
         )
     part = manifest.part_of(rank)
-    if part is None:
-        raise UsageError(f"step {manifest.step} in {store.root} has no part of rank {rank}")
+    assert part is not None  # a manifest that can be read names one of each rank
     path = store.place(manifest.step) / part.name
     counter = _native.Progress()
     began, threads, blocks = time.perf_counter(), max(4, threads), len(part.crcs)

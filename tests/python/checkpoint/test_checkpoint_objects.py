@@ -30,6 +30,7 @@ from test_checkpointer import World
 
 import nostall
 from nostall import Keep, _native
+from nostall.base import _object_client
 from nostall.checkpoint import _checkpointer, _objects, _store, _transfer
 from nostall.checkpoint._begin import lineage_of
 from nostall.checkpoint._cleaner import Cleaner
@@ -1768,6 +1769,180 @@ def test_an_owner_whose_note_is_removed_stops(bucket: Any, url: str) -> None:
     store.disown()
     with pytest.raises(PeerError, match="the checkpointer is closed"):
         store.publish(dataclasses.replace(Manifest(1, ID, 1, ()), sequence=1))
+
+
+# ---------------------------------------------------------------------- the bytes of parts
+
+
+def test_a_part_takes_no_more_requests_than_a_store_takes(
+    proxy: Proxy, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_transfer, "_CHUNK", 5 << 20)
+    monkeypatch.setattr(_transfer, "_MOST_CHUNKS", 2)
+    store, (manifest, path) = store_at(url), one_part(tmp_path, blocks=4)
+    (part,), sizes = manifest.parts, {}
+
+    def note(request: Request, forward: Callable[[], Answer]) -> Answer:
+        if found := re.search(r"partNumber=(\d+)", request.path):
+            sizes[int(found[1])] = len(request.body)
+        return forward()
+
+    proxy.meddle = note
+    store.copy(path, 1, part.name, part, Pacing()).run()
+    assert sizes == {1: 10 << 20, 2: part.size - (10 << 20)}
+    assert store.check(1, part, threads=1) == []
+
+
+def test_an_upload_that_the_store_has_forgotten_is_told_and_may_begin_anew(
+    bucket: Any, proxy: Proxy, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_transfer, "_CHUNK", 5 << 20)
+    store, (manifest, path) = store_at(url), one_part(tmp_path, blocks=3)
+    (part,), forgotten, lock = manifest.parts, [], threading.Lock()
+
+    def forget(request: Request, forward: Callable[[], Answer]) -> Answer:
+        """As a rule of the bucket gives up what takes too long."""
+        if request.method == "PUT":
+            with lock:
+                for upload in [] if forgotten else bucket.multipart_uploads.all():
+                    upload.abort()
+                    forgotten.append(upload.object_key)
+        return forward()
+
+    proxy.meddle, copy = forget, store.copy(path, 1, part.name, part, Pacing())
+    with pytest.raises(UnreachableError, match=rf"{part.name}: the store has forgotten the upload"):
+        copy.run()
+    assert forgotten == [store.part_key(1, part.name)] and keys(bucket) == []
+    copy.run()
+    assert store.check(1, part, threads=1) == []
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "blocks"),
+    [(409, "OperationAborted", 1), (412, "PreconditionFailed", 1), (409, "OperationAborted", 3)],
+)
+def test_a_part_that_is_refused_for_another_change_is_told_and_drained_later(
+    bucket: Any,
+    proxy: Proxy,
+    make: Any,
+    url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    status: int,
+    code: str,
+    blocks: int,
+) -> None:
+    monkeypatch.setattr(_transfer, "_CHUNK", 5 << 20)
+    with make(level="fast") as ckpt:
+        ckpt._background.submit_drain = lambda drain: None
+        ckpt.save(state_of(1, blocks * BLOCK // 8), 1)
+
+    def refuse(request: Request, forward: Callable[[], Answer]) -> Answer:
+        if request.method == "PUT" and "/rank-" in request.path:
+            return error(status, code)
+        return forward()
+
+    proxy.meddle, words = refuse, ["checkpoints", "drain", str(tmp_path / "fast"), url]
+    assert main(words) == IoError.exit_code
+    said = capsys.readouterr().err
+    assert re.search(rf"cannot write {url}/step-0*1/rank-.*Error performing PUT", said), said
+    assert kinds(bucket) == [] and uploads(bucket) == []
+    proxy.meddle = None
+    assert main(words) == 0
+    with make("other") as ckpt:
+        assert is_whole(ckpt.restore(), 1)
+
+
+def test_a_forked_process_is_told_that_it_cannot_upload(
+    proxy: Proxy, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, (manifest, path) = store_at(url), one_part(tmp_path)
+    (part,), requests = manifest.parts, []
+
+    def note(request: Request, forward: Callable[[], Answer]) -> Answer:
+        requests.append(request)
+        return forward()
+
+    proxy.meddle = note
+    monkeypatch.setattr(_object_client, "_client_process", os.getppid())
+    with pytest.raises(IoError, match=r'start processes with "spawn"') as told:
+        store.copy(path, 1, part.name, part, Pacing()).run()
+    assert not isinstance(told.value, UnreachableError)  # to be tried again
+    assert requests == []
+
+
+class Looks(threading.Event):
+    """Waits no time, and opens the gate at the third look."""
+
+    def __init__(self, gate: _native.Gate) -> None:
+        super().__init__()
+        self.gate, self.count = gate, 0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.count += 1
+        if self.count == 3:
+            self.gate.release()
+        return False
+
+
+def test_an_upload_waits_at_a_gate_until_it_opens_and_then_no_more(tmp_path: Path) -> None:
+    store, (manifest, path), gate = in_memory(), one_part(tmp_path, blocks=3), _native.Gate()
+    (part,), looks = manifest.parts, Looks(gate)
+    gate.hold()
+    copy = store.copy(path, 1, part.name, part, Pacing(gate=gate, gate_patience=3600.0))
+    copy._urgent = looks
+    copy.run()
+    assert looks.count == 3 and not gate.held
+    assert store.check(1, part, threads=1) == []
+
+
+def test_a_part_is_read_to_memory_that_is_given(tmp_path: Path) -> None:
+    store, (manifest, path) = in_memory(), one_part(tmp_path, blocks=4)
+    (part,), data = manifest.parts, path.read_bytes()
+    store.copy(path, 1, part.name, part, Pacing()).run()
+    wrong = dataclasses.replace(part, crcs=(part.crcs[0], part.crcs[1], 0, part.crcs[3]))
+    for first, count, expected in ((1, 2, []), (1, 3, []), (1, 2, [2])):
+        file, progress = store.open(1, wrong if expected else part), _native.Progress()
+        wanted = data[first * BLOCK : (first + count) * BLOCK]
+        memory = np.full(len(wanted) + 100, 7, np.uint8)
+        damaged = file.read(first, count, 4, progress, memory.ctypes.data)
+        assert damaged == expected and progress.bytes == len(wanted)
+        assert memory[: len(wanted)].tobytes() == wanted
+        assert (memory[len(wanted) :] == 7).all() and not file.data.any()
+
+
+@pytest.mark.parametrize("times", [2, 100])
+def test_a_range_that_lacks_bytes_is_asked_for_again_and_is_no_damage(
+    proxy: Proxy, url: str, tmp_path: Path, times: int
+) -> None:
+    store, (manifest, path) = store_at(url), one_part(tmp_path)
+    (part,) = manifest.parts
+    store.copy(path, 1, part.name, part, Pacing()).run()
+
+    def shorten(number: int, answer: Answer) -> Answer:
+        """It says the right range, and the wrong length."""
+        body = answer.body[:-1] if number < times else answer.body
+        return Answer(answer.status, answer.headers, body)
+
+    proxy.ranges.clear()
+    proxy.spoil, words = shorten, f"{part.name}: the answer has 99 bytes instead of 100"
+    told = pytest.raises(UnreachableError, match=words)
+    with told if times > 2 else contextlib.nullcontext():
+        assert store.check(1, part, threads=1) == []
+    assert len(proxy.ranges) == 3
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("size", [0, 100, 2 * BLOCK, 3 * BLOCK])
+def test_a_part_of_another_size_is_damaged_wherever_it_ends(
+    bucket: Any, url: str, tmp_path: Path, size: int, threads: int
+) -> None:
+    store, (manifest, _) = store_at(url), one_part(tmp_path, blocks=3)
+    (part,) = manifest.parts
+    bucket.put_object(Key=store.part_key(1, part.name), Body=bytes(size))
+    with pytest.raises(CorruptionError, match=rf"{part.name} has {size} bytes, not {part.size}"):
+        store.check(1, part, threads=threads)
 
 
 # ---------------------------------------------------------------------- the store alone

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,6 +22,7 @@ from nostall.checkpoint import _format, rng_state, set_rng_state
 from nostall.checkpoint._format import header, layout, parse
 from nostall.checkpoint._tree import decode, encode
 from nostall.errors import CorruptionError, UsageError
+from nostall.torch.checkpoint import StorageWriter, load
 
 
 def through_bytes(state: Any) -> Any:
@@ -633,3 +635,25 @@ def test_a_module_of_another_shape_is_told_with_its_step_and_place(tmp_path: Pat
         assert isinstance(caught.value.__cause__, RuntimeError)
         with pytest.raises(RuntimeError, match=r"^Error\(s\) in loading"):  # it is torch's own call
             other.load_state_dict(ckpt.restore().state["nets"][0])
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_what_torch_has_saved_is_passed_over_with_what_loads_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, older: bool
+) -> None:
+    state = {"w": torch.ones(5)}
+    with nostall.Checkpointer(durable=tmp_path, level="durable") as ckpt:
+        if older:
+            ckpt.save(state, 1)
+    writer = StorageWriter(tmp_path)
+    dcp.save({"w": torch.zeros(5)}, checkpoint_id="2", storage_writer=writer, no_dist=True)
+    writer.close()
+    words = f"step 2 in {tmp_path} was saved by torch.distributed.checkpoint: load it with nostall"
+    with nostall.Checkpointer(durable=tmp_path) as ckpt:
+        told = pytest.raises(CorruptionError, match=f"no checkpoint can be restored: {words}")
+        with contextlib.nullcontext() if older else told:
+            found = ckpt.restore()
+            assert found is not None and found.step == 1 and same(found.state, state)
+    assert f"passing over a checkpoint: {words}" in caplog.text
+    loaded = {"w": torch.ones(5)}
+    assert load(loaded, tmp_path, no_dist=True) == 2 and not loaded["w"].any()

@@ -40,6 +40,7 @@ from nostall.checkpoint._saved import Saved
 from nostall.checkpoint._search import Search
 from nostall.checkpoint._store import Store, part_name
 from nostall.checkpoint._window import choose_copying
+from nostall.cli import main
 from nostall.errors import CorruptionError, IoError, PeerError, UsageError
 from nostall.observe.report import _digest as digest
 from nostall.observe.timelines._stream import Source
@@ -1580,6 +1581,122 @@ def test_what_is_removed_after_the_look_is_passed_over(
         found = ckpt.restore()
     assert found is not None and found.step == 1
     assert f"passing over a checkpoint: step 2 in {tmp_path} is gone" in caplog.text
+
+
+def test_what_is_removed_while_it_is_looked_at_is_nothing_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    missing = Store.missing
+
+    def remove(store: Store, manifest: Manifest) -> str:
+        if manifest.step == 2:
+            store.remove_step(2)
+        return missing(store, manifest)
+
+    with nostall.Checkpointer(durable=tmp_path, level="durable") as ckpt:
+        for step in (1, 2):
+            ckpt.save(state_of(step), step)
+        monkeypatch.setattr(Store, "missing", remove)
+        found = ckpt.restore()
+    assert found is not None and found.step == 1
+    assert "passing over" not in caplog.text
+
+
+def test_a_part_that_cannot_be_looked_for_is_passed_over_and_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with nostall.Checkpointer(durable=tmp_path, level="durable") as ckpt:
+        for step in (1, 2):
+            ckpt.save(state_of(step), step)
+        (part,) = tmp_path.glob("*2/*.safetensors")
+        kept = part.rename(tmp_path / "kept")
+        part.symlink_to(part)
+        found = ckpt.restore()
+        assert found is not None and found.step == 1
+        words = f"passing over a checkpoint: cannot look for {part}: {os.strerror(errno.ELOOP)}"
+        assert words in caplog.text
+        kept.rename(part)
+        found = ckpt.restore(2)
+        assert found is not None and found.step == 2
+
+
+@pytest.mark.parametrize("damage", ["bytes", "directory"])
+def test_a_note_of_a_branch_that_is_damaged_since_the_start_is_told_and_harms_no_restore(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    note = tmp_path / "branch.json"
+    with nostall.Checkpointer(durable=tmp_path, level="durable") as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(state_of(step), step)
+        ckpt.restore(1)
+        note.unlink()
+        if damage == "bytes":
+            note.write_bytes(b"{}")
+        else:
+            note.mkdir()
+        found = ckpt.restore()
+        assert found is not None and found.step == 3  # what was saved last counts as the newest
+        told = f"{note} is damaged" if damage == "bytes" else f"cannot read {note}: Is a directory"
+        assert f"passing over a checkpoint: {told}" in caplog.text
+        if damage == "directory":
+            note.rmdir()
+
+
+@pytest.mark.parametrize("wrong", [1, 3])  # blocks
+def test_damage_is_told_with_its_bytes_and_the_arrays_in_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: int
+) -> None:
+    block, names = _native.CHECKPOINT_BLOCK, "abcdefg"
+    with nostall.Checkpointer(durable=tmp_path, level="durable") as ckpt:
+        ckpt.save({name: np.full(block // 2, 1, np.uint8) for name in names}, 1)
+        (part,) = tmp_path.glob("*/*.safetensors")
+        size = part.stat().st_size
+        with part.open("r+b") as file:
+            for number in range(wrong):
+                file.seek((number + 1) * block - 1)  # no byte of the header
+                file.write(b"?")
+        place, more = f"bytes 0 to {block} do not match their CRC32C", ""
+        if wrong > 1:
+            more = f", and 2 more blocks of {block} bytes"
+        with pytest.raises(CorruptionError) as told:
+            ckpt.restore()
+        assert f"{part} is damaged: {place}{more} (in them: the header, a, b" in str(told.value)
+        assert (" and 2 more)" in str(told.value)) == (wrong > 1)
+    assert size > 3 * block
+    assert main(["checkpoints", "verify", str(tmp_path)]) == CorruptionError.exit_code
+    assert f"{part}: {place}{more} in {tmp_path}\n" in capsys.readouterr().out
+
+
+def test_progress_is_told_while_a_read_is_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[int, int]] = []
+    under_way, block, opened = threading.Event(), _native.CHECKPOINT_BLOCK, Store.open
+
+    def tell(done: int, total: int) -> None:
+        told.append((done, total))
+        if 0 < done < total:
+            under_way.set()
+
+    def open_slow(store: Store, step: int, part: Part) -> Any:
+        """Its second block is not there before a progress has been told."""
+        file = opened(store, step, part)
+
+        def read(first: int, count: int, threads: int, progress: _native.Progress) -> list[int]:
+            damaged = file.read(first, 1, threads, progress)
+            assert under_way.wait(60)
+            return damaged + file.read(first + 1, count - 1, threads, progress)
+
+        return SimpleNamespace(data=file.data, read=read)
+
+    monkeypatch.setattr(Store, "open", open_slow)
+    with nostall.Checkpointer(durable=tmp_path, level="durable") as ckpt:
+        ckpt.save(state_of(7, block // 4), 1)
+        found = ckpt.restore(progress=tell)
+    assert found is not None and (found.state["weights"] == 7).all()
+    size = found.manifest.size
+    assert (block, size) in told and told[-1] == (size, size)
+    assert sorted(told) == told
 
 
 def test_progress_is_told_at_the_end_where_no_thread_is_to_be_had(
