@@ -227,10 +227,12 @@ def test_ranks_agree_on_one_call_that_none_has_begun() -> None:
 def test_a_signal_that_comes_once_its_rank_has_ended_does_not_change_the_exit_code(
     late: bool,
 ) -> None:
-    """Slurm signals the nodes one after the other: the ranks of the first may have ended by then."""
-    before = signal.getsignal(signal.SIGUSR1)
-    # The last one made has the signal of the process, as every rank has in a process of its own.
-    ranks = Ranks(["SIGUSR1", "SIGUSR1"])
+    """Slurm signals the nodes one after the other: the ranks of the first may have ended by then.
+    Launchers send another signal to the rest when the first rank has ended."""
+    numbers = (signal.SIGUSR1, signal.SIGUSR2)
+    before = [signal.getsignal(number) for number in numbers]
+    # The last one made has the signals of the process, as every rank has in a process of its own.
+    ranks = Ranks(["SIGUSR1 SIGUSR2", "SIGUSR1 SIGUSR2"])
     came, ended = ranks.ranks[0], ranks.ranks[1]
 
     def train(rank: int) -> None:
@@ -244,9 +246,11 @@ def test_a_signal_that_comes_once_its_rank_has_ended_does_not_change_the_exit_co
         ranks.run(train)
         ended.close()
         assert signal.getsignal(signal.SIGUSR1) == (signal.SIG_IGN if late else came._handle)
+        assert signal.getsignal(signal.SIGUSR2) == signal.SIG_IGN
     finally:
         ranks.close()
-        signal.signal(signal.SIGUSR1, before)
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 @pytest.mark.usefixtures("patient")
