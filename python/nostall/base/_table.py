@@ -299,7 +299,7 @@ _LOADER = (
         "device",
         _or_none(_DEVICE),
         None,
-        'the accelerator that batches are sent to, as "cuda" or "cuda:1"',
+        'the accelerator that batches are sent to, as "cuda", the current one, or "cuda:1"',
         "they stay on the host",
     ),
     _loader(

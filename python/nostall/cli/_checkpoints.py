@@ -384,8 +384,10 @@ def _dry_run(stores: Sequence[Store], step: int | None, rank: int) -> int:
         for line in _outline(restored.state):
             print(f"  {line}")
         return 0
-    if step is not None and not passed_over:
-        raise UsageError(f"there is no checkpoint of step {step} in {_places(stores)}")
+    if not passed_over:
+        of = "" if step is None else f" of step {step}"
+        below = "".join(_below(store) for store in stores)
+        raise UsageError(f"there is no complete checkpoint{of} in {_places(stores)}{below}")
     print(f"nothing can be restored from {_places(stores)}")
     return CorruptionError.exit_code
 

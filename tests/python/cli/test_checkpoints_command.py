@@ -314,7 +314,7 @@ def test_restore_dry_run_refuses_what_a_restore_refuses(
     assert main(["checkpoints", "restore-dry-run", "--rank", "1", *tiers]) == UsageError.exit_code
     assert "has no part of rank 1" in capsys.readouterr().err
     assert main(["checkpoints", "restore-dry-run", "--step", "7", *tiers]) == UsageError.exit_code
-    assert "there is no checkpoint of step 7 in" in capsys.readouterr().err
+    assert "there is no complete checkpoint of step 7 in" in capsys.readouterr().err
 
 
 def test_restore_dry_run_refuses_more_directories_than_a_restore_reads(
@@ -567,8 +567,13 @@ def test_a_directory_that_is_not_there_is_named(capsys: pytest.CaptureFixture[st
 def test_a_directory_without_checkpoints_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["checkpoints", "restore-dry-run", str(tmp_path)]) == 5
-    assert capsys.readouterr().out == f"nothing can be restored from {tmp_path}\n"
+    assert main(["checkpoints", "restore-dry-run", str(tmp_path)]) == UsageError.exit_code
+    said = f"there is no complete checkpoint in {tmp_path}"
+    assert capsys.readouterr().err == f"nostall: {said}\n"
+    with nostall.Checkpointer(durable=tmp_path / "run", level="durable") as ckpt:
+        ckpt.save({"value": 1}, 1)
+    assert main(["checkpoints", "restore-dry-run", str(tmp_path)]) == UsageError.exit_code
+    assert capsys.readouterr().err == f"nostall: {said}; there are some in {tmp_path / 'run'}\n"
 
 
 def test_checkpoints_that_are_spread_over_nodes(

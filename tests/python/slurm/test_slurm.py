@@ -173,11 +173,12 @@ def test_doctor_says_which_rank_is_on_which_node_and_that_they_meet(cluster: Clu
     assert said.count("vector code") == 1, "rank 0 alone prints"
 
 
-def printed_script() -> str:
+def printed_scripts() -> list[str]:
+    """Of ranks that srun starts, and of ranks that torchrun starts."""
     guide = (ROOT / "docs" / "guide" / "clusters.md").read_text()
-    found = re.search(r"```\n(#!/bin/bash\n#SBATCH.*?)```", guide, re.S)
-    assert found, "the guide has no script of sbatch"
-    return found[1]
+    found = re.findall(r"```\n(#!/bin/bash\n#SBATCH.*?)```", guide, re.S)
+    assert len(found) == 2, "the guide has two scripts of sbatch"
+    return found
 
 
 def steps(logs: Path, rank: int) -> list[list[int]]:
@@ -207,7 +208,7 @@ def test_training_of_guide_goes_on_exactly_after_time_limit_requeue_and_cancel(
     doctor = ["-c", "import sys\nfrom nostall.cli import main\nsys.exit(main(['doctor']))"]
     rank = [Path(__file__).with_name("slurm_rank.py"), logs]
     train = [*rank, EXAMPLE, data, folder / "ckpt", "10000"]
-    script = printed_script()
+    script = printed_scripts()[0]
     for printed, words in (
         ("nostall doctor", doctor),
         ("python examples/train-slurm.py /data /pfs/ckpt", train),
@@ -259,6 +260,50 @@ def test_training_of_guide_goes_on_exactly_after_time_limit_requeue_and_cancel(
         assert any(s["peers"][name] for s in said for name in names), said
         for node in (said[:2], said[2:]):
             assert sum(s["source_bytes"] for s in node) <= there, "a node reads a sample once"
+
+
+@pytest.mark.long
+def test_ranks_of_torchrun_in_a_step_save_before_the_time_limit_and_go_on(cluster: Cluster) -> None:
+    """The guide's script, on nodes that have neither GPUs nor so many cores."""
+    folder = cluster.home / "torchrun"
+    data, kept = folder / "data", folder / "ckpt"
+    kept.mkdir(parents=True)
+    made = prefork.run(
+        [str(ROOT / "examples" / "make-data.py"), str(data)], torch=True, timeout=800
+    )
+    assert made.returncode == 0, made.stderr
+    script = printed_scripts()[1]
+    for printed, here in (
+        ("#SBATCH --gpus-per-node=8\n#SBATCH --cpus-per-task=64\n", ""),
+        ("--nproc-per-node=8", "--nproc-per-node=1"),
+        ('"$first:29400"', f'"$first:{free_port()}"'),
+        ("examples/train-slurm.py /data /pfs/ckpt", f"{EXAMPLE} {data} {kept} 100000"),
+    ):
+        assert script.count(printed) == 1
+        script = script.replace(printed, here)
+    (folder / "train.sbatch").write_text(script)
+    submitted = time.monotonic()
+    (number,) = re.findall(r"\d+", cluster.said("sbatch", "-D", folder, folder / "train.sbatch"))
+
+    def limit(text: str) -> bool:
+        done = cluster.run("scontrol", "update", f"JobId={number}", f"TimeLimit={text}")
+        return done.returncode == 0
+
+    def said() -> str:
+        return (folder / "train.log").read_text()
+
+    cluster.wait("a checkpoint", lambda: bool(saved(folder)))
+    # Slurm looks every 30 s whether a limit is near.
+    assert limit(str(int((time.monotonic() - submitted) // 60) + 2))
+    cluster.wait("the signal", lambda: "SIGTERM: all ranks save at their call" in said())
+    cluster.wait("a later time limit", lambda: limit("04:00:00"))
+    cluster.wait("the start after the requeue", lambda: "going on at step" in said())
+    (last,) = re.findall(r"all ranks save at their call (\d+) of save", said())
+    (first,) = re.findall(r"going on at step (\d+)", said())
+    assert first == last and int(last) in saved(folder)
+    cluster.said("scancel", number)
+    state = lambda: cluster.said("squeue", "-h", "-t", "all", "-j", number, "-o", "%T").strip()  # noqa: E731
+    cluster.wait("the end", lambda: state() == "CANCELLED")
 
 
 # A rank without torch: a file says its process, the batches that it has had, and the nodes it knows.
