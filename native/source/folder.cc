@@ -108,8 +108,7 @@ uint64_t stamp_of(uint64_t files_stamp, const Listing& listing, bool times) {
 std::string read_error_text(int error) {
   if (error == kSizeChanged) {
     return "its size is not the one that was listed (if it was changed on purpose: start again, "
-           "and "
-           "where the listing is stored run `nostall index ROOT` before, with its --index and "
+           "and where the listing is stored run `nostall index ROOT` before, with its --index and "
            "options)";
   }
   if (error == kWrongBytes) return "its bytes are not what the index says";

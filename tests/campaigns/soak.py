@@ -25,7 +25,7 @@ SMALL = 0.02
 RANKS = 2
 SAMPLES = 64
 COUNTS = 40
-BYTES_PER_BATCH = 10
+BYTES_PER_BATCH = 20
 OBJECTS_PER_THOUSAND_BATCHES = 20
 MEGABYTES_PER_HOUR = 1.0
 RANK = Path(__file__).parent / "soak_rank.py"
@@ -44,8 +44,7 @@ def slope(times: list[float], values: list[float]) -> tuple[float, float]:
 def judge(rank: int, counts: list[dict[str, Any]], long: bool) -> tuple[list[str], dict[str, Any]]:
     """What grew, and the figures of the second half, when all that is made once has been made."""
     half = counts[len(counts) // 2 :]
-    first, last = half[0], half[-1]
-    batches = last["batches"] - first["batches"]
+    last = half[-1]
     wrong = []
     # One thread comes and goes: it plans the next epoch, once in each.
     threads = sorted({c["threads"] for c in half})
@@ -54,6 +53,7 @@ def judge(rank: int, counts: list[dict[str, Any]], long: bool) -> tuple[list[str
     # The least of the later counts: what comes and goes between two of them, as the files that a tier
     # reads the limits of memory from, is no growth.
     quarter = len(half) // 2
+    batches = half[quarter]["batches"] - half[0]["batches"]
     grown = {
         what: min(c[what] for c in half[quarter:]) - min(c[what] for c in half[:quarter])
         for what in ("threads", "descriptors", "objects", "bytes")

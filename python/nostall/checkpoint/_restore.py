@@ -176,7 +176,8 @@ def read_part(
             "with nostall.torch.checkpoint.load or StorageReader"
         )
     part = manifest.part_of(rank)
-    assert part is not None  # a manifest that can be read names one of each rank
+    # Callers refuse another number of ranks, and a manifest names a part of each.
+    assert part is not None
     path = store.place(manifest.step) / part.name
     counter = _native.Progress()
     began, threads, blocks = time.perf_counter(), max(4, threads), len(part.crcs)

@@ -115,9 +115,9 @@ class Signals:
     def close(self) -> None:
         """Gives the signals back to what handled them before.
 
-        Of ranks that end by a signal, those of these that have not come here are ignored: that signal
-        may still come, or the one that a launcher sends to the rest when the first rank has ended, and
-        would end the process by a signal where its exit code says to go on.
+        In a rank that ends by a signal, those of them that have not come here are ignored, and SIGTERM
+        is in any case. The signal may still come, and a launcher sends SIGTERM to the rest when the
+        first rank has ended: the process would end by it where its exit code says to go on.
         """
         self._closed = True
         self._came.put("")
@@ -131,7 +131,7 @@ class Signals:
     def _after(self, number: int) -> Callable[[int, FrameType | None], Any] | int:
         """What handles a signal once this is closed."""
         number = signal.Signals(number)
-        if self._ended and number.name not in self._here:
+        if self._ended and (number == signal.SIGTERM or number.name not in self._here):
             return signal.SIG_IGN  # a function of Python would be gone while Python ends
         before = self._before[number]
         return signal.SIG_DFL if before is None else before

@@ -84,7 +84,7 @@ class Upload:
                 else:
                     obstore.put(store, key, blocks, chunk_size=chunk, max_concurrency=_IN_FLIGHT)
             except (errors.AlreadyExistsError, errors.PreconditionError) as error:
-                # It was asked on no condition: another change is under way, or the bucket has rules.
+                # The request had no condition: another change is under way, or the bucket has rules.
                 raise UnreachableError(
                     f"cannot write {self._store.place(self._step) / self._name}: "
                     f"{client.brief(error)[:500]}"
@@ -247,7 +247,7 @@ def read_blocks(
             except Exception as error:
                 if "status code: 416" not in client.brief(error):
                     raise
-                # It ends before the range: which size it has, no answer to a read says.
+                # The object ends before the range. The answer does not say its size.
                 there, body = int(obstore.head(objects, key)["size"]), np.empty(0, np.uint8)
             if there == part.size and len(body) != end - begin:
                 raise OSError(f"the answer has {len(body)} bytes instead of {end - begin}")

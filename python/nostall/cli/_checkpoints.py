@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import itertools
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +31,8 @@ from nostall.cli._bars import Bars
 from nostall.errors import CorruptionError, Error, IoError, UsageError
 
 _THREADS = 4
+# Directories that a hint is looked for in, and those that it names.
+_LOOKED_AT, _NAMED = 100, 3
 # All columns of a row between the step and the state.
 _BLANK = " " * 86
 
@@ -142,7 +146,8 @@ def _list(stores: Sequence[Store], step: int | None, *, check: bool) -> int:
         for other in incomplete:
             print(f"{other:>12}  {_BLANK}not complete")
         if not found and not incomplete:
-            print(f"no checkpoints in {store.root}{_below(store)}")
+            below = _below(store) if step is None else ""
+            print(f"no checkpoints in {store.root}{below}")
         any_found = any_found or found
     if not any_found and (check or step is not None):
         of = "" if step is None else f" of step {step}"
@@ -151,16 +156,16 @@ def _list(stores: Sequence[Store], step: int | None, *, check: bool) -> int:
 
 
 def _below(store: Store) -> str:
-    """Which directories in that of the store have checkpoints, if any."""
-    if not store.is_directory:
-        return ""
-    found = []
-    for path in sorted(Path(str(store.root)).glob("*")):
-        with contextlib.suppress(IoError):  # also where it is no directory
-            if Store(path, store.kind).steps():
-                found.append(str(path))
-    more = f" and {len(found) - 3} more of its directories" if len(found) > 3 else ""
-    return f"; there are some in {', '.join(found[:3])}{more}" if found else ""
+    """Which directories in that of the store have checkpoints, if any; it looks for a few."""
+    found: list[str] = []
+    if store.is_directory:
+        with contextlib.suppress(OSError), os.scandir(str(store.root)) as entries:
+            for entry in itertools.islice((e for e in entries if e.is_dir()), _LOOKED_AT):
+                with contextlib.suppress(IoError):
+                    inside = Store(entry.path, store.kind)
+                    if any(inside.saves(step) for step in inside.steps()):
+                        found.append(entry.path)
+    return f"; there are some in {', '.join(sorted(found)[:_NAMED])}" if found else ""
 
 
 def _places(stores: Sequence[Store]) -> str:
@@ -384,9 +389,9 @@ def _dry_run(stores: Sequence[Store], step: int | None, rank: int) -> int:
         for line in _outline(restored.state):
             print(f"  {line}")
         return 0
-    if not passed_over:
+    if not (passed_over or looked.choices):
         of = "" if step is None else f" of step {step}"
-        below = "".join(_below(store) for store in stores)
+        below = "" if step is not None else "".join(_below(store) for store in stores)
         raise UsageError(f"there is no complete checkpoint{of} in {_places(stores)}{below}")
     print(f"nothing can be restored from {_places(stores)}")
     return CorruptionError.exit_code

@@ -357,7 +357,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _verdict(failed: bool) -> str:
     if failed:
-        return "No training can start as this one was: the lines above say what to mend."
+        return (
+            "Something keeps a training from starting here, or from running as one job: the lines "
+            "above say what to mend."
+        )
     found = "Nothing was found that keeps a training from starting"
     if not list(fixes()):
         return f"{found}, and no part is missing."

@@ -64,28 +64,29 @@ def run(arguments: argparse.Namespace) -> int:
     look = _looks(arguments.run)
     console = Console()
     seconds = max(0.1, 1.0 if arguments.seconds is None else arguments.seconds)
-    before = look()
+    now = look()
     if arguments.once or not console.is_terminal:
-        if not before:
+        older = None
+        if arguments.seconds is not None:
+            older = now
+            time.sleep(seconds)
+            now = look()
+        if not now:
             raise UsageError(
                 _none_here()
                 if getattr(look, "func", None) is of_processes
                 else f"{' '.join(arguments.run)}: no loader has told what it does, which each does "
                 "once per second from its first batch on"
             )
-        if arguments.seconds is None:
-            console.print(table(before, {}))
-        else:
-            time.sleep(seconds)
-            console.print(table(look(), before, seconds))
+        console.print(table(now, older, seconds))
         return 0
-    with Live(table(before, {}), console=console, auto_refresh=False) as live:
+    with Live(table(now, None, seconds), console=console, auto_refresh=False) as live:
+        older = {}
         while True:
             time.sleep(seconds)
-            now = look()
-            live.update(table(now, before, seconds), refresh=True)
-            # Of a file that has not changed since, the older look says nothing about now.
-            before = {k: before[k] if k in before and before[k] == v else v for k, v in now.items()}
+            last, now = now, look()
+            older = before(now, last, older)
+            live.update(table(now, older, seconds), refresh=True)
 
 
 def _looks(names: list[str]) -> Callable[[], dict[str, dict[str, Any]]]:
@@ -218,16 +219,33 @@ def read(home: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
+def before(
+    now: dict[str, dict[str, Any]],
+    last: dict[str, dict[str, Any]],
+    older: dict[str, dict[str, Any]],
+) -> dict[str, dict[str, Any]]:
+    """What each loader's record of now is compared with: the last look's, or, where that is the same
+    one, as of a file that was not written meanwhile, what it was compared with then."""
+    return {
+        name: last[name] if last[name]["time"] != data["time"] else older.get(name, data)
+        for name, data in now.items()
+        if name in last
+    }
+
+
 def table(
-    now: dict[str, dict[str, Any]], before: dict[str, dict[str, Any]], seconds: float | None = None
+    now: dict[str, dict[str, Any]], older: dict[str, dict[str, Any]] | None, interval: float
 ) -> Any:
-    """One row per loader: since the look `seconds` ago if there was one, else since the start."""
+    """One row per loader: since the start, or since an `older` look, about `interval` seconds ago.
+
+    Without an older record of a loader there is neither rate nor share, unless it has ended.
+    """
     from rich.table import Table
     from rich.text import Text
 
     # No wider than 80 columns. A process that was asked has told what is true now.
     asked = bool(now) and all("queue" not in data for data in now.values())
-    span = "since the start" if seconds is None else f"of the last {seconds:g} s"
+    span = "since the start" if older is None else f"of the last {interval:g} s"
     out = Table(title=f"{counted(len(now), 'loader')}, {span}", box=None, padding=(0, 1, 0, 0))
     for heading in (
         *(["pid"] if asked else []),
@@ -236,9 +254,7 @@ def table(
     ):
         out.add_column(heading, justify="right")
     for name, data in sorted(now.items(), key=lambda item: (item[1]["rank"], item[0])):
-        old = before.get(name, {})
-        if old.get("time") == data["time"]:
-            old = {}
+        old = {} if older is None or "ended" in data else older.get(name, data)
         seconds = data["seconds"] - old.get("seconds", 0.0)
         samples = data["samples"] - old.get("samples", 0)
         stall = data["stall_seconds"] - old.get("stall_seconds", 0.0)

@@ -228,11 +228,11 @@ def test_a_signal_that_comes_once_its_rank_has_ended_does_not_change_the_exit_co
     late: bool,
 ) -> None:
     """Slurm signals the nodes one after the other: the ranks of the first may have ended by then.
-    Launchers send another signal to the rest when the first rank has ended."""
-    numbers = (signal.SIGUSR1, signal.SIGUSR2)
+    Launchers send SIGTERM to the rest when the first rank has ended, also if they sent it before."""
+    numbers = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
     before = [signal.getsignal(number) for number in numbers]
     # The last one made has the signals of the process, as every rank has in a process of its own.
-    ranks = Ranks(["SIGUSR1 SIGUSR2", "SIGUSR1 SIGUSR2"])
+    ranks = Ranks(["SIGUSR1 SIGUSR2 SIGTERM"] * 2)
     came, ended = ranks.ranks[0], ranks.ranks[1]
 
     def train(rank: int) -> None:
@@ -242,11 +242,13 @@ def test_a_signal_that_comes_once_its_rank_has_ended_does_not_change_the_exit_co
     try:
         came._handle(signal.SIGUSR1, None)
         if not late:
-            ended._handle(signal.SIGUSR1, None)
+            for number in (signal.SIGUSR1, signal.SIGTERM):
+                ended._handle(number, None)
         ranks.run(train)
         ended.close()
         assert signal.getsignal(signal.SIGUSR1) == (signal.SIG_IGN if late else came._handle)
-        assert signal.getsignal(signal.SIGUSR2) == signal.SIG_IGN
+        for number in (signal.SIGUSR2, signal.SIGTERM):
+            assert signal.getsignal(number) == signal.SIG_IGN
     finally:
         ranks.close()
         for number, handler in zip(numbers, before, strict=True):

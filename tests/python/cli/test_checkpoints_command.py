@@ -574,6 +574,22 @@ def test_a_directory_without_checkpoints_is_named(
         ckpt.save({"value": 1}, 1)
     assert main(["checkpoints", "restore-dry-run", str(tmp_path)]) == UsageError.exit_code
     assert capsys.readouterr().err == f"nostall: {said}; there are some in {tmp_path / 'run'}\n"
+    (manifest,) = (tmp_path / "run").glob("*/*manifest*")
+    manifest.unlink()
+    assert main(["checkpoints", "restore-dry-run", str(tmp_path)]) == UsageError.exit_code
+    assert capsys.readouterr().err == f"nostall: {said}\n", "no step there is complete"
+
+
+def test_restore_dry_run_of_superseded_checkpoints_alone_is_no_error_of_use(
+    tiers: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["checkpoints", "branch", "--step", "1", *tiers]) == 0
+    assert main(["checkpoints", "rm", "--step", "1", *tiers]) == 0
+    capsys.readouterr()
+    assert main(["checkpoints", "restore-dry-run", *tiers]) == 5
+    out = capsys.readouterr().out
+    assert out.count("superseded: step") >= 2
+    assert out.endswith(f"nothing can be restored from {', '.join(tiers)}\n")
 
 
 def test_checkpoints_that_are_spread_over_nodes(

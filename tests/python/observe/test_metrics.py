@@ -323,7 +323,8 @@ def test_top_shows_what_a_recorded_run_does(
     old = {k: {**v, "time": v["time"] - 1, "samples": 0, "seconds": v["seconds"] - 2,
                "stall_seconds": v["stall_seconds"] - 1, "origins": dict.fromkeys(v["origins"], 0)}
            for k, v in now.items()}  # fmt: skip
-    cells = [list(c.cells) for c in top.table(now, old).columns]
+    live = {k: {name: x for name, x in v.items() if name != "ended"} for k, v in now.items()}
+    cells = [list(c.cells) for c in top.table(live, old, 1.0).columns]
     assert [str(c[0]) for c in cells][:6] == [
         "0",
         name.removeprefix("loader "),
@@ -332,7 +333,14 @@ def test_top_shows_what_a_recorded_run_does(
         "2",
         "50%",
     ]
-    # The loader is closed, which its record says.
+    # A record that is not written anew keeps its rate, and what has one record has none.
+    assert top.before(live, old, {}) == old
+    assert top.before(live, live, old) == old
+    assert top.before(live, {}, old) == {}
+    for older in ({}, live):
+        assert list(top.table(live, older, 1.0).columns[4].cells) == [""]
+    # The loader is closed, which its record says: its rate is that of all its time.
+    assert top.table(now, old, 1.0).columns[4]._cells == top.table(now, None, 1.0).columns[4]._cells
     (ended,) = (one["ended"] for one in now.values())
     assert ended >= said["time"]
     assert "ended" in shown.split()
@@ -340,7 +348,7 @@ def test_top_shows_what_a_recorded_run_does(
     told_at = [time.strftime(form, time.localtime(ended)).split() for form in ("%H:%M", "%d %b")]
     assert any(set(words) <= set(shown.split()) for words in told_at)
     long_ago = {k: {**v, "ended": ended - 2 * 86400} for k, v in now.items()}
-    told = list(top.table(long_ago, {}).columns[-1].cells)
+    told = list(top.table(long_ago, None, 1.0).columns[-1].cells)
     assert told == [time.strftime("ended\n%d %b", time.localtime(ended - 2 * 86400))]
     assert main(["top", str(tmp_path / "none"), "--once"]) == UsageError.exit_code
     (tmp_path / "empty").mkdir()

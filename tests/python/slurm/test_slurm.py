@@ -275,7 +275,7 @@ def test_ranks_of_torchrun_in_a_step_save_before_the_time_limit_and_go_on(cluste
     script = printed_scripts()[1]
     for printed, here in (
         ("#SBATCH --gpus-per-node=8\n#SBATCH --cpus-per-task=64\n", ""),
-        ("--nproc-per-node=8", "--nproc-per-node=1"),
+        ("--nproc-per-node=8", "--nproc-per-node=2"),
         ('"$first:29400"', f'"$first:{free_port()}"'),
         ("examples/train-slurm.py /data /pfs/ckpt", f"{EXAMPLE} {data} {kept} 100000"),
     ):
@@ -297,10 +297,11 @@ def test_ranks_of_torchrun_in_a_step_save_before_the_time_limit_and_go_on(cluste
     assert limit(str(int((time.monotonic() - submitted) // 60) + 2))
     cluster.wait("the signal", lambda: "SIGTERM: all ranks save at their call" in said())
     cluster.wait("a later time limit", lambda: limit("04:00:00"))
-    cluster.wait("the start after the requeue", lambda: "going on at step" in said())
+    goes_on = re.compile(r"^going on at step (\d+)$\n", re.M)
+    cluster.wait("the start after the requeue", lambda: bool(goes_on.search(said())))
+    assert "closing signal SIGTERM" in said(), "torchrun sends it on"
     (last,) = re.findall(r"all ranks save at their call (\d+) of save", said())
-    (first,) = re.findall(r"going on at step (\d+)", said())
-    assert first == last and int(last) in saved(folder)
+    assert goes_on.findall(said()) == [last] and int(last) in saved(folder)
     cluster.said("scancel", number)
     state = lambda: cluster.said("squeue", "-h", "-t", "all", "-j", number, "-o", "%T").strip()  # noqa: E731
     cluster.wait("the end", lambda: state() == "CANCELLED")
