@@ -3,7 +3,7 @@
 slurm_rank.py LOGS EXAMPLE ARGUMENTS...
 
 LOGS/RANK.log has a line for each step: starts of the job, step, labels. LOGS/RANK.STARTS.json is what
-the loader says at the end.
+the loader says at the end. PAUSE_SECONDS is the pause in each step.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch.distributed
 import nostall.torch
 from nostall.errors import SignalExit
 
+PAUSE = float(os.environ.get("PAUSE_SECONDS", "0.02"))
 logs, start = Path(sys.argv[1]), os.environ.get("SLURM_RESTART_COUNT", "0")
 cross_entropy, save = torch.nn.functional.cross_entropy, nostall.Checkpointer.save
 batch: list[int] = []
@@ -34,7 +35,7 @@ def logged(self: nostall.Checkpointer, state: dict, step: int) -> object:
     rank = torch.distributed.get_rank()
     with open(logs / f"{rank}.log", "a") as log:
         print(start, step, *batch, file=log)
-    time.sleep(0.02)  # so that a training of any length has few steps
+    time.sleep(PAUSE)  # so that a training of any length has few steps
     try:
         return save(self, state, step)
     except SignalExit:

@@ -266,8 +266,10 @@ def test_training_of_guide_goes_on_exactly_after_time_limit_requeue_and_cancel(
 def test_ranks_of_torchrun_in_a_step_save_before_the_time_limit_and_go_on(cluster: Cluster) -> None:
     """The guide's script, on nodes that have neither GPUs nor so many cores."""
     folder = cluster.home / "torchrun"
-    data, kept = folder / "data", folder / "ckpt"
-    kept.mkdir(parents=True)
+    data, kept, logs = folder / "data", folder / "ckpt", folder / "logs"
+    logs.mkdir(parents=True)
+    train = [Path(__file__).with_name("slurm_rank.py"), logs, EXAMPLE, data, kept, "200"]
+    words = shlex.join(["--no-python", *prefork.command(train, torch=True)])
     made = prefork.run(
         [str(ROOT / "examples" / "make-data.py"), str(data)], torch=True, timeout=800
     )
@@ -275,9 +277,11 @@ def test_ranks_of_torchrun_in_a_step_save_before_the_time_limit_and_go_on(cluste
     script = printed_scripts()[1]
     for printed, here in (
         ("#SBATCH --gpus-per-node=8\n#SBATCH --cpus-per-task=64\n", ""),
-        ("--nproc-per-node=8", "--nproc-per-node=2"),
+        ("--nproc-per-node=8", "--nproc-per-node=1"),
+        # Few batches, for all are made ahead of the steps.
+        ("#SBATCH --requeue\n", "#SBATCH --requeue\n#SBATCH --export=ALL,PAUSE_SECONDS=0.5\n"),
         ('"$first:29400"', f'"$first:{free_port()}"'),
-        ("examples/train-slurm.py /data /pfs/ckpt", f"{EXAMPLE} {data} {kept} 100000"),
+        ("examples/train-slurm.py /data /pfs/ckpt", words),
     ):
         assert script.count(printed) == 1
         script = script.replace(printed, here)
@@ -292,7 +296,7 @@ def test_ranks_of_torchrun_in_a_step_save_before_the_time_limit_and_go_on(cluste
     def said() -> str:
         return (folder / "train.log").read_text()
 
-    cluster.wait("a checkpoint", lambda: bool(saved(folder)))
+    cluster.wait("a step of each rank", lambda: all(steps(logs, rank) for rank in range(2)))
     # Slurm looks every 30 s whether a limit is near.
     assert limit(str(int((time.monotonic() - submitted) // 60) + 2))
     cluster.wait("the signal", lambda: "SIGTERM: all ranks save at their call" in said())
