@@ -561,16 +561,18 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
 def test_a_save_that_is_replaced_before_it_is_copied_is_not_missed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make, replaced = Store.make_step, threading.Event()
+    make, begun, replaced = Store.make_step, threading.Event(), threading.Event()
 
     def late(store: Store, step: int) -> None:
         if store.kind == "durable":
+            begun.set()
             assert replaced.wait(60)
         make(store, step)
 
     monkeypatch.setattr(Store, "make_step", late)
     with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable") as ckpt:
         first = ckpt.save(state_of(1), 100)
+        assert begun.wait(60)  # a drain that has not begun would be left out
         second = ckpt.save(state_of(2), 100, level="fast", force=True)
         replaced.set()
         ckpt.wait(60)
