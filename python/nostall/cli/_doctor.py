@@ -362,7 +362,7 @@ def _verdict(failed: bool) -> str:
             "above say what to mend."
         )
     found = "Nothing was found that keeps a training from starting"
-    if not list(fixes()):
+    if next(fixes(), None) is None:
         return f"{found}, and no part is missing."
     return (
         f"{found}. Parts are missing that some trainings need: nostall doctor --fix-hints has the "
