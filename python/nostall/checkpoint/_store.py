@@ -140,7 +140,8 @@ def make_directory(path: Path) -> None:
     """A directory whose name, and those of the parents that it needs, are durable.
 
     Raises:
-        IoError: it cannot be made.
+        IoError: this user may not make it.
+        OSError: it cannot be made.
     """
     try:
         _make_durably(path)

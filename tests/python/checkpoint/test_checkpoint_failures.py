@@ -637,6 +637,36 @@ def test_of_two_copies_none_goes_while_a_part_cannot_be_looked_for(
     assert content(directory).keys() == before.keys() - {earlier.parts[0].name}
 
 
+def test_a_copy_that_lacks_a_part_does_not_hide_a_whole_manifest(tmp_path: Path) -> None:
+    store, directory = Store(tmp_path, "durable"), Store(tmp_path, "durable").directory(3)
+    whole = saved_empty(store, "aaaaaaaa-000001", sequence=5)
+    copy = dataclasses.replace(whole, parts=(Part(0, part_name(0, whole.id, 1), 0, ()),))
+    (directory / f"manifest-{copy.id}.json").write_bytes(copy.to_bytes())
+    assert store.find(3, whole.id) == whole and store.manifests() == [whole]
+
+
+def test_a_part_whose_name_no_file_can_have_is_not_there(tmp_path: Path) -> None:
+    store = Store(tmp_path, "durable")
+    store.make()
+    store.prepare(3)
+    long = Part(0, "x" * 300, 0, ())
+    assert not store.has(3, long)
+    with pytest.raises(IoError, match=r"cannot look for .*File name too long"):
+        store.missing(Manifest(3, "aaaaaaaa-000001", 1, (long,)))
+
+
+def test_what_a_rank_cannot_look_at_is_not_taken_for_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path, "durable")
+    manifest = saved_empty(store, "aaaaaaaa-000001", sequence=5)
+    unread = Unread(monkeypatch)
+    unread.paths.add(store.directory(3) / "manifest.json")
+    assert not store._completed(manifest, 1, left=False)
+    unread.paths.clear()
+    assert store._completed(manifest, 1, left=False)
+
+
 def saved_empty(store: Store, id: str, sequence: int) -> Manifest:
     """A save of step 3 whose part has no bytes."""
     part = Part(0, part_name(0, id), 0, ())
@@ -949,6 +979,48 @@ def test_a_wait_tries_failed_drains_again_and_tells_of_those_that_stay(
         ckpt.save(state_of(2), 2)
         caplog.clear()
     assert "1 checkpoint cannot be drained: the checkpoint of step 2 stays in" in caplog.text
+
+
+def test_a_failed_drain_is_not_excused_by_what_it_does_not_continue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a later save of its step that continues it takes its place."""
+    places = tmp_path / "fast", tmp_path / "durable"
+    with nostall.Checkpointer(*places) as ckpt:
+        for step in (1, 2):
+            ckpt.save(state_of(step), step, level="durable")
+    broken = Broken(monkeypatch, "durable")
+    with nostall.Checkpointer(*places) as ckpt:
+        ckpt.restore(1)
+        ckpt.save(state_of(20), 2)  # the durable directory has that of the other branch
+        with pytest.raises(IoError, match=r"step 2 stays in .*the disk is gone"):
+            ckpt.wait(60)
+        broken.broken = False
+        ckpt.wait(60)
+    with nostall.Checkpointer(durable=places[1]) as ckpt:
+        found = ckpt.restore()
+        assert found is not None and found.state["step"] == 20
+
+
+def test_a_failed_drain_is_missed_where_its_step_cannot_be_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that does not answer fails the copy and the look for a later save."""
+    broken, saves = Broken(monkeypatch, "durable", error=UnreachableError("no answer")), Store.saves
+
+    def away(store: Store, step: int) -> Any:
+        if broken.broken and store.kind == "durable":
+            raise broken.error
+        return saves(store, step)
+
+    with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable") as ckpt:
+        monkeypatch.setattr(Store, "saves", away)
+        ckpt.save(state_of(1), 1)
+        with pytest.raises(IoError, match=r"step 1 stays in .*no answer"):
+            ckpt.wait(60)
+        broken.broken = False
+        ckpt.wait(60)
+    assert steps_in(tmp_path / "durable") == [1]
 
 
 def test_a_wait_tells_once_of_what_can_never_be_drained(
@@ -1387,6 +1459,23 @@ def test_what_a_rank_says_survives_that_another_removes_the_empty_directory(
         assert store._leave_word(manifest, rank, b"{}") == ""
         assert [*store._words(manifest, [rank])] == [(rank, b"{}")]
     assert len(removed) == 3
+
+
+def test_a_word_whose_directory_is_removed_for_ever_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, manifest = Store(tmp_path, "fast"), Manifest(1, "aaaaaaaa-000001", 2, ())
+    mkdir = Path.mkdir
+
+    def made_and_removed(path: Path, *arguments: Any, **options: Any) -> None:
+        mkdir(path, *arguments, **options)
+        path.rmdir()
+
+    monkeypatch.setattr(Path, "mkdir", made_and_removed)
+    reason = store._leave_word(manifest, 1, b"{}")
+    assert reason.endswith(f"{store._note(manifest, 1)}: its directory is removed again and again")
+    store.abort(manifest, "no room")  # which no rank is told, and which ends no job
+    assert store.aborted(manifest) is None
 
 
 @pytest.mark.parametrize("again", [False, True])

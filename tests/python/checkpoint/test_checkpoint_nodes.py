@@ -831,8 +831,9 @@ def test_what_has_lost_parts_takes_no_place_among_those_that_are_kept(
     assert [manifest.step for manifest in waiting] == [1]
 
 
+@pytest.mark.parametrize("what", ["parts", "directory"])
 def test_what_has_lost_parts_goes_once_a_later_one_is_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     monkeypatch.setenv("NOSTALL_HOST", "127.0.0.1")
     make = checkpointer_of(tmp_path, world_size=2)
@@ -845,6 +846,8 @@ def test_what_has_lost_parts_goes_once_a_later_one_is_whole(
     assert World(2).run(save) == [None, None]
     for part in (tmp_path / "node1").glob("*[13]/*.safetensors"):
         part.unlink()
+    if what == "directory":
+        shutil.rmtree(Store(tmp_path / "node1", "fast").directory(1))
 
     def begin(rank: int, gather: Any) -> None:
         make(rank, gather).close()

@@ -801,6 +801,17 @@ def test_a_directory_that_this_user_may_not_make_is_told_with_a_remedy(tmp_path:
         tmp_path.chmod(0o700)
 
 
+@pytest.mark.parametrize(
+    ("name", "why"), [("file/a", "Not a directory"), ("x" * 300, "File name too long")]
+)
+def test_a_directory_that_cannot_be_is_told_with_its_path(
+    tmp_path: Path, name: str, why: str
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(IoError, match=f"cannot make the directory {tmp_path / name}: {why}"):
+        nostall.Checkpointer(durable=tmp_path / name)
+
+
 def test_waiting_for_a_directory_that_was_not_given_is_refused(tmp_path: Path) -> None:
     with nostall.Checkpointer(tmp_path) as ckpt:
         saved = ckpt.save({"x": 1}, 1)
