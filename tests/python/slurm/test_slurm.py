@@ -108,6 +108,18 @@ class Cluster:
     def logs(self) -> str:
         return "\n".join(f"== {p}\n{p.read_text()[-3000:]}" for p in self.home.rglob("*.log"))
 
+    def state(self, job: str) -> str:
+        return self.said("squeue", "-h", "-t", "all", "-j", job, "-o", "%T").strip()
+
+    def limit(self, job: str, time_limit: str) -> bool:
+        """Sets the job's time limit, where Slurm takes it: not of a job that is being requeued."""
+        done = self.run("scontrol", "update", f"JobId={job}", f"TimeLimit={time_limit}")
+        return done.returncode == 0
+
+    def limit_soon(self, job: str, submitted: float) -> None:
+        """Sets a limit of which Slurm, which looks every 30 s, signals within a minute or two."""
+        assert self.limit(job, str(int((time.monotonic() - submitted) // 60) + 2))
+
     def wait(self, what: str, holds: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 400
         while not holds():
@@ -227,19 +239,13 @@ def test_training_of_guide_goes_on_exactly_after_time_limit_requeue_and_cancel(
     def said_by_job() -> str:
         return (folder / "train.log").read_text()
 
-    def limit(text: str) -> bool:
-        done = cluster.run("scontrol", "update", f"JobId={number}", f"TimeLimit={text}")
-        return done.returncode == 0
-
-    state = lambda: cluster.said("squeue", "-h", "-t", "all", "-j", number, "-o", "%T").strip()  # noqa: E731
     cluster.wait("five batches", lambda: ran(0))
-    # Slurm looks every 30 s whether a limit is near.
-    assert limit(str(int((time.monotonic() - submitted) // 60) + 2))
+    cluster.limit_soon(number, submitted)
     cluster.wait("the signal", lambda: "SIGUSR1: all ranks save" in said_by_job())
-    cluster.wait("a later time limit", lambda: limit("04:00:00"))
+    cluster.wait("a later time limit", lambda: cluster.limit(number, "04:00:00"))
     cluster.wait("five batches after the requeue", lambda: ran(1))
     cluster.said("scancel", number)
-    cluster.wait("the end", lambda: state() == "CANCELLED")
+    cluster.wait("the end", lambda: cluster.state(number) == "CANCELLED")
     cluster.wait("the last checkpoint", lambda: saved(folder)[-1] == steps(logs, 0)[-1][1])
 
     took = [steps(logs, rank) for rank in ranks]
@@ -289,26 +295,20 @@ def test_ranks_of_torchrun_in_a_step_save_before_the_time_limit_and_go_on(cluste
     submitted = time.monotonic()
     (number,) = re.findall(r"\d+", cluster.said("sbatch", "-D", folder, folder / "train.sbatch"))
 
-    def limit(text: str) -> bool:
-        done = cluster.run("scontrol", "update", f"JobId={number}", f"TimeLimit={text}")
-        return done.returncode == 0
-
     def said() -> str:
         return (folder / "train.log").read_text()
 
     cluster.wait("a step of each rank", lambda: all(steps(logs, rank) for rank in range(2)))
-    # Slurm looks every 30 s whether a limit is near.
-    assert limit(str(int((time.monotonic() - submitted) // 60) + 2))
+    cluster.limit_soon(number, submitted)
     cluster.wait("the signal", lambda: "SIGTERM: all ranks save at their call" in said())
-    cluster.wait("a later time limit", lambda: limit("04:00:00"))
+    cluster.wait("a later time limit", lambda: cluster.limit(number, "04:00:00"))
     goes_on = re.compile(r"^going on at step (\d+)$\n", re.M)
     cluster.wait("the start after the requeue", lambda: bool(goes_on.search(said())))
     assert "closing signal SIGTERM" in said(), "torchrun sends it on"
     (last,) = re.findall(r"all ranks save at their call (\d+) of save", said())
     assert goes_on.findall(said()) == [last] and int(last) in saved(folder)
     cluster.said("scancel", number)
-    state = lambda: cluster.said("squeue", "-h", "-t", "all", "-j", number, "-o", "%T").strip()  # noqa: E731
-    cluster.wait("the end", lambda: state() == "CANCELLED")
+    cluster.wait("the end", lambda: cluster.state(number) == "CANCELLED")
 
 
 # A rank without torch: a file says its process, the batches that it has had, and the nodes it knows.
