@@ -981,7 +981,7 @@ def test_a_wait_tries_failed_drains_again_and_tells_of_those_that_stay(
     assert "1 checkpoint cannot be drained: the checkpoint of step 2 stays in" in caplog.text
 
 
-def test_a_failed_drain_is_not_excused_by_what_it_does_not_continue(
+def test_a_lost_save_is_not_excused_by_what_does_not_continue_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only a later save of its step that continues it takes its place."""
@@ -989,34 +989,36 @@ def test_a_failed_drain_is_not_excused_by_what_it_does_not_continue(
     with nostall.Checkpointer(*places) as ckpt:
         for step in (1, 2):
             ckpt.save(state_of(step), step, level="durable")
-    broken = Broken(monkeypatch, "durable")
+    prepare = Store.prepare
+
+    def lose(store: Store, step: int) -> Path:
+        if store.kind == "durable":
+            Store(places[0], "fast").remove_step(step)
+        return prepare(store, step)
+
     with nostall.Checkpointer(*places) as ckpt:
         ckpt.restore(1)
+        monkeypatch.setattr(Store, "prepare", lose)
         ckpt.save(state_of(20), 2)  # the durable directory has that of the other branch
-        with pytest.raises(IoError, match=r"step 2 stays in .*the disk is gone"):
+        with pytest.raises(IoError, match=f"step 2 is whole no more in {places[0]}"):
             ckpt.wait(60)
-        broken.broken = False
-        ckpt.wait(60)
-    with nostall.Checkpointer(durable=places[1]) as ckpt:
-        found = ckpt.restore()
-        assert found is not None and found.state["step"] == 20
+    assert [m.step for m in Store(places[1], "durable").manifests()] == [1, 2]
 
 
 def test_a_failed_drain_is_missed_where_its_step_cannot_be_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A store that does not answer fails the copy and the look for a later save."""
-    broken, saves = Broken(monkeypatch, "durable", error=UnreachableError("no answer")), Store.saves
+    broken, saves = Broken(monkeypatch, "durable"), Store.saves
 
     def away(store: Store, step: int) -> Any:
-        if broken.broken and store.kind == "durable":
-            raise broken.error
+        if broken.broken:
+            raise UnreachableError(f"{store.root} does not answer")
         return saves(store, step)
 
     with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable") as ckpt:
+        ckpt.save(state_of(1), 1, level="fast")
         monkeypatch.setattr(Store, "saves", away)
-        ckpt.save(state_of(1), 1)
-        with pytest.raises(IoError, match=r"step 1 stays in .*no answer"):
+        with pytest.raises(IoError, match=r"step 1 stays in .*the disk is gone"):
             ckpt.wait(60)
         broken.broken = False
         ckpt.wait(60)

@@ -1442,6 +1442,37 @@ def test_a_checkpoint_that_a_rank_sees_late_is_looked_for_again(
     assert len(pauses) == (1 if step == 1 else min(looks, len(_search._PAUSES)))
 
 
+def test_what_was_given_up_is_not_looked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A rank does not see a save of a branch that is not the current one."""
+    make, rank1, inner = ranked(tmp_path, 2), threading.local(), Store.read
+
+    def read(store: Store, at: int, name: str) -> Any:
+        return None if getattr(rank1, "blind", False) else inner(store, at, name)
+
+    monkeypatch.setattr(Store, "read", read)
+
+    def work(rank: int, gather: Any) -> Any:
+        with make(rank, gather) as ckpt:
+            for at in (1, 2):
+                ckpt.save(state_of(rank), at, level="durable")
+            ckpt.wait(60)
+            gather(b"")
+            ckpt.restore(1)
+            if rank == 0:
+                for store in (Store(tmp_path / kind, kind) for kind in ("fast", "durable")):
+                    store.remove_step(1)
+            gather(b"")
+            rank1.blind = rank == 1
+            found = ckpt.restore()
+            rank1.blind = False
+            return found
+
+    assert World(2).run(work) == [None, None]
+    assert "looking again" not in caplog.text
+
+
 def test_a_checkpoint_that_a_rank_sees_late_beside_a_damaged_one_is_looked_for_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -1539,6 +1570,33 @@ def test_too_little_memory_or_too_few_files_on_a_rank_pass_over_no_checkpoint(
 
     monkeypatch.setattr(Store, method, refuse)
     assert World(2).run(work) == [2, 2]
+
+
+def test_a_damaged_copy_beside_one_out_of_reach_passes_over_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = Store.open
+
+    def refuse(store: Store, *arguments: Any) -> Any:
+        if store.kind == "fast":
+            error = IoError(f"cannot read {store.root}: {os.strerror(errno.ENOMEM)}")
+            error.errno = errno.ENOMEM
+            raise error
+        return inner(store, *arguments)
+
+    with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable", keep_fast=2) as ckpt:
+        for step in (1, 2):
+            ckpt.save(state_of(step), step, level="durable")
+        (part,) = (tmp_path / "durable").glob("*2/*.safetensors")
+        part.write_bytes(bytes(part.stat().st_size))
+        with monkeypatch.context() as patched:
+            patched.setattr(Store, "open", refuse)
+            with pytest.raises(
+                UnreachableError, match=f"{tmp_path / 'fast'}.*; .*{part} is damaged"
+            ):
+                ckpt.restore()
+        found = ckpt.restore()
+        assert found is not None and (found.step, found.tier) == (2, "fast")
 
 
 @pytest.mark.parametrize("reads", [0, 1])  # of the manifest, before the limit
