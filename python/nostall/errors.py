@@ -46,7 +46,10 @@ class CorruptionError(Error, ValueError):
 
 
 class TransformError(Error, RuntimeError):
-    """The user's own callable failed for a sample; its exception is the cause."""
+    """The user's own callable failed for a sample.
+
+    Its exception is the cause; of one in a worker process the message has the text and the traceback.
+    """
 
     exit_code = 6
 

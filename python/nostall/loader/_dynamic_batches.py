@@ -42,7 +42,8 @@ class DynamicBatches:
         limit: greatest number of the loader's batches in one.
         smaller_is_better: the reported value is a loss.
         sawtooth: with the order `SubBatches`: the batch grows with each pass over the data in
-            memory, to at most all of it, and is small again when new data come. Reports grow it too.
+            memory, to at most `limit` or all of it, and is small again when new data come. Reports
+            grow it too.
         agree: makes one number of the ranks' reports, the same on all; their mean if None.
 
     Attributes:
