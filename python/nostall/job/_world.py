@@ -248,7 +248,8 @@ def find_address(
     """Where rank 0 can wait for the others, the same on all ranks; None if nothing says it.
 
     MASTER_ADDR and MASTER_PORT win. Otherwise the host is this one if all ranks are here, or the
-    first of the Slurm step, and the port follows from the job's name.
+    first of the Slurm step, and the port follows from the job's name; that of a single rank is any
+    free one.
     """
     env = _given(environment)
     all_here = world.local_world_size == world.world_size
@@ -261,6 +262,12 @@ def find_address(
         return None
     if "MASTER_PORT" in env:
         return host, _number(env, "MASTER_PORT")
+    if world.world_size == 1:
+        import socket
+
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return host, int(free.getsockname()[1])
     name = world.job if all_here else world.job.removesuffix(world.of_node)
     if not name:
         return None
@@ -326,6 +333,15 @@ def from_environment(env: Mapping[str, str]) -> World:
 
 
 _SINGLE = World(0, 1, 0, 1, "single")
+
+
+def is_launched(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether a launcher has started this process, also as its only rank.
+
+    Raises:
+        UsageError: a variable is no number.
+    """
+    return from_environment(_given(environment)) is not _SINGLE
 
 
 def _alone() -> World:

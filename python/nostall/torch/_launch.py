@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from nostall.errors import UsageError
-from nostall.job._world import find_address, find_world
+from nostall.job._world import find_address, find_world, is_launched
 
 
 def init(**named: Any) -> None:
@@ -45,11 +45,11 @@ def fill_environment() -> None:
     if os.environ.get("RANK") or os.environ.get("WORLD_SIZE"):
         return
     try:
-        world = find_world()
+        world, launched = find_world(), is_launched()
     except UsageError:  # the loader says so where it matters
         return
     address = find_address(world)
-    if world.world_size > 1 and address is not None:
+    if launched and address is not None:
         os.environ.update(
             RANK=str(world.rank),
             WORLD_SIZE=str(world.world_size),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from nostall.errors import UsageError
 from nostall.job import _world as world_module
-from nostall.job._world import Group, World, find_address, find_world
+from nostall.job._world import Group, World, find_address, find_world, is_launched
 
 TORCHRUN = {
     "RANK": "5",
@@ -178,6 +179,17 @@ def test_addresses_are_found(environment: dict[str, str], address: str) -> None:
     assert found[0] == address
     assert 15_000 <= found[1] < 32_000
     assert find_address(world, {**environment, "MASTER_PORT": "77"}) == (address, 77)
+
+
+def test_a_single_rank_has_an_address_and_is_told_from_no_launcher() -> None:
+    alone = {**SLURM, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+    world = find_world(environment=alone)
+    found = find_address(world, alone)
+    assert found is not None and found[0] == "127.0.0.1"
+    with socket.socket() as listening:
+        listening.bind(found)
+    assert find_address(world, {**alone, "MASTER_PORT": "77"}) == ("127.0.0.1", 77)
+    assert is_launched(alone) and not is_launched({})
 
 
 def test_without_a_host_there_is_no_address() -> None:

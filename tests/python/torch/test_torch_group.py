@@ -243,8 +243,9 @@ def test_mpirun_launches_it_too() -> None:
     assert result.returncode == 0, result.stderr
 
 
-def test_srun_is_found() -> None:
-    check("launched", 2)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_srun_is_found(ranks: int) -> None:
+    check("launched", ranks)
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
