@@ -295,6 +295,7 @@ class Recipe:
             "native_steps": [name for made in self._arranged for name in made.native],
             "called_steps": [name for made in self._arranged for name in made.python],
             "device_steps": self._of_device,
+            "works_after_core": self.works_after_core,
         }
 
     def tell_steps(self) -> None:
@@ -337,6 +338,12 @@ class Recipe:
     def is_native(self) -> bool:
         """Whether the arrays of a batch lie in the stage's memory."""
         return self.program is not None and self.stage is None and self._collate is None
+
+    @property
+    def works_after_core(self) -> bool:
+        """Whether anything works on a batch that the core has made: callables, or a device."""
+        calls = self.stage is not None or self._collate is not None or self._mix is not None
+        return calls or self.place is not None
 
     @property
     def is_light(self) -> bool:

@@ -436,6 +436,19 @@ def test_a_wait_for_callables_is_theirs_though_the_next_batch_is_awaited_as_well
     assert sum(causes.values()) == pytest.approx(14)
 
 
+def test_the_handing_over_of_a_batch_is_no_decoding() -> None:
+    rows = {
+        ("data", "get batch"): spans((0, 10), (20, 21)),
+        ("data", "wait for batch"): spans((0, 9)),
+        ("data", "read source"): spans((0, 9)),
+    }
+    made = digest.Digest("t", 0, 1, "h", 0.0, rows, 0)
+    causes = made.causes(threads=2, finished=False)
+    assert causes["source"] == pytest.approx(9) and causes["other"] == pytest.approx(2)
+    assert causes["decode"] == 0
+    assert made.causes(threads=2, finished=True)["decode"] == pytest.approx(2)
+
+
 def test_seconds_in_which_several_threads_wait_count_once() -> None:
     made = digest.Digest(
         "t", 0, 1, "h", 0.0,

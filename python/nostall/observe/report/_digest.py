@@ -159,13 +159,15 @@ class Digest:
         waits = self.of("data", "get batch")
         return (waits if len(waits.begin) else self.of("data", "wait for batch")).once()
 
-    def causes(self, threads: int, *, alone: bool = False) -> dict[str, float]:
+    def causes(
+        self, threads: int, *, alone: bool = False, finished: bool = True
+    ) -> dict[str, float]:
         """Seconds of all waits for batches by cause (see docs/guide/diagnose.md).
 
         In each wait, the busy share of the `threads` that transform counts as "decode", and so does the
-        time in which callables or a device worked on what the core had given. The rest is divided among
-        what the fetch threads were doing, or is "other" if they did nothing. A rank that trains `alone`
-        has no others to wait for.
+        time after the core has given the batch where it is `finished` by callables or a device; else
+        that is "other", the handing over. The rest is divided among what the fetch threads were doing,
+        or is "other" if they did nothing. A rank that trains `alone` has no others to wait for.
         """
         waits = self.waits()
         length = waits.end - waits.begin
@@ -174,8 +176,8 @@ class Digest:
         given = np.minimum(
             self.of("data", "wait for batch").active(waits.begin, waits.end), 1 - called
         )
-        working = length * np.clip(1 - given, 0, 1)
-        length = length - working
+        after = length * np.clip(1 - given, 0, 1)
+        length = length - after
         decode = np.clip(
             self.of("data", "decode").active(waits.begin, waits.end) / max(1, threads), 0, 1
         )
@@ -189,8 +191,9 @@ class Digest:
         rest = length * (1 - decode)
         share = np.divide(rest, total, out=np.zeros_like(rest), where=~quiet)
         out = {cause: float((share * a).sum()) for cause, a in active.items()}
-        out["decode"] = float((length * decode + working).sum())
+        out["decode"] = float((length * decode).sum())
         out["other"] = float(rest[quiet].sum())
+        out["decode" if finished else "other"] += float(after.sum())
         if alone:  # then these are its own other threads, which read the source
             out["source"] += out["others"]
             out["others"] = 0.0

@@ -114,7 +114,10 @@ class Rank:
     def waits(self) -> dict[str, float]:
         """Seconds of waiting for batches, by cause; without a trace, from sums of the statistics."""
         if self.digest is not None:
-            return self.digest.causes(self.threads, alone=self.world == 1)
+            finished = any(x.settings.get("works_after_core", True) for x in self.loaders)
+            return self.digest.causes(
+                self.threads, alone=self.world == 1, finished=finished or not self.loaders
+            )
         out = dict.fromkeys(CAUSES, 0.0)
         for loader in self.loaders:
             threads, fetchers = max(1, loader.stats.threads), max(1, loader.stats.fetchers)
