@@ -147,7 +147,10 @@ def missing() -> str | None:
     if shutil.which("smpirun") is None:
         return "simulated collectives need SimGrid's smpirun (Debian: libsimgrid-dev)"
     if find_native("nostall-smpi") is None:
-        return "nostall-bench was built without SimGrid: install libsimgrid-dev, then it again"
+        return (
+            "nostall-bench was built without SimGrid: install libsimgrid-dev, then "
+            "`pip install ./benchmarks` in a checkout of nostall"
+        )
     return None
 
 
