@@ -31,8 +31,14 @@ BEGIN = 64  # the values begin at a multiple of it
 LARGEST = 2**32 - 1
 MODES = ("1", "L", "LA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "LAB", "I", "F", "I;16")
 PALETTE = 768
-# Tensors of torchvision that keep their kind.
-VISION = ("Image", "Mask", "Video", "BoundingBoxes")
+# Tensors of torchvision that keep their kind, and what they have beside their numbers.
+VISION: dict[str, tuple[str, ...]] = {
+    "Image": (),
+    "Mask": (),
+    "Video": (),
+    "BoundingBoxes": ("format", "canvas_size", "clamping_mode"),
+    "KeyPoints": ("canvas_size",),
+}
 
 Template = Any  # what JSON can hold
 

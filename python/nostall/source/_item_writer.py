@@ -122,9 +122,10 @@ class _Writer:
         name = _name_of(kind)
         if not name.startswith("torchvision.tv_tensors.") or kind.__name__ not in VISION:
             raise UsageError(f"{where} is a {name}: give a plain tensor of it")
-        more = {}
-        if kind.__name__ == "BoundingBoxes":
-            more = {"format": value.format.name, "canvas_size": list(value.canvas_size)}
+        # Earlier torchvisions lack some.
+        more = {m: getattr(value, m) for m in VISION[kind.__name__] if hasattr(value, m)}
+        if "format" in more:
+            more["format"] = more["format"].name
         return ["v", kind.__name__, more, template]
 
     def _picture(self, value: Any, where: str) -> Template:

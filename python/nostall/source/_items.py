@@ -108,13 +108,11 @@ def _read_vision(leaf: Leaf, data: NDArray[np.uint8], allowed: frozenset[str]) -
 
     tensor = _read_tensor(leaf, data, allowed)
     name, more = leaf.arguments[:2]
-    if more:
-        return tv_tensors.BoundingBoxes(
-            tensor, format=more["format"], canvas_size=tuple(more["canvas_size"])
-        )
-    if name not in VISION:
-        raise CorruptionError(f"a record names the tensor {name} of torchvision")
-    return getattr(tv_tensors, name)(tensor)
+    if name not in VISION or not more.keys() <= set(VISION[name]):
+        raise CorruptionError(f"a record names the tensor {name} of torchvision, with {list(more)}")
+    if "canvas_size" in more:
+        more = {**more, "canvas_size": tuple(more["canvas_size"])}
+    return getattr(tv_tensors, name)(tensor, **more)
 
 
 def _read_array(leaf: Leaf, data: NDArray[np.uint8], _: frozenset[str]) -> Any:

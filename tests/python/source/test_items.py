@@ -113,9 +113,15 @@ def test_pictures_of_every_mode_come_back(mode: str) -> None:
 
 
 def test_tensors_of_torchvision_keep_their_kind() -> None:
-    boxes = tv_tensors.BoundingBoxes([[1.0, 2, 3, 4]], format="CXCYWH", canvas_size=(30, 40))
-    image, back = again((tv_tensors.Image(torch.zeros(3, 4, 5)), boxes))
+    boxes = tv_tensors.BoundingBoxes(
+        [[1.0, 2, 3, 4]], format="CXCYWH", canvas_size=(30, 40), clamping_mode="hard"
+    )
+    points = tv_tensors.KeyPoints([[1.0, 2]], canvas_size=(30, 40))
+    image, back, points_back = again((tv_tensors.Image(torch.zeros(3, 4, 5)), boxes, points))
     assert type(image) is tv_tensors.Image
+    assert type(points_back) is tv_tensors.KeyPoints
+    assert points_back.canvas_size == points.canvas_size and torch.equal(points_back, points)
+    assert back.clamping_mode == "hard"
     assert type(back) is tv_tensors.BoundingBoxes
     assert (back.format, back.canvas_size) == (boxes.format, boxes.canvas_size)
     assert torch.equal(back, boxes)
