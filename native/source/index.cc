@@ -132,7 +132,9 @@ Result<SampleIndex> parse_index(std::span<const std::byte> bytes, uint64_t optio
   Parser p(content);
   if (p.number<uint32_t>() != kMagic) return damaged("wrong magic");
   if (p.number<uint32_t>() != kVersion) return damaged("unknown version");
-  if (p.number<uint64_t>() != options) return damaged("it was made with other options");
+  if (p.number<uint64_t>() != options) {
+    return Error(ErrorKind::corruption, "the stored index was made with other options");
+  }
   SampleIndex index;
   std::vector<ListedDirectory> directories;
   for (uint64_t n = p.count(12); n > 0 && p.ok(); --n) {

@@ -121,6 +121,19 @@ def _options_of(parser: argparse.ArgumentParser) -> Iterator[str]:
                 yield from _options_of(below)
 
 
+def _empty_names(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Iterator[str]:
+    """Arguments that are empty, as a variable that is not set: one would stand for the working
+    directory."""
+    for action in parser._actions:
+        value = getattr(given, action.dest, None)
+        if isinstance(action, argparse._SubParsersAction) and value in action.choices:
+            yield from _empty_names(action.choices[value], given)
+        elif action.option_strings or action.nargs == argparse.REMAINDER:
+            continue
+        elif "" in (value if isinstance(value, list) else [value]):
+            yield action.dest
+
+
 def parser(helps: bool = False) -> argparse.ArgumentParser:
     """The parser of the command line: the names of subcommands, without their options.
 
@@ -196,6 +209,7 @@ def _choose(words: Sequence[str]) -> tuple[str, str, list[str]]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand; its exit status: 0, 1 where what was asked does not hold, an Error's
     `exit_code`, 3 for any other OSError, 130 for Ctrl-C, 141 if the reader of the output has gone."""
+    _fill_standard_streams()
     print_any_name()
     words = list(sys.argv[1:] if argv is None else argv)
     label = " ".join(words[:1])
@@ -207,6 +221,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = _Parser(prog=f"nostall {label}", description=command.__doc__)
         command.add_arguments(options)
         arguments = options.parse_args(rest)
+        if empty := next(_empty_names(options, arguments), None):
+            options.error(f"argument {empty}: the name is empty")
         benchmark = module.partition(".")[0] != "nostall"
         with _leaving_nothing() if benchmark else contextlib.nullcontext():
             status = int(command.run(arguments))
@@ -229,10 +245,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except OSError as error:
         if isinstance(error, BrokenPipeError) and _reader_has_gone():
-            # Without a place to flush to, the interpreter would complain once more.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _print_nowhere()
             return 141
         files = [str(f) for f in (error.filename, error.filename2) if f is not None]
+        if not files and _cannot_print():
+            files = ["standard output"]
         print(f"nostall: {' -> '.join(files) or label}: {error.strerror or error}", file=sys.stderr)
         return IoError.exit_code
 
@@ -270,6 +287,29 @@ def _reader_has_gone() -> bool:
     except OSError:  # it is no file
         return False
     return bool(poll.poll(0))
+
+
+def _cannot_print() -> bool:
+    """Whether the standard output takes no more, as on a full disk."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _print_nowhere()
+        return True
+    return False
+
+
+def _print_nowhere() -> None:
+    """Without a place to flush to, the interpreter would complain once more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _fill_standard_streams() -> None:
+    """Opens those that are closed: else a file that is opened later would be one of them."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)  # the lowest free number: the stream's own
+            setattr(sys, name, os.fdopen(nowhere, mode))
 
 
 def _package(module: str) -> str:

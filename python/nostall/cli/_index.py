@@ -106,7 +106,12 @@ def kind_of(root: str) -> str:
     if path.is_dir():
         names = [p.name for p in path.iterdir() if p.is_file()]
     for kind, endings in _ENDINGS.items():
-        if any(name.endswith(endings) for name in names):
+        if found := [name for name in names if name.endswith(endings)]:
+            if path.is_dir() and _has_folders(path):
+                raise UsageError(
+                    f"{root} has files of kind {kind}, such as {min(found)}, and folders: pass --kind "
+                    f"{kind} or --kind folder"
+                )
             return kind
     if path.is_dir():
         return "folder"
@@ -117,6 +122,10 @@ def kind_of(root: str) -> str:
     if not (path.exists() or is_url(root) or any(c in root for c in "*?[")):
         raise UsageError(f"there is no {root}: give a folder, a file, a pattern or a URL")
     raise UsageError(f"{root}: the name does not show what kind of dataset it is: pass --kind")
+
+
+def _has_folders(path: Path) -> bool:
+    return any(p.is_dir() and not p.name.startswith(".") for p in path.iterdir())
 
 
 def _opener(kind: str, arguments: argparse.Namespace, bars: Bars) -> Callable[[], RecordStore]:

@@ -68,6 +68,13 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             library = mpi.library(command[0])
             variables |= mpi.environment(library, profile=str(calls), replace=False)
+    elif not (above := next(path for path in (home, *home.parents) if path.exists())).is_dir():
+        # Which ends no training: it may be one of many in a script.
+        print(
+            f"nostall: {home} cannot be a directory, as {above} is none: {command[0]} runs without "
+            "being recorded; end it and give another one with -o if it shall be",
+            file=sys.stderr,
+        )
     try:
         if len(variables) > 1 or mpi.passes(command, trace.VARIABLE):
             words = mpi.command(command, variables)

@@ -9,7 +9,8 @@ So does the directory of an MPI profile (nostall run --profile): which rank arri
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from nostall.errors import UsageError
@@ -20,6 +21,8 @@ from nostall.observe.report import _run as runs
 from nostall.observe.report import _run_page as run_page
 from nostall.observe.report import _timeline as timeline_report
 from nostall.observe.report import write
+
+_PAGE = (".html", ".htm")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Writes the report."""
+    _refuse_inputs(arguments.files, arguments.output or [])
     if profiles := arrivals.find(arguments.files):
+        _refuse_others(arguments.output, timeline_report.SUFFIXES)
         profile = arrivals.read(profiles)
         print(arrivals.text(profile))
         for path in arguments.output or []:
@@ -58,6 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise UsageError(
                 f"{odd} is not the directory of a run, but others are: report them one by one"
             )
+        _refuse_others(arguments.output, _PAGE)
+        run_page.check_count(len(directories))
         found_runs = [runs.read(f) for f in arguments.files]
         for found_run in found_runs:
             print(run_page.text(found_run))
@@ -66,6 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     traces = [analyze.is_trace(f) for f in arguments.files]
     if all(traces):
+        _refuse_others(arguments.output, timeline_report.SUFFIXES)
         found = analyze.analyze(arguments.files, arguments.exclude)
         print(timeline_report.text(found))
         for path in arguments.output or []:
@@ -74,10 +82,27 @@ def run(arguments: argparse.Namespace) -> int:
     if any(traces):
         odd = arguments.files[traces.index(False)]
         raise UsageError(f"{odd} is not a timeline, but the others are: report them one by one")
+    _refuse_others(arguments.output, _PAGE)
     stats = [Stats.load(f) for f in arguments.files]
     for path in arguments.output or ["nostall-report.html"]:
         _write(lambda path: write(stats, path), path)
     return 0
+
+
+def _refuse_inputs(files: Sequence[str], outputs: Sequence[str]) -> None:
+    for path in outputs:
+        there = [f for f in files if os.path.exists(f) and os.path.exists(path)]
+        if any(os.path.samefile(f, path) for f in there):
+            raise UsageError(
+                f"{path} is to be reported and to be written: give another file with -o"
+            )
+
+
+def _refuse_others(outputs: Sequence[str] | None, suffixes: Sequence[str]) -> None:
+    """Refuses a name of no format before anything is written."""
+    for path in outputs or []:
+        if Path(path).suffix.lower() not in suffixes:
+            raise UsageError(f"cannot write {path}: its name must end with {', '.join(suffixes)}")
 
 
 def _write(save: Callable[[str], None], path: str) -> None:

@@ -30,6 +30,7 @@ from nostall.observe._stats import ORIGINS
 _ADDRESS = re.compile(r"(?:([\w.-]+):)?(\d{1,7})")
 _LINE = re.compile(r"(nostall_\w+)\{(.*)\} (\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_SHORTEST, _LONGEST = 0.1, 86400  # seconds between two looks
 _ANSWER_SECONDS = 2.0  # that a job's metrics may take, for others are asked after it
 # Names of metrics as a recorded run writes them.
 _KEYS = {
@@ -53,7 +54,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="show one table and end: rates and shares since the start, or of --seconds if given",
     )
-    parser.add_argument("--seconds", type=float, help="between two looks; 1 if not given")
+    parser.add_argument("--seconds", type=_seconds, help="between two looks; 1 if not given")
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not _SHORTEST <= seconds <= _LONGEST:
+        raise argparse.ArgumentTypeError(f"{text} is not from {_SHORTEST} to {_LONGEST}")
+    return seconds
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -63,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     look = _looks(arguments.run)
     console = Console()
-    seconds = max(0.1, 1.0 if arguments.seconds is None else arguments.seconds)
+    seconds = 1.0 if arguments.seconds is None else arguments.seconds
     now = look()
     if arguments.once or not console.is_terminal:
         older = None

@@ -48,6 +48,8 @@ def to_tar(
         CorruptionError: what was read back is not what was written.
     """
     limit = parse_size(shard_size)
+    if limit < 1:
+        raise UsageError(f"an archive cannot have {shard_size} bytes: give shard_size=, as 256MiB")
     with Work(source, dest, threads, {"to": "tar", "shard_size": limit}) as work:
         for sample in range(len(source)):  # before hours of work
             _ending(source, sample)

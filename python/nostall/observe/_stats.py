@@ -159,9 +159,11 @@ class Stats:
         """
         if data.get("format") == _WITHOUT_THREADS:
             data = {**data, "threads": 0, "fetchers": 0}
-        elif data.get("format") != FORMAT:
+        elif "format" not in data:
+            raise CorruptionError("these are no statistics of nostall: they name no format")
+        elif data["format"] != FORMAT:
             raise CorruptionError(
-                f"these are statistics of format {data.get('format')!r}, this release reads "
+                f"these are statistics of format {data['format']!r}, this release reads "
                 f"{_WITHOUT_THREADS} and {FORMAT}"
             )
         found: Stats = read(cls, data, "statistics")

@@ -9,6 +9,8 @@ import io
 import json
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -25,7 +27,7 @@ from nostall.errors import UsageError
 
 
 @pytest.mark.parametrize(
-    ("content", "status"), [("not json", 5), ("[]", 5), ('{"format": 99}', 5), (None, 3)]
+    ("content", "status"), [("not json", 5), ("[]", 5), ("{}", 5), ('{"format": 99}', 5), (None, 3)]
 )
 def test_a_file_that_is_no_statistics_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, status: int
@@ -564,3 +566,96 @@ def test_a_report_that_cannot_be_written_is_named(
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert str(page) in error
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["index", "convert x --to tar", "report", "top", "checkpoints ls", "checkpoints drain x"],
+)
+def test_an_empty_name_is_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """As of a variable that is not set: it is not the working directory."""
+    with pytest.raises(SystemExit, match="2"):
+        main([*words.split(), ""])
+    assert "the name is empty" in capsys.readouterr().err
+
+
+def test_a_command_without_standard_streams_ends_as_any(image_folder: Path, tmp_path: Path) -> None:
+    index = tmp_path / "index"
+    nostall = shlex.join([sys.executable, "-m", "nostall", "index", str(image_folder)])
+    buffered = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+
+    def ended(line: str) -> tuple[int, str]:
+        done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, env=buffered)
+        return done.returncode, done.stderr
+
+    assert ended(f"{nostall} --index {index} <&- >&-") == (0, "") and index.exists()
+    told = "nostall: standard output: No space left on device\n"
+    assert ended(f"{nostall} >/dev/full") == (3, told)
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "-5", "0", "x"])
+def test_top_refuses_seconds_that_cannot_be(
+    seconds: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["top", "--once", "--seconds", seconds])
+    assert (
+        f"argument --seconds: {'invalid' if seconds == 'x' else seconds}" in capsys.readouterr().err
+    )
+
+
+def test_profile_says_at_once_that_it_cannot_record(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for output in (tmp_path / "file", tmp_path / "file" / "run"):
+        assert main(["profile", "-o", str(output), "--", "sh", "-c", "echo ran >&2"]) == 0
+        before, ran, _ = capfd.readouterr().err.partition("ran")
+        assert ran and f"{output} cannot be a directory, as {tmp_path / 'file'} is none" in before
+
+
+def test_a_report_is_not_written_over_what_it_reports(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "r0.html"
+    file.write_text("{}")
+    (tmp_path / "link.html").symlink_to(file)
+    assert main(["report", str(file), "-o", str(tmp_path / "link.html")]) == 2
+    assert "is to be reported and to be written" in capsys.readouterr().err
+    assert file.read_text() == "{}"
+
+
+def test_archives_beside_folders_are_not_guessed_at(
+    image_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "images"
+    shutil.copytree(image_folder, root)
+    (root / "all.tar").touch()
+    assert main(["index", str(root)]) == 2
+    assert (
+        "such as all.tar, and folders: pass --kind tar or --kind folder" in capsys.readouterr().err
+    )
+    assert main(["index", str(root), "--kind", "folder"]) == 0
+
+
+def test_an_index_of_other_options_is_not_called_damaged(
+    image_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    index = ["--index", str(tmp_path / "index")]
+    assert main(["index", str(image_folder), *index, "--extensions", ".npy"]) == 0
+    assert main(["index", str(image_folder), *index, "--check"]) == 1
+    assert "the stored index was made with other options" in capsys.readouterr().out
+
+
+def test_an_archive_without_bytes_is_refused(image_folder: Path, tmp_path: Path) -> None:
+    words = [
+        "convert",
+        str(image_folder),
+        str(tmp_path / "out"),
+        "--to",
+        "tar",
+        "--shard-size",
+        "0",
+    ]
+    assert main(words) == 2
+    assert list(tmp_path.iterdir()) == []

@@ -336,7 +336,12 @@ def test_the_command_prints_and_writes_every_format(
     } == {"unbounded"}
     assert outputs[2].read_text().count("<svg") == 1
     assert all(o.stat().st_size > 500 for o in outputs)
-    assert main(["report", str(file), "-o", str(tmp_path / "x.docx")]) == UsageError.exit_code
+    assert outputs[1].read_text().splitlines()[1].startswith("run,,feed_forward,")
+    early = ["-o", str(tmp_path / "early.csv"), "-o", str(tmp_path / "x.docx")]
+    assert main(["report", str(file), *early]) == UsageError.exit_code
+    assert not (tmp_path / "early.csv").exists()
+    assert main(["report", str(file), "--exclude", "*"]) == UsageError.exit_code
+    assert "--exclude * leaves no tensor of" in capsys.readouterr().err
     assert main(["report", str(file), "-o", str(tmp_path / "no" / "x.csv")]) == IoError.exit_code
 
 

@@ -75,14 +75,19 @@ def text(run: Run) -> str:
     return "\n".join("".join(c if c.isprintable() else "\ufffd" for c in x) for x in lines)
 
 
+def check_count(runs: int) -> None:
+    """Refuses numbers of runs that no page shows."""
+    if not 1 <= runs <= 2:
+        raise UsageError(f"a report shows one run, or compares two, not {runs}")
+
+
 def page(runs: Sequence[Run]) -> str:
     """The page; two runs stand side by side.
 
     Raises:
         UsageError: none, or more than two.
     """
-    if not 1 <= len(runs) <= 2:
-        raise UsageError(f"a report shows one run, or compares two, not {len(runs)}")
+    check_count(len(runs))
     if len(runs) == 1:
         return document(_TITLE, "\n".join(_whole(runs[0], "")))
     columns = "".join(

@@ -204,6 +204,9 @@ def text(found: Analysis) -> str:
     return "\n".join(lines)
 
 
+_FORMULAS = ("=", "+", "-", "@", "\t", "\r")  # how what a spreadsheet reads as one begins
+
+
 def as_csv(found: Analysis) -> str:
     """Long form: scope, name, metric, value (seconds, bytes, bytes per second)."""
     out = io.StringIO()
@@ -214,7 +217,7 @@ def as_csv(found: Analysis) -> str:
         cell = "" if value is None else "unbounded" if math.isinf(value) else repr(value)
         # A spreadsheet must not read a name as a formula.
         label = str(name)
-        rows.writerow((scope, "'" + label if label[:1] in "=+-@\t\r" else label, metric, cell))
+        rows.writerow((scope, "'" + label if label.startswith(_FORMULAS) else label, metric, cell))
 
     for metric in (
         "feed_forward",

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from nostall import _native
-from nostall.errors import CorruptionError
+from nostall.errors import CorruptionError, UsageError
 from nostall.observe.timelines._metrics import NO_TIME, Metrics, Operations
 from nostall.observe.timelines._model import Analysis
 from nostall.observe.timelines._stream import Source, damage_notes
@@ -219,6 +219,7 @@ def analyze(source: Source, exclude: Sequence[str] | None = None) -> Analysis:
 
     Raises:
         CorruptionError: the file holds no finished reduction.
+        UsageError: `exclude` leaves no tensor.
     """
     name = source.path
     patterns = exclude or ()
@@ -229,6 +230,10 @@ def analyze(source: Source, exclude: Sequence[str] | None = None) -> Analysis:
     if rare:
         scanner, rounds = _scan(source, lambda number, _: number in rare)
     report = scanner.report
+    if patterns and scanner.tensors and all(_matches(t, patterns) for t in scanner.tensors):
+        raise UsageError(
+            f"--exclude {' '.join(patterns)} leaves no tensor of {name}: give other patterns"
+        )
     if not report["events"] or rounds._start == NO_TIME:
         raise CorruptionError(
             f"{name} holds no finished reduction among {report['events']} events in "
