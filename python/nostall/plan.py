@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -285,10 +285,29 @@ class Mixed:
         return f"mixture {self.at_end}" + (f" {self.samples}" if self.samples else "")
 
 
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
 def _whole(name: str, value: Any, least: int, beyond: int) -> int:
-    if not isinstance(value, (int, np.integer)) or not least <= value < beyond:
+    if not _is_whole(value) or not least <= value < beyond:
         raise UsageError(f"{name} must be an integer from {least} to {beyond - 1}: {value!r}")
     return int(value)
+
+
+def whole_of_state(owner: str, state: Mapping[str, Any], *names: str) -> list[int]:
+    """Numbers of a state that was saved.
+
+    Raises:
+        UsageError: one is missing, or is no whole number from 0 on; it names the state of `owner`.
+    """
+    for name in names:
+        if not _is_whole(state.get(name)) or state[name] < 0:
+            raise UsageError(
+                f"the {owner}'s state has {name}={state.get(name)!r}, which is no whole number from 0 "
+                "on"
+            )
+    return [int(state[name]) for name in names]
 
 
 def _array(values: Any) -> NDArray[Any]:
@@ -301,9 +320,7 @@ def _array(values: Any) -> NDArray[Any]:
 
 
 def _check_draws(samples: Any) -> None:
-    if samples is not None and (
-        not isinstance(samples, (int, np.integer)) or not 1 <= samples < 2**63
-    ):
+    if samples is not None and not (_is_whole(samples) and 1 <= samples < 2**63):
         raise UsageError(f"samples must be an integer from 1 on, or None: {samples!r}")
 
 
@@ -360,6 +377,7 @@ class Plan:
             ("world_size", world_size, 1, 2**31),
             ("epochs", epochs, 1, 2**31),
             ("seed", seed, 0, 2**64),
+            ("order_world", world_size if order_world is None else order_world, 1, 2**31),
             ("steps", 1 if steps is None else steps, 1, 2**63),
             ("global_batch_size", 1 if global_batch_size is None else global_batch_size, 1, 2**63),
         ):
@@ -376,7 +394,7 @@ class Plan:
         spec.order_world = world_size if order_world is None else order_world
         spec.seed = seed
         spec.drop_last = bool(drop_last)
-        if not hasattr(_native.Scheme, scheme):
+        if scheme not in ("uniform", "whole", "imbalanced"):
             raise UsageError(f'scheme must be "uniform", "whole" or "imbalanced", not {scheme!r}')
         spec.scheme = getattr(_native.Scheme, scheme)
         if isinstance(order, DESCRIBED):
@@ -404,8 +422,9 @@ class Plan:
         return int(_native.batches_per_epoch(self.native))
 
     def batches_in(self, epoch: int) -> int:
-        """Global batches in this epoch: fewer than in others if `steps` end in it."""
-        return int(_native.batches_in(self.native, epoch))
+        """Global batches in this epoch: fewer than in others if `steps` end in it, 0 after the job."""
+        inside = 0 <= epoch < self.native.epochs
+        return int(_native.batches_in(self.native, epoch)) if inside else 0
 
     @property
     def epoch_length(self) -> int:
@@ -423,14 +442,21 @@ class Plan:
         return int(_native.plan_fingerprint(self.native))
 
     def epoch_order(self, epoch: int) -> NDArray[np.uint64]:
-        """All sample ids of an epoch in order, shape (epoch_length,)."""
-        return _native.epoch_order(self.native, epoch)
+        """All sample ids of an epoch in order, shape (epoch_length,).
+
+        Raises:
+            UsageError: the plan has no such epoch.
+        """
+        return _native.epoch_order(self.native, self.checked_epoch(epoch))
 
     def rank_epoch(self, epoch: int, rank: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-        """One rank's samples of an epoch in order, and where each of its batches ends."""
-        if not 0 <= rank < self.native.world:
-            raise UsageError(f"rank {rank} is not in a world of {self.native.world}")
-        return _native.rank_epoch(self.native, epoch, rank)
+        """One rank's samples of an epoch in order, and where each of its batches ends.
+
+        Raises:
+            UsageError: the plan has no such epoch, or no such rank.
+        """
+        self._check_ranks(rank, 1)
+        return _native.rank_epoch(self.native, self.checked_epoch(epoch), rank)
 
     def pass_of(self, epoch: int, batch: int) -> tuple[int, int, int, int]:
         """For a global batch of `SubBatches`: its chunk, which pass over it (0 is the first), its place
@@ -441,8 +467,11 @@ class Plan:
         """Of the order `Mixed`: the samples that each source gave before this global batch.
 
         Of epochs that are padded it counts what they have without.
+
+        Raises:
+            UsageError: the order is another one.
         """
-        mixture, whole = self.native.mixture, self.epoch_length
+        mixture, whole = self._mixture(), self.epoch_length
         place = batch * self.native.global_batch
         if mixture.end is None:
             return mixture.counts(epoch * whole + place)
@@ -450,8 +479,12 @@ class Plan:
         return epoch * mixture.counts(ended) + mixture.counts(min(place, ended))
 
     def mixed_before(self, epoch: int, batch: int) -> int:
-        """Of the order `Mixed`: 32 bits over all that decides what comes before this global batch."""
-        mixture = self.native.mixture
+        """Of the order `Mixed`: 32 bits over all that decides what comes before this global batch.
+
+        Raises:
+            UsageError: the order is another one.
+        """
+        mixture = self._mixture()
         if mixture.end is not None:
             return int(mixture.fingerprint()) % 2**32
         place = epoch * self.epoch_length + batch * self.native.global_batch
@@ -483,16 +516,26 @@ class Plan:
     def node_access(
         self, first_rank: int, ranks: int
     ) -> tuple[NDArray[np.uint32], NDArray[np.uint64]]:
-        """How often the node reads each sample, and its first access (2**64 - 1: never)."""
+        """How often the node reads each sample, and its first access (2**64 - 1: never).
+
+        Raises:
+            UsageError: not all of its ranks are in the world.
+        """
+        self._check_ranks(first_rank, ranks)
         return _native.node_access(self.native, first_rank, ranks)
 
     def place(
         self, sizes: NDArray[np.uint64], capacities: Sequence[int], *, first_rank: int, ranks: int
     ) -> tuple[NDArray[np.uint8], NDArray[np.uint64], list[int]]:
         """The rule of [Böhringer 2020, sec. 3.2.2]: tier (255: none) and offset of each sample, and the
-        bytes used by tier."""
+        bytes used by tier.
+
+        Raises:
+            UsageError: there is not one size for each sample, or not all ranks are in the world.
+        """
+        self._check_ranks(first_rank, ranks)
         return _native.place(
-            np.ascontiguousarray(sizes, dtype=np.uint64),
+            self._sizes(sizes),
             self.native,
             first_rank,
             ranks,
@@ -502,10 +545,14 @@ class Plan:
     def owners(
         self, sizes: NDArray[np.uint64], capacities: Sequence[int], *, ranks_per_node: int
     ) -> NDArray[np.uint32]:
-        """The node that keeps each sample, 2**32 - 1 where none has room; shape (samples,)."""
+        """The node that keeps each sample, 2**32 - 1 where none has room; shape (samples,).
+
+        Raises:
+            UsageError: there is not one size for each sample.
+        """
         return _native.owners(
             self.native,
-            np.ascontiguousarray(sizes, dtype=np.uint64),
+            self._sizes(sizes),
             list(capacities),
             ranks_per_node,
         )
@@ -521,16 +568,53 @@ class Plan:
         """The fewest bytes that must leave the source when `capacity` bytes can be kept in all.
 
         Of a job that begins with global batch `first_batch` of epoch `first_epoch`.
+
+        Raises:
+            UsageError: there is not one size for each sample.
         """
         return int(
             _native.source_bytes_lower_bound(
                 self.native,
-                np.ascontiguousarray(sizes, dtype=np.uint64),
+                self._sizes(sizes),
                 capacity,
                 first_epoch,
                 first_batch,
             )
         )
+
+    def _mixture(self) -> _native.Mixture:
+        if self.native.mixture is None:
+            raise UsageError(f"the order is {self.order!r}, which is no Mixed")
+        return self.native.mixture
+
+    def checked_epoch(self, epoch: int) -> int:
+        """The epoch, also of one of NumPy's integers.
+
+        Raises:
+            UsageError: the plan has no such epoch.
+        """
+        if not _is_whole(epoch) or not 0 <= epoch < self.native.epochs:
+            raise UsageError(
+                f"epoch {epoch!r} is not among the {self.native.epochs} epochs of the job"
+            )
+        return int(epoch)
+
+    def _check_ranks(self, first: int, ranks: int) -> None:
+        whole = _is_whole(first) and _is_whole(ranks)
+        if not whole or not (first >= 0 and 1 <= ranks <= self.native.world - first):
+            which = f"rank {first!r} is" if ranks == 1 else f"{ranks!r} ranks from {first!r} on are"
+            raise UsageError(f"{which} not in a world of {self.native.world}")
+
+    def _sizes(self, sizes: Any) -> NDArray[np.uint64]:
+        found = np.asarray(sizes)
+        if found.shape != (self.native.samples,) or found.dtype.kind not in "iu":
+            raise UsageError(
+                f"sizes must be one integer for each of the {self.native.samples} samples, not "
+                f"{found.dtype} of shape {found.shape}"
+            )
+        if found.dtype.kind == "i" and (found < 0).any():
+            raise UsageError(f"sizes must not be negative: {found.min()}")
+        return np.ascontiguousarray(found, dtype=np.uint64)
 
 
 def _describe(spec: _native.JobSpec, order: Described) -> None:

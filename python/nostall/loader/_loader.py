@@ -50,6 +50,7 @@ from nostall.plan import (
     RepeatedAugmentation,
     SubBatches,
     order_name,
+    whole_of_state,
 )
 from nostall.source._source import Source, way_from
 
@@ -812,10 +813,12 @@ class DataLoader:
                 f"the loader's state has version {state['version']!r}, this release reads "
                 f"{_STATE_VERSION}"
             )
+        numbers = ("epoch", "batch", "global_batch", "seed", "order_world")
+        epoch, batch, _, seed, order_world = whole_of_state("loader", state, *numbers)
         mine = self.state_dict()
-        if self._seed_drawn and isinstance(state.get("seed"), int):
-            mine["seed"] = state["seed"]
-        mine["order"] = self._order_before(int(state["epoch"]), int(state["batch"]))
+        if self._seed_drawn:
+            mine["seed"] = seed
+        mine["order"] = self._order_before(epoch, batch)
         extent = self.dataset.extent
         for key in ("seed", "global_batch", *extent, "samples", "dataset", "drop_last", "order"):
             if state.get(key) != mine[key]:
@@ -836,12 +839,11 @@ class DataLoader:
                     f"the loader's state was saved with {key}={state.get(key)}, but this loader has "
                     f"{key}={mine[key]}{hint}"
                 )
-        epoch, batch = int(state["epoch"]), int(state["batch"])
         # By the order that goes on: RepeatedAugmentation has as many batches as its ranks allow.
-        order = {"seed": int(state["seed"]), "order_world": int(state["order_world"])}
+        order = {"seed": seed, "order_world": order_world}
         plan = Plan(**self._planned | order).native
         last, batches = int(plan.epochs), int(_native.batches_per_epoch(plan))
-        inside = 0 <= epoch <= last and 0 <= batch <= batches
+        inside = (epoch < last and batch <= batches) or (epoch, batch) == (last, 0)
         steps = self._options.steps
         if not inside or (steps is not None and epoch * batches + batch > steps):
             length = f"{counted(last, 'epoch')} of {counted(batches, 'batch')}"
@@ -851,8 +853,7 @@ class DataLoader:
             )
         self._stop_native()
         self._loads += 1
-        self.seed = int(state["seed"])
-        self._order_world = int(state["order_world"])
+        self.seed, self._order_world = seed, order_world
         self._plan_job()
         self._ended = None
         if batch and batch == self._batches:

@@ -559,23 +559,29 @@ class PythonStage:
 
     def _together(self, source: Source, batch: _native.Batch, results: list[Any]) -> Any:
         samples = batch.samples
-        if not self._own_collate and (isinstance(results[0], _NO_ARRAYS) or results[0] is None):
-            first = int(samples[0])
-            raise UsageError(
-                f"the callable gives {type(results[0]).__name__} for {named(source, first)}, which "
-                "makes no array: pass collate=, which gets the list of such results"
-            )
+        if self._own_collate:
+            return self._collate(results)
+        for i, result in enumerate(results):
+            if result is None or isinstance(result, _NO_ARRAYS):
+                raise UsageError(
+                    f"the callable gives {type(result).__name__} for {named(source, int(samples[i]))}, "
+                    "which makes no array: pass collate=, which gets the list of such results"
+                )
         try:
             return self._collate(results)
-        except (ValueError, RuntimeError) as error:
-            shapes = [np.shape(r) for r in results]
-            other = next((i for i, s in enumerate(shapes) if s != shapes[0]), None)
-            if self._own_collate or other is None:
-                raise
-            first, bad = int(samples[0]), int(samples[other])
+        except (TypeError, ValueError, RuntimeError) as error:
+            first = named(source, int(samples[0]))
+            for what, of in (("shape", _shape), ("type", _type)):
+                said = [of(result) for result in results]
+                other = next((i for i, s in enumerate(said) if s != said[0]), None)
+                if other is not None:
+                    raise UsageError(
+                        f"the callable gives {what} {said[0]} for {first} but {said[other]} for "
+                        f"{named(source, int(samples[other]))}: give one {what}, or pass collate="
+                    ) from error
             raise UsageError(
-                f"the callable gives shape {shapes[0]} for {named(source, first)} but "
-                f"{shapes[other]} for {named(source, bad)}: give one shape, or pass collate="
+                f"the callable gives {_type(results[0])} for {first}, which makes no array ({error}): "
+                "pass collate=, which gets the list of such results"
             ) from error
 
     def nothing(self, source: Source, batch: _native.Batch) -> Any:
@@ -708,8 +714,23 @@ def _without_rows(one: Any, two: Any) -> Any:
 _NO_ARRAYS = (dict, tuple, set, str, bytes)
 
 
+def _shape(result: Any) -> str:
+    try:
+        return str(tuple(np.shape(result)))
+    except ValueError:
+        return "lists of several lengths"
+
+
+def _type(result: Any) -> str:
+    name, dtype = type(result).__name__, getattr(result, "dtype", None)
+    return name if dtype is None else f"{name} of {dtype}"
+
+
 def _stack_numpy(results: list[Any]) -> Any:
-    return np.stack([np.asarray(r) for r in results])
+    stacked = np.stack([np.asarray(r) for r in results])
+    if stacked.dtype == object:
+        raise TypeError("objects make no array of numbers")
+    return stacked
 
 
 def _stack_torch(results: list[Any]) -> Any:

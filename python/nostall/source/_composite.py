@@ -14,7 +14,7 @@ from nostall import _native
 from nostall.base._words import counted
 from nostall.errors import IoError, UsageError
 from nostall.fields import Array, Boxes, Bytes, Keypoints, Kind, Scalar, Schema, Text
-from nostall.source._source import Pixels, Source
+from nostall.source._source import Pixels, Source, refuse_masked
 
 NO_PART = 2**32 - 1
 _NONE = np.zeros(0, np.uint64)
@@ -165,6 +165,7 @@ def make_column(name: str, values: Any, kind: Kind | None = None) -> tuple[Kind,
     Raises:
         UsageError: the values make no such column.
     """
+    refuse_masked(values, f"column {name}")
     if kind is None:
         kind = _kind_of(name, values)
     if isinstance(kind, (Array, Boxes, Keypoints)) and kind.codec != "raw":

@@ -123,7 +123,9 @@ class Mixture(Concat):
         first, later = self._given
         if any(at > step for at in later):
             raise UsageError(f"the mixture changes after step {step}: {sorted(later)}")
-        return Mixture(first, schedule={**later, step: weights}, **self._options)
+        changed = Mixture(first, schedule={**later, step: weights}, **self._options)
+        changed.__dict__.update(super()._kept())  # what has been set since
+        return changed
 
     def _kept(self) -> dict[str, Any]:
         names = ("_mixing", "_given", "_options")

@@ -49,8 +49,11 @@ _INDEX_NAME = ".nostall-index"
 class Pixels:
     """How the bytes of an unencoded sample form pixels, uint8.
 
-    `channels` is 1 (grey) or 3; `layout` "hwc" or "chw"; `order` "rgb", or "bgr" as OpenCV and Caffe
-    have it.
+    `channels` is 1 (grey) or 3, for steps; `layout` "hwc" or "chw"; `order` "rgb", or "bgr" as OpenCV
+    and Caffe have it.
+
+    Raises:
+        UsageError: one of them is something else.
     """
 
     height: int
@@ -58,6 +61,19 @@ class Pixels:
     channels: int = 3
     layout: Literal["hwc", "chw"] = "hwc"
     order: Literal["rgb", "bgr"] = "rgb"
+
+    def __post_init__(self) -> None:
+        sides = (self.height, self.width, self.channels)
+        if not all(isinstance(s, (int, np.integer)) and s is not True and s > 0 for s in sides):
+            raise UsageError(
+                f"pixels of {self.height!r} rows, {self.width!r} columns and {self.channels!r} "
+                "channels cannot be: give whole numbers above 0"
+            )
+        if self.layout not in ("hwc", "chw") or self.order not in ("rgb", "bgr"):
+            raise UsageError(
+                f'pixels are "hwc" or "chw", not layout={self.layout!r}, and "rgb" or "bgr", not '
+                f"order={self.order!r}"
+            )
 
     def image(self, sample: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """The sample as RGB, shape (height, width, 3).
@@ -488,6 +504,7 @@ def as_numbers(labels: Any) -> NDArray[Any]:
     """Labels as int64, float16, float32 or float64, shape (n,); of none if there are none."""
     if labels is None:
         return np.zeros(0, np.int64)
+    refuse_masked(labels, "labels")
     try:
         found = np.asarray(labels)
     except ValueError as error:
@@ -507,6 +524,13 @@ def as_numbers(labels: Any) -> NDArray[Any]:
             "the classes"
         )
     return found.astype(np.int64)
+
+
+def refuse_masked(values: Any, what: str) -> None:
+    """Values behind a mask are not meant, and arrays of other kinds would have them."""
+    if np.ma.is_masked(values):
+        masked = int(np.ma.getmaskarray(values).sum())
+        raise UsageError(f"{what}: {masked} of the values are masked: fill them, by filled(value)")
 
 
 def whole_numbers(labels: Any, what: str) -> NDArray[np.int64]:

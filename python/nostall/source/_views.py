@@ -213,7 +213,8 @@ class Filter(View):
         if (labels is None) == (mask is None):
             raise UsageError("Filter needs either labels= or mask=")
         if labels is not None:
-            wanted = [_label_of(source, label) for label in np.asarray(labels, object).ravel()]
+            labels = _listed(labels)
+            wanted = np.array([_label_of(source, label) for label in labels], source._label_type)
             chosen = np.isin(source.labels, wanted)
         else:
             chosen = np.asarray(mask)
@@ -224,7 +225,7 @@ class Filter(View):
                 )
         left = np.flatnonzero(chosen)
         if not left.size:
-            why = f"with labels={list(labels)!r}" if labels is not None else "by the mask"
+            why = f"with labels={labels!r}" if labels is not None else "by the mask"
             raise UsageError(f"Filter {why} leaves no sample of {source!r}")
         _show(self, source, left.astype(np.uint64))
 
@@ -484,13 +485,28 @@ def _offsets(sources: list[Source]) -> list[int]:
     return added
 
 
+def _listed(labels: Any) -> list[Any]:
+    """Labels in their order, of which sets have none that counts."""
+    try:
+        return list(labels)
+    except TypeError:
+        raise UsageError(f"labels= must be a list of labels, not {labels!r}") from None
+
+
 def _label_of(source: Source, label: Any) -> Any:
-    if not isinstance(label, str):
-        return label
     classes: list[str] = getattr(source, "classes", [])
-    if label not in classes:
-        raise UsageError(f"{source!r} has no class {label!r}")
-    return classes.index(label)
+    if isinstance(label, str):
+        if label not in classes:
+            raise UsageError(f"{source!r} has no class {label!r}")
+        return classes.index(label)
+    number = isinstance(label, (int, float, np.number, np.bool_))
+    if not number or (source._label_type.kind == "i" and label % 1 != 0):
+        raise UsageError(
+            f"{source!r} has labels of type {source._label_type}, and none is {label!r}"
+        )
+    if classes and not 0 <= label < len(classes):
+        raise UsageError(f"{source!r} has {counted(len(classes), 'class')}, and none is {label!r}")
+    return label
 
 
 def _rebuild(

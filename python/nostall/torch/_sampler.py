@@ -9,7 +9,7 @@ from typing import Any
 from nostall.base._words import counted
 from nostall.errors import UsageError
 from nostall.job._world import find_world, refuse_late_group
-from nostall.plan import ClassBalanced, Order, Plan, order_name
+from nostall.plan import ClassBalanced, Order, Plan, order_name, whole_of_state
 
 _STATE_VERSION = 2
 
@@ -66,6 +66,7 @@ class BatchSampler:
         self._order_name = order_name(self._arguments["order"])
         self._order_world = self.world_size
         self._plan = self._make_plan(self._order_world)
+        self.batch_size = int(batch_size)  # also of NumPy, which JSON of a state has not
         self._arguments["order"] = self._plan.order
         self._epoch = 0
         self._start = 0
@@ -86,10 +87,7 @@ class BatchSampler:
 
     def set_epoch(self, epoch: int) -> None:
         """The epoch to iterate next; the one that was interrupted keeps its position."""
-        if not 0 <= epoch < self._arguments["epochs"]:
-            raise UsageError(
-                f"epoch {epoch} is not among the {self._arguments['epochs']} epochs of the job"
-            )
+        epoch = self._plan.checked_epoch(epoch)
         if epoch == self._ended:
             # The state was taken after its last batch: nothing of it is left.
             self._epoch, self._start, self._asked = epoch, len(self), len(self)
@@ -100,6 +98,8 @@ class BatchSampler:
     def __iter__(self) -> Iterator[list[int]]:
         if self._rank_found:
             refuse_late_group(self.world_size, "sampler")
+        if self._epoch == self._plan.native.epochs:  # a state of the job's end: nothing is left
+            return
         ids, ends = self._plan.rank_epoch(self._epoch, self.rank)
         start, self._start = self._start, 0
         self._ended = None
@@ -111,11 +111,17 @@ class BatchSampler:
             begin = end
 
     def state_dict(self, batches: int | None = None) -> dict[str, Any]:
-        """The position after `batches` batches of the current epoch (those asked for if None)."""
+        """The position after `batches` batches of the current epoch (those asked for if None).
+
+        Raises:
+            UsageError: an epoch has not so many.
+        """
+        if batches is not None and (type(batches) is bool or batches not in range(len(self) + 1)):
+            raise UsageError(f"an epoch has {len(self)} batches: batches={batches!r} cannot be")
         return {
             "version": _STATE_VERSION,
             "epoch": self._epoch,
-            "batch": self._asked if batches is None else batches,
+            "batch": self._asked if batches is None else int(batches),
             "global_batch": self.batch_size * self.world_size,
             "order_world": self._order_world,
             **{key: getattr(self._plan.native, key) for key in ("samples", "seed", "drop_last")},
@@ -128,6 +134,8 @@ class BatchSampler:
         Raises:
             UsageError: the state is of another job.
         """
+        if not isinstance(state, Mapping):
+            raise UsageError(f"not a state of a sampler, from its state_dict(): {state!r:.100}")
         mine = self.state_dict()
         for key in ("version", "global_batch", "samples", "seed", "drop_last", "order"):
             if state.get(key) != mine[key]:
@@ -135,13 +143,15 @@ class BatchSampler:
                     f"the sampler's state was saved with {key}={state.get(key)}, but this sampler "
                     f"has {key}={mine[key]}"
                 )
-        order_world = int(state["order_world"])
+        epoch, batch, order_world = whole_of_state(
+            "sampler", state, "epoch", "batch", "order_world"
+        )
         plan = self._make_plan(order_world)
-        epoch, batch = int(state["epoch"]), int(state["batch"])
-        if epoch < 0 or not 0 <= batch <= len(plan):
+        epochs = int(plan.native.epochs)
+        if not ((epoch < epochs and batch <= len(plan)) or (epoch, batch) == (epochs, 0)):
             raise UsageError(
-                f"the sampler's state is at epoch {epoch}, batch {batch}, which cannot be: an "
-                f"epoch has {len(plan)} batches"
+                f"the sampler's state is at epoch {epoch}, batch {batch}, outside this job of "
+                f"{counted(epochs, 'epoch')} of {counted(len(plan), 'batch')}"
             )
         rest = plan.epoch_length % (self.batch_size * self.world_size)
         if 0 < rest < self.world_size and self.rank == 0:

@@ -11,6 +11,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 
 import nostall
 from nostall import fields
@@ -383,3 +384,33 @@ def test_raw_batches_of_a_callable_stay_near_what_is_given(tmp_path: Path) -> No
         held = loader.stats().memory["staging"]
     # What is staged, the two that are at work, the one in hand, and what is kept for the next.
     assert held <= max(staging, 2 * largest) + 3 * largest + staging // 4
+
+
+@pytest.mark.parametrize("output", ["numpy", "torch"])
+@pytest.mark.parametrize(
+    ("results", "words"),
+    [
+        ([1.0, "a"], "gives str for .*1"),
+        ([1.0, None], "gives NoneType for .*1"),
+        ([object(), object()], r"gives object for .*0"),
+        ([np.zeros(2), np.zeros(3)], r"gives shape \(2,\) for .*0\) but \(3,\) for .*1"),
+        (
+            [torch.zeros(2), [[1], [2, 3]]],
+            r"gives shape \(2,\) for .*0\) but lists of several lengths for .*1",
+        ),
+    ],
+)
+def test_results_that_make_no_batch_are_named(
+    tmp_path: Path, output: Any, results: list[Any], words: str
+) -> None:
+    for i in range(2):
+        (tmp_path / str(i)).write_bytes(bytes([i]))
+    data = nostall.FileList(["0", "1"], [0, 1], root=tmp_path)
+    with (
+        nostall.DataLoader(
+            data, 2, epochs=1, shuffle=False, tiers=[], output=output,
+            transforms=[lambda raw: results[raw[0]]],
+        ) as loader,
+        pytest.raises(UsageError, match=words),
+    ):  # fmt: skip
+        next(iter(loader))

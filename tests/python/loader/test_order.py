@@ -244,6 +244,32 @@ def test_batch_size_is_that_of_a_rank_or_of_all(image_folder: Path) -> None:
         loader.load_state_dict(state)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"epoch": 2, "batch": 1}, "epoch 2, batch 1, outside this job of 2 epochs of 6 batches"),
+        ({"epoch": 3}, "epoch 3, batch 0, outside"),
+        ({"batch": 7}, "batch 7, outside"),
+        ({"epoch": 1.7}, r"epoch=1\.7, which is no whole number from 0 on"),
+        ({"epoch": float("nan")}, "epoch=nan"),
+        ({"batch": "2"}, "batch='2'"),
+        ({"global_batch": "4"}, "global_batch='4'"),
+        ({"order_world": -1}, "order_world=-1"),
+        ({"order_world": None}, "order_world=None"),
+        ({"order_world": 0}, "order_world must be an integer from 1"),
+        ({"seed": None}, "seed=None"),
+    ],
+)
+def test_a_state_that_cannot_be_is_refused_and_changes_nothing(
+    wrong: dict[str, Any], words: str
+) -> None:
+    data = nostall.Arrays({"x": np.arange(48)})
+    with nostall.DataLoader(data, 8, epochs=2, tiers=[], output="numpy") as loader:
+        with pytest.raises(UsageError, match=words):
+            loader.load_state_dict({**loader.state_dict(), **wrong})
+        assert len([batch for epoch in loader.epochs() for batch in epoch]) == 12
+
+
 def test_resume_in_mid_epoch_repeats_images_bit_for_bit(image_folder: Path) -> None:
     from nostall import transforms as t
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -251,3 +254,46 @@ def test_torch_is_what_we_compare_with() -> None:
     assert Plan(samples=10, seed=0).epoch_order(0).tolist() == (
         torch.randperm(10, generator=torch.Generator().manual_seed(0)).tolist()
     )
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda p: p.epoch_order(2), "epoch 2 is not among the 2 epochs"),
+        (lambda p: p.epoch_order(-1), "epoch -1 is not"),
+        (lambda p: p.rank_epoch(0.0, 0), r"epoch 0\.0 is not"),
+        (lambda p: p.rank_epoch(0, 3), "rank 3 is not in a world of 3"),
+        (lambda p: p.node_access(2, 2), "2 ranks from 2 on are not in a world of 3"),
+        (lambda p: p.node_access(0, 0), "0 ranks from 0 on are not"),
+        (
+            lambda p: p.place(np.ones(9, int), [5], first_rank=0, ranks=1),
+            r"not int64 of shape \(9,\)",
+        ),
+        (lambda p: p.place(np.ones(10, int), [5], first_rank=3, ranks=1), "rank 3 is not"),
+        (lambda p: p.owners(np.ones(11, int), [5], ranks_per_node=3), r"shape \(11,\)"),
+        (lambda p: p.lower_bound(np.full(10, 0.9), 5), "not float64 of shape"),
+        (lambda p: p.lower_bound(np.full(10, -1), 5), "must not be negative: -1"),
+        (lambda p: p.consumed(0, 1), "the order is 'torch', which is no Mixed"),
+        (lambda p: p.mixed_before(0, 1), "which is no Mixed"),
+    ],
+)
+def test_what_a_plan_has_not_is_refused(call: Callable[[Plan], object], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        call(Plan(samples=10, batch_size=2, world_size=3, epochs=2))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"order_world": 0},
+        {"order_world": 1.5},
+        {"order_world": "a"},
+        {"scheme": 3},
+        {"scheme": "__class__"},
+        {"batch_size": True},
+        {"epochs": True},
+    ],
+)
+def test_arguments_that_cannot_be_planned_are_named(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=next(iter(wrong))):
+        Plan(**{"samples": 10, **wrong})

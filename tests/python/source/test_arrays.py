@@ -187,6 +187,15 @@ def test_columns_of_a_frame_are_fields(tmp_path: Path) -> None:
         assert nostall.Arrays(file).select(["x"]).schema["x"] == fields.Scalar(dtype="float32")
 
 
+def test_values_behind_a_mask_are_refused() -> None:
+    masked = np.ma.array([[1, 2], [3, 4]], mask=[[0, 1], [0, 0]])
+    with pytest.raises(UsageError, match="column x: 1 of the values are masked: fill them"):
+        nostall.Arrays({"x": masked})
+    with pytest.raises(UsageError, match="labels: 1 of the values are masked"):
+        nostall.FileList([__file__, __file__], masked[0])
+    assert len(nostall.Arrays({"x": np.ma.array([1, 2])})) == 2
+
+
 def test_what_arrays_refuse(tmp_path: Path) -> None:
     np.savez_compressed(tmp_path / "c.npz", x=GRID)
     np.savez(tmp_path / "o.npz", x=np.array([None, 1]))

@@ -122,6 +122,14 @@ def test_weights_may_count_bytes_or_be_evened_out(sources: dict[str, Any]) -> No
     assert shares(per="bytes") == pytest.approx([4 / third, 2 / third, 1 / 3 / third])
 
 
+def test_a_changed_mixture_has_what_was_set_on_the_one_before(sources: dict[str, Any]) -> None:
+    mixture = nostall.Mixture(weighted(sources, 3, 2, 1), samples=20)
+    mixture.pixels, mixture.classes = nostall.Pixels(2, 2), ["cat", "dog"]
+    changed = mixture.changed(2, weighted(sources, 0, 1, 1))
+    assert (changed.pixels, changed.classes) == (mixture.pixels, mixture.classes)
+    assert changed.mixing != mixture.mixing
+
+
 def test_a_pickled_mixture_has_the_same_order(sources: dict[str, Any]) -> None:
     mixture = nostall.Mixture(weighted(sources, 3, 2, 1), samples=20)
     again = pickle.loads(pickle.dumps(mixture))

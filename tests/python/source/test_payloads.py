@@ -211,3 +211,19 @@ def test_the_shape_is_kept_with_the_places(tmp_path: Path) -> None:
     again = nostall.LMDB(tmp_path / "db", values="datum")
     assert again.index_reused
     assert again.pixels == first.pixels == nostall.Pixels(2, 2, 3, "chw", "bgr")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((-2, 2), "-2 rows"),
+        ((2, 2.0), "2.0 columns"),
+        ((True, 2), "True rows"),
+        ((2, 2, 0), "0 channels"),
+        ((2, 2, 3, "CHW"), "not layout='CHW'"),
+        ((2, 2, 3, "hwc", "BGR"), "not order='BGR'"),
+    ],
+)
+def test_pixels_that_cannot_be_are_refused(arguments: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        nostall.Pixels(*arguments)

@@ -365,6 +365,16 @@ def test_filters(image_folder: Path) -> None:
     assert by_number.classes == source.classes
     floats = nostall.FileList(sorted(image_folder.rglob("*.jpg"))[:3], [0.5, 1.5, 2.5])
     assert nostall.Filter(floats, labels=[1.5]).labels.tolist() == [1.5]
+    assert set(nostall.Filter(source, labels={0, 2}).labels.tolist()) == {0, 2}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64])
+def test_filters_find_labels_that_are_no_sums_of_powers_of_two(
+    image_folder: Path, kind: Any
+) -> None:
+    labels = np.array([0.1, 0.5, 0.1, 0.3], kind)
+    data = nostall.FileList(sorted(image_folder.rglob("*.jpg"))[:4], labels)
+    assert nostall.Filter(data, labels=[0.1, 0.5]).labels.tolist() == labels[:3].tolist()
 
 
 def test_concat_of_classes(tmp_path: Path) -> None:
@@ -410,6 +420,10 @@ def test_what_cannot_be_shown(tmp_path: Path) -> None:
     floats = nostall.FileList(["000"], [0.5], root=tmp_path)
     pixels = folder(tmp_path, noise(N))
     pixels.pixels = nostall.Pixels(2, 3)
+    for name in ("cat", "dog"):
+        (tmp_path / "classes" / name).mkdir(parents=True)
+        (tmp_path / "classes" / name / "0.jpg").touch()
+    classes = nostall.ImageFolder(tmp_path / "classes", index=False)
     refused: list[tuple[Callable[[], Any], str]] = [
         (lambda: nostall.Subset(source, []), "empty"),
         (lambda: nostall.Subset(source, [0, 23]), "sample 23, .* has samples 0 to 22"),
@@ -430,6 +444,10 @@ def test_what_cannot_be_shown(tmp_path: Path) -> None:
         (lambda: nostall.Filter(source, mask=[1] * N), "not int64"),
         (lambda: nostall.Filter(source, labels=[77]), r"labels=\[77\] leaves no sample"),
         (lambda: nostall.Filter(source, labels=["cat"]), "no class 'cat'"),
+        (lambda: nostall.Filter(source, labels=77), "must be a list of labels, not 77"),  # type: ignore[arg-type]
+        (lambda: nostall.Filter(source, labels=[0.5]), "type int64, and none is 0.5"),
+        (lambda: nostall.Filter(source, labels=[None]), "none is None"),  # type: ignore[list-item]
+        (lambda: nostall.Filter(classes, labels=[0, 99]), "has 2 classes, and none is 99"),
         (lambda: nostall.Concat([]), "at least one"),
         (
             lambda: nostall.Concat([source, floats]),

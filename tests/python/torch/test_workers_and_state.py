@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
@@ -102,8 +105,51 @@ def test_a_state_between_epochs_skips_nothing() -> None:
 @pytest.mark.parametrize("batch", [-1, 17])
 def test_a_position_that_cannot_be_is_refused(batch: int) -> None:
     state = sampler().state_dict()
-    with pytest.raises(UsageError, match=f"batch {batch}"):
+    with pytest.raises(UsageError, match=f"batch[ =]{batch}"):
         sampler().load_state_dict({**state, "batch": batch})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"epoch": 7}, "epoch 7, batch 0, outside this job of 4 epochs of 16 batches"),
+        ({"epoch": 4, "batch": 1}, "epoch 4, batch 1, outside"),
+        ({"epoch": 1.5}, r"epoch=1\.5, which is no whole number"),
+        ({"epoch": True}, "epoch=True"),
+        ({"order_world": None}, "order_world=None"),
+    ],
+)
+def test_a_state_that_cannot_be_is_refused(wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        sampler().load_state_dict({**sampler().state_dict(), **wrong})
+    with pytest.raises(UsageError, match="not a state of a sampler"):
+        sampler().load_state_dict([])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("batches", [-1, 17, 1.5, True])
+def test_no_state_is_made_of_batches_that_an_epoch_has_not(batches: Any) -> None:
+    with pytest.raises(UsageError, match="an epoch has 16 batches"):
+        sampler().state_dict(batches)
+
+
+def test_a_sampler_at_the_end_of_its_job_gives_nothing() -> None:
+    ended = sampler()
+    ended.set_epoch(3)
+    list(ended)
+    again = sampler()
+    again.load_state_dict(ended.state_dict())
+    assert list(again) == []
+    third = sampler()
+    third.load_state_dict(again.state_dict())
+    assert list(third) == []
+
+
+def test_numbers_of_numpy_are_in_no_state() -> None:
+    one = nostall.torch.BatchSampler(61, np.int64(4), epochs=np.int64(3))  # type: ignore[arg-type]
+    one.set_epoch(np.int64(1))  # type: ignore[arg-type]
+    assert json.loads(json.dumps(one.state_dict(np.int64(2))))["epoch"] == 1  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"epoch 1\.5 is not among"):
+        one.set_epoch(1.5)  # type: ignore[arg-type]
 
 
 def test_a_sampler_does_not_repeat_the_epoch_that_its_state_had_ended() -> None:
