@@ -505,7 +505,11 @@ class Json(Text):
         return kind
 
     def encode(self, value: Any) -> bytes:
-        return json.dumps(value).encode()
+        try:
+            # NaN and infinity are no JSON: who reads them back takes them for damage.
+            return json.dumps(value, allow_nan=False).encode()
+        except (RecursionError, TypeError, ValueError) as error:
+            raise UsageError(f"Json: no value of JSON: {error}: {value!r}") from None
 
     def hand_out(self, batch: _native.Batch, number: int, array: Callable[[Any], Any]) -> Any:
         """A list of values."""

@@ -217,3 +217,15 @@ def test_schemas_are_values() -> None:
     assert hash(schema) == hash(nostall.Schema(a=f.Text(), b=f.Scalar()))
     assert schema != nostall.Schema(b=f.Scalar(), a=f.Text())
     assert list(schema.select(["b"])) == ["b"]
+
+
+CIRCLE: list[Any] = []
+CIRCLE.append(CIRCLE)
+
+
+@pytest.mark.parametrize(
+    "value", [float("nan"), [1, float("inf")], {"a": {-float("inf")}}, {1, 2}, b"a", CIRCLE]
+)
+def test_what_json_lacks_is_refused(value: Any) -> None:
+    with pytest.raises(UsageError, match="Json: no value of JSON: "):
+        f.Json().encode(value)
