@@ -5,7 +5,6 @@ Neither a flag nor a text is a number: True would be taken for 1, and "0.5" is a
 
 from __future__ import annotations
 
-import math
 from typing import Any, SupportsFloat, TypeGuard
 
 import numpy as np
@@ -36,15 +35,14 @@ def whole(name: str, value: Any, least: int, most: int) -> int:
     return int(value)
 
 
-def number(name: str, value: Any, low: float, high: float = math.inf) -> float:
+def number(name: str, value: Any, low: float, high: float) -> float:
     """The number as one of Python.
 
     Raises:
-        UsageError: it is no finite number between `low` and `high`.
+        UsageError: it is no number from `low` to `high`.
     """
-    if not is_number(value) or not low <= value <= high or math.isinf(value):
-        range_ = f"from {low} to {high}" if high < math.inf else f"from {low} on"
-        raise UsageError(f"{name} must be a finite number {range_}, not {value!r}")
+    if not is_number(value) or not low <= value <= high:
+        raise UsageError(f"{name} must be a number from {low} to {high}, not {value!r}")
     return float(value)
 
 
