@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from nostall.base import _checks as checks
+from nostall.base import _children as children
 from nostall.base._tier import Tier
 from nostall.errors import CorruptionError, IoError, TransformError, UsageError
 from nostall.fields import Kind, Padded, Ragged, Schema
@@ -67,11 +68,10 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _methods(given: Any) -> tuple[str, ...]:
-    known = multiprocessing.get_all_start_methods()
-    for method in checks.texts("start_methods", given):
-        if method not in known:
-            raise UsageError(f"start_methods must be of {', '.join(known)}, not {method!r}")
-    return tuple(given)
+    methods = checks.texts("start_methods", given)
+    for method in methods:
+        children.check_method("each of start_methods", method)
+    return methods
 
 
 # ------------------------------------------------------------------------------------ sources

@@ -244,12 +244,16 @@ def test_custom_sources_are_like_others() -> None:
         (([1.5],), "sizes must be whole numbers"),
         (([],), "sizes must be whole numbers"),
         (([1, -1],), "sizes must be whole numbers, 0 or more"),
+        (([2**63],), "sizes must be whole numbers, 0 or more and at most 92"),
         (([1, 2], [1]), "one entry per sample"),
         (([1, 2], ["a", "b"]), "labels must be integers"),
     ):
         with pytest.raises(UsageError, match=words):
             nostall.CustomSource(Reader(), *arguments, identity="")
+    with pytest.raises(UsageError, match=r"groups must be whole numbers, .* at most 4294967295"):
+        nostall.CustomSource(Reader(), [1, 1], identity="", groups=[0, 2**32])
     for sizes, columns, schema, words in (
+        ({"a": [1]}, {"b": {"x": 1}}, {"a": f.Text()}, "column b is a dict: its values must stand"),
         ({"a": [1]}, {}, {}, "does not say of which kind the field a is"),
         ({"a": [1]}, {"a": [1]}, {"a": f.Text()}, "among the sizes and among the columns"),
         ({"a": [1]}, {"b": [1, 2]}, {"a": f.Text()}, "a has 1, b has 2"),
@@ -467,7 +471,7 @@ def test_transforms_may_be_told_their_type_and_shape_in_any_form() -> None:
         ),
         (
             lambda: check_source(custom(Reader()), start_methods=["thread"]),
-            "start_methods must be of fork, .*not 'thread'",
+            "each of start_methods must be one of .*not 'thread'",
         ),
     ],
 )
