@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nostall import _native
+from nostall.base import _checks as checks
 from nostall.errors import UsageError
 
 __all__ = [
@@ -95,7 +95,7 @@ class Weighted:
         if not positive:
             raise UsageError("all weights are 0: no sample can be drawn")
         _check_draws(samples)
-        self.replacement = bool(replacement)
+        self.replacement = checks.flag("replacement", replacement)
         usual = len(self.weights) if self.replacement else positive
         self.samples: int = usual if samples is None else int(samples)
         if not self.replacement and self.samples > positive:
@@ -203,17 +203,13 @@ class Buckets:
         lengths: Sequence[float] | NDArray[Any] | None = None,
         bounds: int | Sequence[float] = 16,
     ) -> None:
-        if isinstance(bounds, (int, np.integer)):
+        self._bounds: Any = bounds
+        if checks.is_whole(bounds):
             if not 1 <= bounds <= 2**16:
                 raise UsageError(f"bounds= must be 1 to {2**16} buckets, or a sequence: {bounds}")
-        elif (
-            any(not a < b for a, b in itertools.pairwise(bounds))
-            or any(np.isnan(bounds))
-            or len(bounds) >= 2**16
-        ):
-            raise UsageError(f"the bounds of buckets must rise: {list(bounds)[:20]}")
-        self._bounds = bounds
-        self._numbers = None if lengths is None else _numbers_of(_array(lengths), bounds)
+        else:
+            self._bounds = _rising(bounds)
+        self._numbers = None if lengths is None else _numbers_of(_array(lengths), self._bounds)
 
     def of(self, sizes: NDArray[Any]) -> Buckets:
         """These buckets, of `sizes` where no lengths were given."""
@@ -232,6 +228,20 @@ class Buckets:
 
     def __str__(self) -> str:
         return f"bucketed {zlib.crc32(self.numbers.tobytes()):08x}"
+
+
+def _rising(bounds: Any) -> NDArray[Any]:
+    try:
+        found = _array(bounds)
+    except ValueError:  # of sequences of unlike lengths
+        found = np.zeros(0, object)
+    if found.ndim != 1 or found.dtype.kind not in "iuf":
+        raise UsageError(
+            f"bounds= must be a number of buckets, or a sequence of numbers: {bounds!r}"
+        )
+    if np.isnan(found).any() or not (found[:-1] < found[1:]).all() or len(found) >= 2**16:
+        raise UsageError(f"the bounds of buckets must rise: {found[:20].tolist()}")
+    return found
 
 
 def _numbers_of(lengths: NDArray[Any], bounds: Any) -> NDArray[np.uint32]:
@@ -285,12 +295,8 @@ class Mixed:
         return f"mixture {self.at_end}" + (f" {self.samples}" if self.samples else "")
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
 def _whole(name: str, value: Any, least: int, beyond: int) -> int:
-    if not _is_whole(value) or not least <= value < beyond:
+    if not checks.is_whole(value) or not least <= value < beyond:
         raise UsageError(f"{name} must be an integer from {least} to {beyond - 1}: {value!r}")
     return int(value)
 
@@ -302,7 +308,7 @@ def whole_of_state(owner: str, state: Mapping[str, Any], *names: str) -> list[in
         UsageError: one is missing, or is no whole number from 0 on; it names the state of `owner`.
     """
     for name in names:
-        if not _is_whole(state.get(name)) or state[name] < 0:
+        if not checks.is_whole(state.get(name)) or state[name] < 0:
             raise UsageError(
                 f"the {owner}'s state has {name}={state.get(name)!r}, which is no whole number from 0 "
                 "on"
@@ -320,7 +326,7 @@ def _array(values: Any) -> NDArray[Any]:
 
 
 def _check_draws(samples: Any) -> None:
-    if samples is not None and not (_is_whole(samples) and 1 <= samples < 2**63):
+    if samples is not None and (not checks.is_whole(samples) or not 1 <= samples < 2**63):
         raise UsageError(f"samples must be an integer from 1 on, or None: {samples!r}")
 
 
@@ -593,14 +599,14 @@ class Plan:
         Raises:
             UsageError: the plan has no such epoch.
         """
-        if not _is_whole(epoch) or not 0 <= epoch < self.native.epochs:
+        if not checks.is_whole(epoch) or not 0 <= epoch < self.native.epochs:
             raise UsageError(
                 f"epoch {epoch!r} is not among the {self.native.epochs} epochs of the job"
             )
         return int(epoch)
 
     def _check_ranks(self, first: int, ranks: int) -> None:
-        whole = _is_whole(first) and _is_whole(ranks)
+        whole = checks.is_whole(first) and checks.is_whole(ranks)
         if not whole or not (first >= 0 and 1 <= ranks <= self.native.world - first):
             which = f"rank {first!r} is" if ranks == 1 else f"{ranks!r} ranks from {first!r} on are"
             raise UsageError(f"{which} not in a world of {self.native.world}")

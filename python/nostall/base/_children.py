@@ -50,6 +50,17 @@ def name(what: str) -> str:
     return _NAME + what
 
 
+def check_method(name: str, given: Any) -> None:
+    """Refuses what is no way to start processes, as multiprocessing has them.
+
+    Raises:
+        UsageError: there is no such way here.
+    """
+    known = multiprocessing.get_all_start_methods()
+    if given not in known:
+        raise UsageError(f"{name} must be one of {', '.join(known)}, not {given!r}")
+
+
 def end_if_importing(start_method: str) -> None:
     """Called before children are started: ends a child that only imports the program as yet.
 

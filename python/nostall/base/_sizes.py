@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from nostall import _native
+from nostall.base import _checks as checks
 from nostall.base._disks import local_directory
 from nostall.base._paths import path_of
 from nostall.base._tier import Tier
@@ -219,10 +220,10 @@ def parse_size(text: int | str) -> int:
     Raises:
         UsageError: the text is not a size.
     """
-    if isinstance(text, int):
+    if checks.is_whole(text):
         if text < 0:
             raise UsageError(f"a size cannot be negative: {text}")
-        return text
+        return int(text)
     match = _SIZE.fullmatch(text) if isinstance(text, str) else None
     if not match or match[2].lower() not in _UNITS:
         raise UsageError(f'"{text}" is not a size: write for example 20GiB, 512MiB or 1000000')

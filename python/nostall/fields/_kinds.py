@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from nostall import _native
+from nostall.base import _checks as checks
 from nostall.errors import UsageError
 from nostall.fields._batch import Padded, Ragged
 
@@ -27,16 +28,50 @@ ArrayCodec = Literal["raw", "npy", "varint", "msgpack"]
 
 
 def check_choice(kind: object, name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         known = ", ".join(f'"{c}"' for c in choices)
         raise UsageError(f"{type(kind).__name__}: {name} {value!r} is not one of {known}")
 
 
-def check_number(kind: object, name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
+def check_number(kind: object, name: str, value: object, least: int) -> int:
+    """The number as one of Python."""
+    if not checks.is_whole(value) or not least <= value < 2**31:
         raise UsageError(
             f"{type(kind).__name__}: {name} {value!r} must be a whole number, {least} or more"
         )
+    return int(value)
+
+
+def keep_number(kind: object, name: str, least: int) -> None:
+    """Checks a parameter, and keeps it as a number of Python."""
+    object.__setattr__(kind, name, check_number(kind, name, getattr(kind, name), least))
+
+
+def keep_size(kind: Any) -> None:
+    """As `keep_number`, of the parameter `size`, which may be None."""
+    given = kind.size
+    if given is None:
+        return
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        raise UsageError(f"{type(kind).__name__}: size {given!r} must be (height, width)")
+    sides = tuple(check_number(kind, "size", side, 1) for side in given)
+    object.__setattr__(kind, "size", sides)
+
+
+def dtype_name(given: Any) -> Any:
+    """NumPy's name of a type of NumPy's; anything else stays, for `check_choice` to refuse."""
+    if isinstance(given, np.dtype) or (isinstance(given, type) and issubclass(given, np.generic)):
+        found = np.dtype(given)
+        return found.name if found.isnative else given
+    return given
+
+
+def keep_dtype(kind: object, name: str, choices: tuple[str, ...]) -> None:
+    """Checks a parameter that is a type, and keeps the name of it."""
+    given = getattr(kind, name)
+    check_choice(kind, name, dtype_name(given), choices)
+    if not isinstance(given, str):
+        object.__setattr__(kind, name, dtype_name(given))
 
 
 def _varint(number: int) -> bytes:
@@ -67,6 +102,13 @@ class Kind(ABC):
 
     #: Whether transforms apply to it, together with the images of its sample.
     transformed: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """Checks the flags; what overrides it calls it."""
+        for name in ("padded", "normalised"):
+            given = getattr(self, name, False)
+            if checks.flag(f"{type(self).__name__}: {name}", given) is not given:
+                object.__setattr__(self, name, bool(given))
 
     def _is_drawn(self) -> bool:
         """Whether random bits decide what a value is."""
@@ -183,10 +225,9 @@ class Mask(Kind):
     )
 
     def __post_init__(self) -> None:
-        check_choice(self, "dtype", self.dtype, self._TYPES)
-        if self.size is not None:
-            for side in self.size:
-                check_number(self, "size", side, 1)
+        super().__post_init__()
+        keep_dtype(self, "dtype", self._TYPES)
+        keep_size(self)
 
     def _native_kind(self) -> Any:
         kind = _native.MaskField()
@@ -246,8 +287,9 @@ class _Numbers(Kind):
     def _meaning(self) -> str:
         return self._MEANING
 
-    def _check(self) -> None:
-        check_choice(self, "dtype", self.dtype, DTYPES)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        keep_dtype(self, "dtype", DTYPES)
         check_choice(self, "codec", self.codec, ("raw", "npy", "varint", "msgpack"))
         if not isinstance(self._dimensions(), tuple):
             raise UsageError(
@@ -316,7 +358,9 @@ class Array(_Numbers):
     rows_of: str | None = None
 
     def __post_init__(self) -> None:
-        self._check()
+        super().__post_init__()
+        sides = tuple(None if side is None else int(side) for side in self.shape)
+        object.__setattr__(self, "shape", sides)
         if self.rows_of is not None and (not self.shape or self.shape[0] is not None):
             raise UsageError("Array: the first side of rows_of boxes is None: as many as boxes")
 
@@ -352,7 +396,7 @@ class Boxes(_Numbers):
 
     def __post_init__(self) -> None:
         check_choice(self, "format", self.format, ("xyxy", "xywh", "cxcywh"))
-        self._check()
+        super().__post_init__()
 
     def _dimensions(self) -> Shape:
         return (None, 4)
@@ -391,9 +435,12 @@ class Keypoints(_Numbers):
     _MEANING: ClassVar[str] = "keypoints"
 
     def __post_init__(self) -> None:
-        if self.values not in (2, 3):
+        if not checks.is_whole(self.values) or self.values not in (2, 3):
             raise UsageError(f"Keypoints: values {self.values!r} must be 2 or 3")
-        self._check()
+        super().__post_init__()
+        keep_number(self, "values", 2)
+        if self.points is not None:
+            keep_number(self, "points", 0)
 
     def _dimensions(self) -> Shape:
         return (None, self.values) if self.points is None else (None, self.points, self.values)
@@ -418,10 +465,11 @@ class Scalar(Kind):
     fill: float | None = None
 
     def __post_init__(self) -> None:
-        check_choice(self, "dtype", self.dtype, DTYPES)
+        super().__post_init__()
+        keep_dtype(self, "dtype", DTYPES)
         check_choice(self, "codec", self.codec, ("raw", "decimal", "varint", "msgpack"))
         if self.stored is not None:
-            check_choice(self, "stored", self.stored, DTYPES)
+            keep_dtype(self, "stored", DTYPES)
 
     def _native_kind(self) -> Any:
         kind = _native.ScalarField()
@@ -505,7 +553,11 @@ class Json(Text):
         return kind
 
     def encode(self, value: Any) -> bytes:
-        return json.dumps(value).encode()
+        try:
+            # NaN and infinity are no JSON: who reads them back takes them for damage.
+            return json.dumps(value, allow_nan=False).encode()
+        except (RecursionError, TypeError, ValueError) as error:
+            raise UsageError(f"Json: no value of JSON: {error}: {value!r}") from None
 
     def hand_out(self, batch: _native.Batch, number: int, array: Callable[[Any], Any]) -> Any:
         """A list of values."""
@@ -536,11 +588,11 @@ class Sound(Kind):
     fill: bytes | None = None
 
     def __post_init__(self) -> None:
-        check_choice(self, "dtype", self.dtype, ("float32", "int16"))
-        check_number(self, "channels", self.channels, 1)
-        for name in ("rate", "frames"):
-            if getattr(self, name) is not None:
-                check_number(self, name, getattr(self, name), 1)
+        super().__post_init__()
+        keep_dtype(self, "dtype", ("float32", "int16"))
+        for name in ("channels", "rate", "frames"):
+            if name == "channels" or getattr(self, name) is not None:
+                keep_number(self, name, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -612,9 +664,9 @@ class Custom(Kind):
         return array.shape, np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
     def _native_kind(self) -> Any:
-        check_choice(self, "dtype", self.dtype, DTYPES)
+        check_choice(self, "dtype", name := dtype_name(self.dtype), DTYPES)
         kind = _native.CustomField()
-        kind.type = self.dtype
+        kind.type = name
         kind.shape = [-1 if side is None else side for side in self.shape]
         kind.decoder = _native.python_decoder(self.decoded)
         return kind

@@ -20,6 +20,8 @@ class Schema(Mapping[str, Kind]):
     """
 
     def __init__(self, fields: Mapping[str, Kind] | None = None, /, **named: Kind) -> None:
+        if fields is not None and not isinstance(fields, Mapping):
+            raise UsageError(f"a schema is a mapping from names to kinds, not {fields!r}")
         self._fields: dict[str, Kind] = {**(fields or {}), **named}
         if not self._fields:
             raise UsageError("a schema needs at least one field")

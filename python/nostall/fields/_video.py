@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nostall.errors import CorruptionError, UsageError
-from nostall.fields._kinds import Custom, Shape, check_choice, check_number
+from nostall.fields._kinds import Custom, Shape, check_choice, keep_number, keep_size
 
 if TYPE_CHECKING:
     import av
@@ -61,18 +61,15 @@ class Video(Custom):
     dtype: ClassVar[str] = "uint8"  # type: ignore[misc]
 
     def __post_init__(self) -> None:
-        check_number(self, "frames", self.frames, 1)
-        check_number(self, "step", self.step, 1)
+        super().__post_init__()
+        keep_number(self, "frames", 1)
+        keep_number(self, "step", 1)
         if self.rate is not None and (self.step != 1 or not 0 < self.rate < 1e6):
             raise UsageError(
                 f"Video: rate {self.rate!r} must be positive, and goes without step: both say which "
                 "frames are taken"
             )
-        if self.size is not None:
-            if len(self.size) != 2:
-                raise UsageError(f"Video: size {self.size!r} must be (height, width)")
-            for side in self.size:
-                check_number(self, "size", side, 1)
+        keep_size(self)
         if isinstance(self.begin, str):
             check_choice(self, "begin", self.begin, ("random", "middle"))
         elif not 0 <= self.begin < 1e9:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from nostall.base import _checks as checks
 from nostall.errors import UsageError
 from nostall.loader._steps import (
     WARPING,
@@ -18,7 +19,10 @@ from nostall.loader._steps import (
     between,
     fills,
     interpolation_of,
+    keep_whole,
+    listed,
     number_or_pair,
+    numbers,
     one_of,
     probability,
     whole,
@@ -66,7 +70,7 @@ class Grayscale(Transform):
     num_output_channels: Literal[3] = 3
 
     def __post_init__(self) -> None:
-        if self.num_output_channels != 3:
+        if not checks.is_whole(self.num_output_channels) or self.num_output_channels != 3:
             raise UsageError(
                 f"Grayscale: num_output_channels {self.num_output_channels} must be 3: images of a "
                 "batch have three channels"
@@ -91,11 +95,11 @@ class GaussianBlur(Transform):
 
     def to_step(self) -> Step:
         given = self.kernel_size
-        sizes = [given, given] if isinstance(given, int) else list(given)
-        kernel = [whole(self, "kernel_size", size, 1, 501) for size in sizes]
+        kernel = [whole(self, "kernel_size", size, 1, 501) for size in listed(given)]
+        kernel = kernel * 2 if checks.is_whole(given) else kernel
         if len(kernel) != 2 or not all(size % 2 for size in kernel):
             raise UsageError(f"GaussianBlur: kernel_size {given!r} must be one or two odd numbers")
-        both = (self.sigma, self.sigma) if isinstance(self.sigma, (int, float)) else self.sigma
+        both = [self.sigma] * 2 if checks.is_number(self.sigma) else self.sigma
         return "GaussianBlur", {"kernel": kernel, "sigma": list(ascending(self, "sigma", both))}
 
 
@@ -155,7 +159,7 @@ class RandomPosterize(Transform):
     p: float = 0.5
 
     def __post_init__(self) -> None:
-        whole(self, "bits", self.bits, 0, 8)
+        keep_whole(self, "bits", 0, 8)
         probability(self, self.p)
 
     def to_step(self) -> Step:
@@ -191,9 +195,9 @@ class RandAugment(Transform):
     fill: Fill = 0
 
     def __post_init__(self) -> None:
-        whole(self, "num_ops", self.num_ops, 0, 100)
-        whole(self, "num_magnitude_bins", self.num_magnitude_bins, 1, 1000)
-        whole(self, "magnitude", self.magnitude, 0, self.num_magnitude_bins - 1)
+        keep_whole(self, "num_ops", 0, 100)
+        keep_whole(self, "num_magnitude_bins", 1, 1000)
+        keep_whole(self, "magnitude", 0, self.num_magnitude_bins - 1)
         fills(self, self.fill)
         interpolation_of(self, WARPING)
 
@@ -216,7 +220,7 @@ class TrivialAugmentWide(Transform):
     fill: Fill = 0
 
     def __post_init__(self) -> None:
-        whole(self, "num_magnitude_bins", self.num_magnitude_bins, 1, 1000)
+        keep_whole(self, "num_magnitude_bins", 1, 1000)
         fills(self, self.fill)
         interpolation_of(self, WARPING)
 
@@ -264,24 +268,32 @@ class RandomErasing(Transform):
 
     def __post_init__(self) -> None:
         probability(self, self.p)
-        number_or_pair(self, "scale", tuple(self.scale), low=0, high=1)
+        self._scale()
         object.__setattr__(self, "ratio", ascending(self, "ratio", self.ratio))
         self._values()
+
+    def _scale(self) -> tuple[float, float]:
+        pair = numbers(self.scale)
+        if len(pair) != 2 or not 0 <= pair[0] <= pair[1] <= 1:
+            raise UsageError(
+                f"RandomErasing: scale {self.scale!r} must be two ascending parts, 0 to 1"
+            )
+        return pair[0], pair[1]
 
     def _values(self) -> list[float]:
         if isinstance(self.value, str):
             one_of(self, "value", self.value, ("random",))
             return [0.0] * 3
-        given = [self.value] if isinstance(self.value, (int, float)) else list(self.value)
+        given = numbers(self.value)
         if len(given) not in (1, 3) or not all(math.isfinite(v) for v in given):
             raise UsageError(f"RandomErasing: value {self.value!r} must be one or three numbers")
-        return [float(v) for v in given] * (3 // len(given))
+        return list(given) * (3 // len(given))
 
     def to_step(self) -> Step:
         return "RandomErasing", {
             "p": float(self.p),
-            "scale": [float(v) for v in self.scale],
+            "scale": list(self._scale()),
             "ratio": list(self.ratio),
             "value": self._values(),
-            "noise": self.value == "random",
+            "noise": isinstance(self.value, str),
         }

@@ -13,20 +13,24 @@ stay the same, and a change takes effect at the same batch on all ranks.
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from nostall.base import _checks as checks
 from nostall.errors import UsageError
 from nostall.fields import Padded, Ragged
+from nostall.loader._loader import DataLoader
 from nostall.loader._mixing import MixedLabels
 
 if TYPE_CHECKING:
-    from nostall.loader._loader import DataLoader, Epoch
+    from nostall.loader._loader import Epoch
 
 _STATE_VERSION = 1
+_MOST = 2**31 - 1  # of the loader's batches in one
 
 
 class DynamicBatches:
@@ -64,15 +68,18 @@ class DynamicBatches:
         sawtooth: bool = False,
         agree: Callable[[float], float] | None = None,
     ) -> None:
-        if not isinstance(grow, int) or grow < 2:
-            raise UsageError(f"grow must be an integer from 2 on, not {grow!r}")
-        if not isinstance(limit, int) or limit < 1:
-            raise UsageError(f"limit must be an integer from 1 on, not {limit!r}")
-        if sawtooth and not loader.plan.reuses:
-            raise UsageError("sawtooth follows the reuse of data: pass order=SubBatches(...)")
+        if not isinstance(loader, DataLoader):
+            raise UsageError(f"DynamicBatches takes a nostall.DataLoader, not {loader!r}")
+        if agree is not None and not callable(agree):
+            raise UsageError(f"agree must be a function, or None, not {agree!r}")
         self.loader = loader
-        self.threshold, self.grow, self.limit = threshold, grow, limit
-        self.smaller_is_better, self.sawtooth = smaller_is_better, sawtooth
+        self.threshold = checks.number("threshold", threshold, -math.inf, math.inf)
+        self.grow = checks.whole("grow", grow, 2, _MOST)
+        self.limit = checks.whole("limit", limit, 1, _MOST)
+        self.smaller_is_better = checks.flag("smaller_is_better", smaller_is_better)
+        self.sawtooth = checks.flag("sawtooth", sawtooth)
+        if self.sawtooth and not loader.plan.reuses:
+            raise UsageError("sawtooth follows the reuse of data: pass order=SubBatches(...)")
         self.factor = 1
         self._last: float | None = None
         self._joining = (0, range(0))  # where the loader may be before the caller has the batch

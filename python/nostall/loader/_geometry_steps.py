@@ -20,7 +20,9 @@ from nostall.loader._steps import (
     centre,
     fills,
     interpolation_of,
+    keep_flag,
     number_or_pair,
+    numbers,
     one_of,
     paddings,
     probability,
@@ -79,17 +81,21 @@ class RandomCrop(Transform):
 
     def __post_init__(self) -> None:
         sides(self, self.size)
-        paddings(self, self.padding or 0)
+        self._paddings()
+        keep_flag(self, "pad_if_needed")
         fills(self, self.fill)
         one_of(self, "padding_mode", self.padding_mode, _PADDING_MODES)
+
+    def _paddings(self) -> list[int]:
+        return paddings(self, 0 if self.padding is None else self.padding)
 
     def to_step(self) -> Step:
         height, width = sides(self, self.size)
         return "RandomCrop", {
             "height": height,
             "width": width,
-            "padding": paddings(self, self.padding or 0),
-            "pad_if_needed": bool(self.pad_if_needed),
+            "padding": self._paddings(),
+            "pad_if_needed": self.pad_if_needed,
             "padding_mode": self.padding_mode,
             **fills(self, self.fill),
         }
@@ -147,7 +153,7 @@ class RandomAffine(Transform):
         interpolation_of(self, WARPING)
 
     def _parameters(self) -> dict[str, Any]:
-        translate = (0.0, 0.0) if self.translate is None else tuple(self.translate)
+        translate = (0.0, 0.0) if self.translate is None else numbers(self.translate)
         if len(translate) != 2:
             raise UsageError(
                 f"RandomAffine: translate {self.translate!r} must be two parts, of the width and of "
@@ -156,14 +162,13 @@ class RandomAffine(Transform):
         for part in translate:
             between(self, "translate", part, 0, 1)
         shear = 0.0 if self.shear is None else self.shear
-        pairs = [shear, 0.0]
-        if not isinstance(shear, (int, float)) and len(shear) == 4:
-            pairs = [shear[:2], shear[2:]]
+        angles = numbers(shear)
+        pairs = [angles[:2], angles[2:]] if len(angles) == 4 else [shear, 0.0]
         ranges = [number_or_pair(self, "shear", pair, low=-89, high=89) for pair in pairs]
         scale = (1.0, 1.0) if self.scale is None else ascending(self, "scale", self.scale)
         return {
             "degrees": list(number_or_pair(self, "degrees", self.degrees, low=-36000, high=36000)),
-            "translate": [float(part) for part in translate],
+            "translate": list(translate),
             "scale": list(scale),
             "shear": [*ranges[0], *ranges[1]],
             "center": centre(self, self.center),

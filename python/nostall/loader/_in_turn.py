@@ -79,6 +79,10 @@ def steps_of(transforms: Any) -> list[Any]:
             f"transforms={transforms.__name__}(...)"
         )
     listed = not callable(transforms) and not isinstance(transforms, Transform)
+    if listed and not isinstance(transforms, Iterable):
+        raise UsageError(
+            f"transforms is {transforms!r}: give steps of nostall.transforms, or a callable"
+        )
     steps = list(transforms) if listed else [transforms]
     for step in steps:
         within = getattr(step, "transforms", None)

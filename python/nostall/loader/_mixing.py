@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from nostall import _native
 from nostall.errors import UsageError
 from nostall.fields import Scalar, Schema
-from nostall.loader._steps import Step, Transform, between, probability, whole
+from nostall.loader._steps import Step, Transform, between, keep_whole, numbers, probability
 
 if TYPE_CHECKING:
     from nostall.loader._ahead import Hand
@@ -63,7 +63,7 @@ class BatchTransform(Transform):
 
     def _check(self) -> None:
         if self.num_classes is not None:
-            whole(self, "num_classes", self.num_classes, 1, 2**24)
+            keep_whole(self, "num_classes", 1, 2**24)
         probability(self, self.p)
 
 
@@ -133,13 +133,13 @@ class RandomChoice(BatchTransform):
             if len(given) > 1:
                 raise UsageError(f"RandomChoice: {name} differs: {', '.join(map(str, given))}")
         if self.p is not None:
-            weights = [float(weight) for weight in self.p]
+            weights = numbers(self.p)
             if len(weights) != len(steps) or min(weights) < 0 or not 0 < sum(weights) < np.inf:
                 raise UsageError(
                     f"RandomChoice: p {self.p!r} must have a weight, 0 or more, for each of "
                     f"{len(steps)} steps"
                 )
-            object.__setattr__(self, "p", tuple(weights))
+            object.__setattr__(self, "p", weights)
 
     def _mixers(self) -> list[tuple[str, float, float]]:
         weights = self.p or [1.0] * len(self.transforms)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import SupportsFloat
 
+from nostall.base import _checks as checks
 from nostall.errors import UsageError
 from nostall.loader._steps import (
     RESAMPLING,
@@ -16,6 +16,8 @@ from nostall.loader._steps import (
     Transform,
     ascending,
     interpolation_of,
+    keep_flag,
+    numbers,
     probability,
     sides,
 )
@@ -43,6 +45,7 @@ class Resize(Transform):
 
     def __post_init__(self) -> None:
         sides(self, self.size)
+        keep_flag(self, "antialias")
         interpolation_of(self, RESAMPLING)
 
     def to_step(self) -> Step:
@@ -52,7 +55,7 @@ class Resize(Transform):
             "height": height,
             "width": width if pair else 0,
             "interpolation": self.interpolation,
-            "antialias": bool(self.antialias),
+            "antialias": self.antialias,
         }
 
 
@@ -87,6 +90,7 @@ class RandomResizedCrop(Transform):
         sides(self, self.size)
         object.__setattr__(self, "scale", ascending(self, "scale", self.scale))
         object.__setattr__(self, "ratio", ascending(self, "ratio", self.ratio))
+        keep_flag(self, "antialias")
         interpolation_of(self, RESAMPLING)
 
     def to_step(self) -> Step:
@@ -97,7 +101,7 @@ class RandomResizedCrop(Transform):
             "scale": list(self.scale),
             "ratio": list(self.ratio),
             "interpolation": self.interpolation,
-            "antialias": bool(self.antialias),
+            "antialias": self.antialias,
         }
 
 
@@ -135,10 +139,7 @@ class Normalize(Transform):
     def __post_init__(self) -> None:
         for name in ("mean", "std"):
             given = getattr(self, name)
-            try:
-                values = (float(given),) * 3 if _is_number(given) else tuple(map(_float, given))
-            except (OverflowError, TypeError, ValueError):
-                values = ()
+            values = numbers(given) * (3 if checks.is_number(given) else 1)
             if len(values) != 3 or not all(math.isfinite(v) for v in values):
                 raise UsageError(
                     f"Normalize: {name} {given!r} must be three finite numbers, or one for all "
@@ -154,16 +155,3 @@ class Normalize(Transform):
 
     def to_step(self) -> Step:
         return "Normalize", {n: list(self._channels(n)) for n in ("mean", "std")}
-
-
-def _float(value: object) -> float:
-    if not _is_number(value):
-        raise TypeError
-    return float(value)  # type: ignore[arg-type]
-
-
-def _is_number(value: object) -> bool:
-    """Also a scalar of NumPy or torch; not text, of which float() makes a number."""
-    if isinstance(value, (str, bytes)):
-        return False
-    return isinstance(value, SupportsFloat) and not getattr(value, "shape", ())

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
+from nostall.base import _checks as checks
+from nostall.base import _children as children
 from nostall.base._tier import Tier
 from nostall.errors import CorruptionError, IoError, TransformError, UsageError
 from nostall.fields import Kind, Padded, Ragged, Schema
@@ -65,6 +67,13 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+def _methods(given: Any) -> tuple[str, ...]:
+    methods = checks.texts("start_methods", given)
+    for method in methods:
+        children.check_method("each of start_methods", method)
+    return methods
+
+
 # ------------------------------------------------------------------------------------ sources
 
 
@@ -90,7 +99,9 @@ def check_source(
 
     Raises:
         AssertionError: it does not; the message says what.
+        UsageError: start methods that there are not, or no sample is to be read.
     """
+    most, methods = checks.whole("most", most, 1, 2**63 - 1), _methods(start_methods)
     _check_listing(source)
     readable = sorted(set(range(len(source))) - set(unreadable))
     chosen = readable[:: max(1, -(-len(readable) // most))]
@@ -107,7 +118,7 @@ def check_source(
         _check_unreadable(source, sample)
     copy = pickle.loads(pickle.dumps(source))
     _check_copy(source, copy, found)
-    for method in start_methods:
+    for method in methods:
         _check_process(source, method, found)
     if chosen:
         _check_batches(source, chosen)
@@ -319,9 +330,12 @@ def check_field(
 
     Raises:
         AssertionError: it does not; the message says what.
+        UsageError: fewer than two values, or all are equal.
     """
     if not isinstance(kind, Kind):
         _fail(kind, "it is no kind: derive its class from nostall.fields.Custom")
+    if len(values) < 2 or all(_same(value, values[0]) for value in values):
+        raise UsageError(f"values must be two or more that are not all equal, not {values!r}")
     copy = pickle.loads(pickle.dumps(kind))
     if copy != kind or hash(copy) != hash(kind):
         _fail(kind, "a pickled copy of it is not equal to it: make it a frozen dataclass")
@@ -411,7 +425,11 @@ def check_transform(
 
     Raises:
         AssertionError: they are not; the message says what.
+        UsageError: there are no samples, or dtype or shape is none.
     """
+    if not len(samples):
+        raise UsageError(f"samples must be one or more, not {samples!r}")
+    asked = _form_asked(dtype, shape)
     call = _callable_of(step)
     places = list(enumerate(samples)) * 2
     contexts = [Context(i, epoch, 7) for epoch in range(2) for i in range(len(samples))]
@@ -427,17 +445,17 @@ def check_transform(
     hint = "all that is random must come from the generators of its context"
     _compare(step, first, apply(forward[::-1]), f"when it is called again: {hint}")
     with ThreadPoolExecutor(_THREADS) as pool:
-        for found in pool.map(apply, [forward, forward[::-1]] * 2):
-            _compare(step, first, found, "when several threads call it at once")
+        for again in pool.map(apply, [forward, forward[::-1]] * 2):
+            _compare(step, first, again, "when several threads call it at once")
     if pickled and callable(step):
         try:
             copy = pickle.loads(pickle.dumps(step))
         except Exception as error:
             _fail(step, f"it cannot be pickled, as workers='processes' needs it: {error}")
         _compare(step, first, apply(forward, _callable_of(copy)), "from a pickled copy")
+    found = _form_of(first[0])
+    wanted = tuple(own if one is None else one for one, own in zip(asked, found, strict=True))
     for i, result in first.items():
-        wanted = _form_of(first[0])
-        wanted = (wanted[0] if dtype is None else str(dtype), tuple(shape or wanted[1]))
         if _form_of(result) != wanted:
             _fail(step, f"result {i} is of type and shape {_form_of(result)}, not {wanted}")
 
@@ -459,6 +477,23 @@ def _compare(step: Any, first: dict[int, Any], again: dict[int, Any], when: str)
     for i, result in again.items():
         if not _same(result, first[i]):
             _fail(step, f"the result of sample {i % (len(first) // 2)} is another one {when}")
+
+
+def _form_asked(dtype: Any, shape: Any) -> tuple[str | None, tuple[int, ...] | None]:
+    """As `_form_of`, None for what was not asked for."""
+    if shape is not None and not (
+        isinstance(shape, (tuple, list)) and all(map(checks.is_whole, shape))
+    ):
+        raise UsageError(f"shape must be a tuple of whole numbers, not {shape!r}")
+    sides = None if shape is None else tuple(shape)
+    if dtype is None or isinstance(dtype, str):
+        return dtype, sides
+    if type(dtype).__module__ == "torch":
+        return str(dtype), sides
+    try:
+        return np.dtype(dtype).name, sides
+    except TypeError:
+        raise UsageError(f"dtype must be a type of NumPy or torch, not {dtype!r}") from None
 
 
 def _form_of(result: Any) -> tuple[str, tuple[int, ...]]:
@@ -489,7 +524,9 @@ def check_tier(tier: Tier, *, start_methods: Sequence[str] = ()) -> None:
 
     Raises:
         AssertionError: it does not; the message says what.
+        UsageError: start methods that there are not.
     """
+    methods = _methods(start_methods)
     if not isinstance(tier, Tier):
         _fail(tier, "it is no nostall.Tier: derive its class from that")
     if tier.capacity < _SPARE:
@@ -513,7 +550,7 @@ def check_tier(tier: Tier, *, start_methods: Sequence[str] = ()) -> None:
 
     with ThreadPoolExecutor(_THREADS) as pool:
         list(pool.map(use, range(_THREADS)))
-    for method in start_methods:
+    for method in methods:
         theirs = {f"{prefix}/{method} {i}": 500 + i for i in range(4)}
         sent = _in_process(method, _use_tier, tier, keys, theirs)
         if sent != "":

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nostall.base import _checks as checks
 from nostall.base import _options as options
 from nostall.base import _process as process
 from nostall.errors import Error, IoError, UsageError
@@ -111,8 +112,9 @@ def serve(port: int = 9464, address: str | None = None) -> int:
 
     Raises:
         IoError: the port is taken, or not allowed, or the machine does not have the address.
-        UsageError: they are served already.
+        UsageError: they are served already, or the port is no number of one.
     """
+    port = checks.whole("port", port, 0, 65535)
     with _lock:
         return _serve(port, address)
 
@@ -283,9 +285,14 @@ class Interval:
 
     Args:
         loader: it need not have begun.
+
+    Raises:
+        UsageError: `loader` is none.
     """
 
     def __init__(self, loader: Observed) -> None:
+        if isinstance(loader, type) or not hasattr(loader, "totals"):
+            raise UsageError(f"Interval takes a nostall.DataLoader, not {loader!r}")
         self._loader = loader
         self._before, _ = loader.totals()
 

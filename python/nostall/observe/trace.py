@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from nostall import _native
 from nostall._version import __version__
+from nostall.base import _checks as checks
 from nostall.base import _device_clock
 from nostall.base import _options as options
 from nostall.base._garbage import Closer, before_child_ends
@@ -88,25 +89,33 @@ def _begin_anew() -> None:
 os.register_at_fork(after_in_child=_begin_anew)
 
 
-def start(directory: str | os.PathLike[str], rank: int | None = None, world: int = 1) -> None:
+def start(
+    directory: str | os.PathLike[str], rank: int | None = None, world: int | None = None
+) -> None:
     """Records from now on, until `stop` or the end of the process; also loaders that run already, whose
     statistics are of all their batches.
 
     Args:
         directory: of the run; made if absent; the same for all ranks.
         rank: of this process; found as the DataLoader finds it if not given.
+        world: how many ranks there are, where `rank` is given; 1 if None.
 
     Raises:
         IoError: the directory cannot be written.
-        UsageError: this process records already.
+        UsageError: this process records already, or is none of the ranks.
     """
     global _run
+    if world is not None:
+        world = checks.whole("world", world, 1, 2**31 - 1)
+    if rank is not None:
+        rank = checks.whole("rank", rank, 0, (world or 2**31) - 1)
     with _lock:
         if _run is not None and _run.pid == os.getpid():
             raise UsageError(f"this process records already, to {_run.directory}")
         if rank is None:
             here = find_world()
             rank, world = here.rank, here.world_size
+        world = 1 if world is None else world
         home = Path(directory).absolute()
         try:
             home.mkdir(parents=True, exist_ok=True)

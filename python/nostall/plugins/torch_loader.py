@@ -15,12 +15,26 @@ from typing import Any, Self, TypeAlias
 import torch
 
 import nostall
+from nostall.base import _checks as checks
 from nostall.base._words import counted
 from nostall.errors import UsageError
 
 __all__ = ["TorchLoader"]
 
 Names: TypeAlias = Sequence[str | Sequence[str]]
+
+
+def _checked(names: Any) -> tuple[str | Sequence[str], ...]:
+    """The names of each member, if no two members have the same."""
+    given = (names,) if isinstance(names, str) else names
+    if not isinstance(given, (tuple, list)):
+        raise UsageError(f"names must be a tuple of names, not {names!r}")
+    each = [
+        one for of in given for one in checks.texts("names", [of] if isinstance(of, str) else of)
+    ]
+    if len(set(each)) != len(each):
+        raise UsageError(f"names={names!r} has a name twice: one member would take another's place")
+    return tuple(given)
 
 
 class _Ids(torch.utils.data.Sampler):
@@ -84,9 +98,7 @@ class TorchLoader(torch.utils.data.DataLoader):
             )
         self.loader = loader
         self._batches: Any = loader  # or one of its epochs
-        self._names = (
-            None if names is None else (names,) if isinstance(names, str) else tuple(names)
-        )
+        self._names = None if names is None else _checked(names)
         data = loader.dataset
         super().__init__(
             data if data.item_maker is None else _Unread(data),

@@ -135,8 +135,10 @@ def simulate(
     `progress` is called with the name of the next run. Cost: seconds for millions of accesses.
 
     Raises:
-        UsageError: an unknown mode, or values that cannot be.
+        UsageError: an unknown mode, or none, or values that cannot be.
     """
+    if not modes:
+        raise UsageError(f"modes must be one or more of {', '.join(MODES)}, not {modes!r}")
     for mode in modes:
         if mode not in MODES:
             raise UsageError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")

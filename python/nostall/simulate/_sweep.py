@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from nostall._version import __version__
+from nostall.base import _checks as checks
 from nostall.base import _children as children
 from nostall.errors import IoError, UsageError
 from nostall.simulate._dataset import Dataset
@@ -98,6 +100,8 @@ def sweep(
         UsageError: a variable or value that cannot be.
         IoError: the state cannot be read or written.
     """
+    if isinstance(grids, Mapping):
+        raise UsageError(f"grids must be a list of mappings, not the mapping {grids!r}: [grid]")
     wanted = points_of(grids)
     machines = [with_values(scenario, values) for values in wanted]
     for one in machines:
@@ -251,8 +255,11 @@ def cheapest(
         bound: seconds to compare with; by default the lower bound of the fastest machine.
 
     Raises:
-        UsageError: the points have no such column, or a price cannot be used.
+        UsageError: the points have no such column, a price cannot be used, or `within` is negative.
     """
+    within = checks.number("within", within, 0, math.inf)
+    for key, price in prices.items():
+        checks.number(f"the price of {key}", price, 0, sys.float_info.max)
     if bound is None:
         bounds = [p.lower_bound for p in points if not math.isnan(p.lower_bound)]
         bound = min(bounds, default=math.nan)

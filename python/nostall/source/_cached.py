@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from nostall.base import _checks as checks
+from nostall.base import _children as children
 from nostall.base._garbage import Closer, end_with
 from nostall.base._sizes import parse_size
 from nostall.base._words import counted
@@ -114,14 +116,17 @@ class Cached(Source):
             raise UsageError(f"then= is {type(then).__name__}, which cannot be called")
         if len(dataset) == 0:
             raise UsageError(f"{type(dataset).__name__} is empty")
-        self._arguments["pickles"] = tuple(pickles)
+        pickles = self._arguments["pickles"] = checks.texts("pickles", pickles)
+        room = None if max_bytes is None else parse_size(max_bytes)
+        if start_method is not None:
+            children.check_method("start_method", start_method)
         self.then = then
         self.version = version
         self.pickles = frozenset(pickles)
         self._name = type(dataset).__name__
-        count = makers if makers is not None else cores_of_rank(find_world().most_here)
-        if count < 1:
-            raise UsageError(f"makers={makers}: at least one process must make the items")
+        if makers is None:
+            makers = cores_of_rank(find_world().most_here)
+        count = checks.whole("makers", makers, 1, 2**16)
         self._makers = Makers(
             dataset,
             count=count,
@@ -131,21 +136,18 @@ class Cached(Source):
         )
         self._finalizer = Closer(self, self._makers.close)
         try:
-            self._open(len(dataset), max_bytes)
+            self._open(len(dataset), room)
         except BaseException:
             self._finalizer()
             raise
 
-    def _open(self, samples: int, max_bytes: int | str | None) -> None:
+    def _open(self, samples: int, room: int | None) -> None:
         records = self._look_at(samples)
         largest = max(map(len, records.values()))
         smallest = min(map(len, records.values()))
-        if max_bytes is not None:
-            room = parse_size(max_bytes)
-        elif smallest == largest:
-            room = largest
-        else:
-            room = -(-int(largest * _SPREAD) // _PAGE) * _PAGE
+        if room is None:
+            varies = -(-int(largest * _SPREAD) // _PAGE) * _PAGE
+            room = largest if smallest == largest else varies
         self.room = -(-room // _ROUND) * _ROUND
         self.modules = frozenset().union(*map(modules_of, records.values()))
         admit(self.modules)

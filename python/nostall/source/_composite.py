@@ -166,6 +166,11 @@ def make_column(name: str, values: Any, kind: Kind | None = None) -> tuple[Kind,
         UsageError: the values make no such column.
     """
     refuse_masked(values, f"column {name}")
+    if isinstance(values, (Mapping, set, frozenset)):
+        raise UsageError(
+            f"column {name} is a {type(values).__name__}: its values must stand in the order of the "
+            "samples, in a list or an array"
+        )
     if kind is None:
         kind = _kind_of(name, values)
     if isinstance(kind, (Array, Boxes, Keypoints)) and kind.codec != "raw":

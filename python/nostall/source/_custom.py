@@ -88,13 +88,14 @@ def native_source(
     )
 
 
-def _whole(name: str, given: ArrayLike, least: int) -> NDArray[np.int64]:
-    """The numbers, int64 of shape (n,), none below `least`."""
+def _whole(name: str, given: ArrayLike, least: int, most: int = 2**63 - 1) -> NDArray[np.int64]:
+    """The numbers, int64 of shape (n,), from `least` to `most`."""
     found = np.asarray(given)
-    if found.ndim != 1 or not found.size or found.dtype.kind not in "iu" or found.min() < least:
+    whole = found.ndim == 1 and found.size and found.dtype.kind in "iu"
+    if not whole or int(found.min()) < least or int(found.max()) > most:
         raise UsageError(
-            f"{name} must be whole numbers, {least} or more, one for each sample, and of one sample "
-            f"or more; not {given!r}"
+            f"{name} must be whole numbers, {least} or more and at most {most}, one for each sample, "
+            f"and of one sample or more; not {given!r}"
         )
     return found.astype(np.int64)
 
@@ -139,7 +140,9 @@ class CustomSource(Source):
             reader,
             sizes=found.astype(np.uint64),
             labels=numbers if labels is not None else np.zeros(len(found), np.int64),
-            group=None if groups is None else _whole("groups", groups, 0).astype(np.uint32),
+            group=None
+            if groups is None
+            else _whole("groups", groups, 0, 2**32 - 1).astype(np.uint32),
             identity=["custom", self._name, identity],
         )
 

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
-
+from nostall.base import _checks as checks
 from nostall.errors import UsageError
 from nostall.source._source import Source
 from nostall.source._units import Units
@@ -76,15 +75,14 @@ class Mixture(Concat):
             raise UsageError("Mixture takes a mapping from sources to weights")
         sources = list(weights)
         super().__init__(sources, offset_labels=offset_labels)
-        if not isinstance(temperature, (int, float)) or not 0 < temperature < math.inf:
+        if not checks.is_number(temperature) or not 0 < temperature < math.inf:
             raise UsageError(f"temperature must be a number above 0: {temperature!r}")
-        named = tuple(map(str, range(len(sources)) if names is None else names))
-        if len(set(named)) != len(sources):
-            raise UsageError(f"names= must be {len(sources)} different names: {list(named)}")
-        later = dict(schedule or {})
-        for step in later:
-            if not isinstance(step, (int, np.integer)) or not 0 < step < 2**40:
-                raise UsageError(f"the schedule changes at a global batch from 1 on: {step!r}")
+        temperature = float(temperature)
+        if at_end not in ("repeat", "stop", "reweight"):
+            raise UsageError(f'at_end must be "repeat", "stop" or "reweight", not {at_end!r}')
+        samples = None if samples is None else checks.whole("samples", samples, 1, 2**63 - 1)
+        named = _names(names, len(sources))
+        later = _checked(schedule)
         steps = [(0, weights), *sorted(later.items())]
         costs = [_cost(source, per) for source in sources]
         self._mixing = Mixing(
@@ -121,6 +119,7 @@ class Mixture(Concat):
             UsageError: the mixture changes after that step, or weights are bad.
         """
         first, later = self._given
+        checks.whole("step", step, 1, 2**40 - 1)
         if any(at > step for at in later):
             raise UsageError(f"the mixture changes after step {step}: {sorted(later)}")
         changed = Mixture(first, schedule={**later, step: weights}, **self._options)
@@ -130,6 +129,30 @@ class Mixture(Concat):
     def _kept(self) -> dict[str, Any]:
         names = ("_mixing", "_given", "_options")
         return {**super()._kept(), **{name: self.__dict__[name] for name in names}}
+
+
+def _names(names: Any, sources: int) -> tuple[str, ...]:
+    if names is None:
+        return tuple(map(str, range(sources)))
+    named = () if isinstance(names, str) else tuple(map(str, names))
+    if len(set(named)) != len(named) or len(named) != sources:
+        raise UsageError(f"names= must be {sources} different names: {names!r}")
+    return named
+
+
+def _checked(schedule: Any) -> dict[int, Weighting]:
+    """The schedule, if it is one."""
+    later = {} if schedule is None else schedule
+    if not isinstance(later, Mapping):
+        raise UsageError(f"schedule must be a mapping from global batches to weights: {later!r}")
+    for step, weights in later.items():
+        if not checks.is_whole(step) or not 0 < step < 2**40:
+            raise UsageError(f"the schedule changes at a global batch from 1 on: {step!r}")
+        if not isinstance(weights, Mapping):
+            raise UsageError(
+                f"the schedule has for step {step} no mapping from sources to weights: {weights!r}"
+            )
+    return dict(later)
 
 
 def _cost(source: Source, per: str) -> float:
@@ -158,7 +181,7 @@ def _in_samples(
                 f"the schedule names {source!r} from step {step} on, which is not in the mixture: give "
                 "it the weight 0 at first"
             )
-        if not isinstance(weight, (int, float, np.number)) or not 0 <= weight < math.inf:
+        if not checks.is_number(weight) or not 0 <= weight < math.inf:
             raise UsageError(
                 f"the weight of {source!r} is {weight!r}: weights are finite and not negative"
             )

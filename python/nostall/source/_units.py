@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from nostall import _native
+from nostall.base import _checks as checks
 from nostall.errors import CorruptionError, UsageError
 from nostall.fields import Schema
 from nostall.fields._tokens import PARTS, UnitImages, UnitPart, UnitPlaces
@@ -70,6 +71,7 @@ class Units(Source):
         dtype: Literal["int64", "int32"] = "int64",
         pad: int = 0,
     ) -> None:
+        length = None if length is None else _length(length)
         self._describe(tokens, length, fields, dtype, pad)
         self._arguments |= {"offsets": offsets, "pieces": pieces}
         begins, table = _numbers(offsets, "offsets", 64), _numbers(pieces, "pieces", 32)
@@ -108,12 +110,10 @@ class Units(Source):
             raise UsageError(
                 f"units are of nostall.Tokens, not of {type(tokens).__name__}: open the files by it"
             )
-        if length is not None and not 1 <= length < 2**30:
-            raise UsageError(f"length={length} must be a number of tokens, 1 to 2**30 - 1")
         if dtype not in ("int64", "int32"):
             raise UsageError(f'dtype must be "int64" or "int32", not {dtype!r}')
-        if not np.iinfo(dtype).min <= pad <= np.iinfo(dtype).max:
-            raise UsageError(f"pad={pad} is no {dtype}")
+        if not checks.is_whole(pad) or not np.iinfo(dtype).min <= pad <= np.iinfo(dtype).max:
+            raise UsageError(f"pad={pad!r} is no {dtype}")
         tracks = tokens.tracks
         known = [*PARTS, *(name for name in tracks if name not in PARTS)]
         known += _OF_IMAGES if images else ()
@@ -127,7 +127,7 @@ class Units(Source):
             "length": length,
             "fields": tuple(fields),
             "dtype": dtype,
-            "pad": pad,
+            "pad": int(pad),
         }
         # The mask of the labels lies behind the ids, which are number 0.
         # Tokens of images are not learned.
@@ -143,7 +143,7 @@ class Units(Source):
                 self._spans.append((1 + len(beside), 1 + len(beside)))
                 kinds[name] = _OF_IMAGES[name]
                 continue
-            options: dict[str, Any] = {"dtype": dtype, "length": length, "pad": pad}
+            options: dict[str, Any] = {"dtype": dtype, "length": length, "pad": int(pad)}
             if name in beside:
                 stream = tracks[name]
                 place = 1 + beside.index(name)
@@ -210,6 +210,14 @@ class Units(Source):
         return self._units.segments(range(len(self))[unit])
 
 
+def _length(length: Any) -> int:
+    return checks.whole("length", length, 1, 2**30 - 1)
+
+
+def _stride(stride: Any) -> int | None:
+    return None if stride is None else checks.whole("stride", stride, 1, 2**62)
+
+
 def _numbers(values: Any, name: str, bits: int) -> NDArray[Any]:
     found = np.asarray(values)
     if found.size and (
@@ -253,11 +261,11 @@ class Windows(Units):
         dtype: Literal["int64", "int32"] = "int64",
         pad: int = 0,
     ) -> None:
+        length, stride = _length(length), _stride(stride)
+        documents = checks.flag("documents", documents)
         self._describe(tokens, length, fields, dtype, pad)
         if remainder not in ("drop", "pad"):
             raise UsageError(f'remainder must be "drop" or "pad", not {remainder!r}')
-        if stride is not None and stride < 1:
-            raise UsageError(f"stride={stride} must be a number of tokens, 1 or more")
         self._arguments |= {"stride": stride, "documents": documents, "remainder": remainder}
         self._lay(
             _native.token_windows(
@@ -301,9 +309,8 @@ class Clips(Units):
     ) -> None:
         if remainder not in ("drop", "pad"):
             raise UsageError(f'remainder must be "drop" or "pad", not {remainder!r}')
+        length, stride = _length(length), _stride(stride)
         step = length if stride is None else stride
-        if step < 1:
-            raise UsageError(f"stride={stride} must be 1 or more")
         self._describe(recordings, length, ("ids",), "int64", 0)
         if dtype not in ("float32", "int64", "int32") or (recordings.dtype == "float32" != dtype):
             raise UsageError(f"dtype={dtype!r} is none for recordings of {recordings.dtype}")
@@ -363,6 +370,7 @@ class Documents(Units):
         dtype: Literal["int64", "int32"] = "int64",
         pad: int = 0,
     ) -> None:
+        length = None if length is None else _length(length)
         self._describe(tokens, length, fields, dtype, pad)
         self._arguments |= {"longer": longer}
         self._lay(
@@ -411,6 +419,7 @@ class Packed(Units):
         dtype: Literal["int64", "int32"] = "int64",
         pad: int = 0,
     ) -> None:
+        length, seed = _length(length), checks.whole("seed", seed, 0, 2**64 - 1)
         self._describe(tokens, length, fields, dtype, pad)
         self._arguments |= {"packing": packing, "longer": longer, "seed": seed}
         self._lay(
@@ -483,6 +492,7 @@ class Interleaved(Units):
             raise UsageError(f"images must be a source with the field image, not {images!r}")
         if longer not in ("refuse", "drop", "split"):
             raise UsageError(f'longer must be "refuse", "drop" or "split", not {longer!r}')
+        length, seed = _length(length), checks.whole("seed", seed, 0, 2**64 - 1)
         self._describe(tokens, length, fields, dtype, pad, images=True)
         self._arguments |= {"images": images, "image": image, "cost": cost}
         self._arguments |= {"longer": longer, "seed": seed}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Never
 import numpy as np
 
 from nostall import _native
+from nostall.base import _checks as checks
 from nostall.base._words import counted
 from nostall.errors import IoError, UsageError
 from nostall.fields import Schema
@@ -257,7 +258,7 @@ class Concat(View):
             _refuse_unlike(sources[0], source, number)
         first = getattr(sources[0], "classes", None)
         added = [0] * len(sources)
-        if offset_labels:
+        if checks.flag("offset_labels", offset_labels):
             added = _offsets(sources)
             lists = [getattr(source, "classes", None) for source in sources]
             if first is not None:
@@ -294,10 +295,10 @@ def Split(
         UsageError: a part would be empty.
     """
     _check(source, "Split")
-    if not isinstance(fraction, int | float) or not 0 < fraction < 1:
+    if not checks.is_number(fraction) or not 0 < fraction < 1:
         raise UsageError(f"fraction must lie between 0 and 1, both excluded: {fraction!r}")
-    if not isinstance(seed, int | np.integer) or not 0 <= seed < 2**64:
-        raise UsageError(f"seed must be an integer from 0 to {2**64 - 1}: {seed!r}")
+    fraction, seed = float(fraction), checks.whole("seed", seed, 0, 2**64 - 1)
+    stratify = checks.flag("stratify", stratify)
     count = len(source)
     first = int(np.floor(fraction * count + 0.5))
     if not 0 < first < count:
@@ -305,7 +306,7 @@ def Split(
             f"fraction={fraction} of {count} samples leaves a part empty: the first would have {first}"
         )
     spec = _native.JobSpec()
-    spec.samples, spec.seed, spec.order = count, int(seed), _native.OrderKind.keyed
+    spec.samples, spec.seed, spec.order = count, seed, _native.OrderKind.keyed
     drawn = _native.epoch_order(spec, _DIVIDING)
     taken = np.zeros(count, bool)
     taken[_stratified(source.labels, drawn, fraction, first) if stratify else drawn[:first]] = True

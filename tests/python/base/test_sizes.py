@@ -6,7 +6,9 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from nostall.base._sizes import (
@@ -77,8 +79,8 @@ def test_sizes_are_written_in_decimal_units() -> None:
     assert format_bytes(2e9, 0, "/s") == "2 GB/s"
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "20 parsecs", "-1", "1e9", "1.GB", -1])
-def test_what_is_no_size_is_named(text: int | str) -> None:
+@pytest.mark.parametrize("text", ["", "GiB", "20 parsecs", "-1", "1e9", "1.GB", -1, True, 1.5])
+def test_what_is_no_size_is_named(text: Any) -> None:
     with pytest.raises(UsageError, match=re.escape(str(text)) or "is not a size"):
         parse_size(text)
 
@@ -191,3 +193,7 @@ def test_auto_takes_no_more_than_the_data_set_and_half_of_what_is_left() -> None
     (large,) = tiers("auto", dataset=2**60)
     status = os.statvfs("/dev/shm")
     assert 0 < large.capacity <= status.f_blocks * status.f_frsize // 2
+
+
+def test_a_size_may_be_a_number_of_numpy() -> None:
+    assert type(parse_size(np.int64(4096))) is int  # type: ignore[arg-type]

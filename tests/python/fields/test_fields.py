@@ -217,3 +217,56 @@ def test_schemas_are_values() -> None:
     assert hash(schema) == hash(nostall.Schema(a=f.Text(), b=f.Scalar()))
     assert schema != nostall.Schema(b=f.Scalar(), a=f.Text())
     assert list(schema.select(["b"])) == ["b"]
+
+
+CIRCLE: list[Any] = []
+CIRCLE.append(CIRCLE)
+
+
+@pytest.mark.parametrize(
+    "value", [float("nan"), [1, float("inf")], {"a": {-float("inf")}}, {1, 2}, b"a", CIRCLE]
+)
+def test_what_json_lacks_is_refused(value: Any) -> None:
+    with pytest.raises(UsageError, match="Json: no value of JSON: "):
+        f.Json().encode(value)
+
+
+def test_kinds_take_numbers_and_types_of_numpy() -> None:
+    for given, plain in (
+        (f.Array(shape=(np.int64(3), None)), f.Array(shape=(3, None))),  # type: ignore[arg-type]
+        (f.Array(dtype=np.dtype("float32")), f.Array(dtype="float32")),  # type: ignore[arg-type]
+        (f.Array(dtype=np.float16), f.Array(dtype="float16")),  # type: ignore[arg-type]
+        (f.Scalar(dtype=np.dtype("int64")), f.Scalar(dtype="int64")),  # type: ignore[arg-type]
+        (f.Scalar(stored=np.dtype("int8")), f.Scalar(stored="int8")),  # type: ignore[arg-type]
+        (f.Mask(size=(np.int64(3), 4)), f.Mask(size=(3, 4))),  # type: ignore[arg-type]
+        (f.Bytes(padded=np.bool_(True)), f.Bytes(padded=True)),  # type: ignore[arg-type]
+        (f.Keypoints(points=np.int64(3)), f.Keypoints(points=3)),  # type: ignore[arg-type]
+    ):
+        assert repr(given) == repr(plain)
+        given.to_native("a", 0)
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: f.Bytes(padded="no"), "Bytes: padded must be True or False, not 'no'"),
+        (lambda: f.Array(padded=1), "Array: padded must be True or False, not 1"),
+        (lambda: f.Boxes(normalised="no"), "Boxes: normalised must be True or False"),
+        (lambda: f.Array(dtype=np.dtype(">f4")), "Array: dtype .* is not one of"),
+        (lambda: f.Array(dtype=float), "Array: dtype .* is not one of"),
+        (lambda: f.Array(dtype=["float32"]), "Array: dtype .* is not one of"),
+        (lambda: f.Array(shape=(True,)), "Array: shape True must be a whole number"),
+        (lambda: f.Array(shape=(2.0,)), "Array: shape 2.0 must be a whole number"),
+        (lambda: f.Keypoints(values=2.0), "Keypoints: values 2.0 must be 2 or 3"),
+        (lambda: f.Mask(size=5), r"Mask: size 5 must be \(height, width\)"),
+        (lambda: f.Mask(size=(3,)), r"Mask: size \(3,\) must be \(height, width\)"),
+        (lambda: f.Mask(size=(3, 4, 5)), r"Mask: size \(3, 4, 5\) must be \(height, width\)"),
+        (lambda: f.Mask(size=(3, 4.0)), "Mask: size 4.0 must be a whole number"),
+        (lambda: f.Audio(channels=None), "Audio: channels None must be a whole number"),
+        (lambda: nostall.Schema([("a", f.Text())]), "a schema is a mapping from names to kinds"),
+        (lambda: nostall.Schema("a"), "a schema is a mapping from names to kinds, not 'a'"),
+    ],
+)
+def test_parameters_of_kinds_are_checked(make: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        make()

@@ -396,7 +396,7 @@ def test_a_step_takes_the_same_draws_whatever_it_draws() -> None:
         (lambda: t.GaussianBlur(4), "kernel_size 4 must be one or two odd numbers"),
         (lambda: t.GaussianBlur(3, 0), "sigma .* must be two positive numbers"),
         (lambda: t.RandomAffine(3, shear=90), "shear 90 must be"),
-        (lambda: t.RandomAffine(3, (2, 0)), "translate = 2 must be between"),
+        (lambda: t.RandomAffine(3, (2, 0)), "translate = 2.0 must be a number between"),
         (lambda: t.RandomAffine(3, (0.1,)), r"translate \(0.1,\) must be two parts"),
         (lambda: t.RandomAffine(3, (0.1, 0.2, 0.3)), "must be two parts, of the width and"),
         (lambda: t.RandAugment(magnitude=31), "magnitude 31 must be"),
@@ -404,11 +404,68 @@ def test_a_step_takes_the_same_draws_whatever_it_draws() -> None:
         (lambda: t.RandomErasing(value="white"), "value 'white' is not one of"),  # type: ignore[arg-type]
         (lambda: t.RandomPosterize(9), "bits 9 must be"),
         (lambda: t.Grayscale(1), "num_output_channels 1 must be 3"),  # type: ignore[arg-type]
+        (lambda: t.Pad(1, 0.5), "fill 0.5 must be one or three levels, whole"),
+        (lambda: t.Pad(1, 127.9), "fill 127.9 must be one or three levels, whole"),
+        (lambda: t.Pad(1, True), "fill True must be one or three levels, whole"),
+        (lambda: t.Pad(1, (True, 0, 0)), "fill .*True.* must be one or three levels, whole"),
+        (lambda: t.Pad(1, "9"), "fill '9' must be one or three levels, whole"),  # type: ignore[arg-type]
+        (lambda: t.RandomCrop(8, fill=(0.485, 0.456, 0.406)), r"fill \(0.485, .* levels, whole"),
+        (lambda: t.RandomRotation(8, fill={"mask": 0.7}), "fill of masks 0.7 must be a whole"),
+        (lambda: t.RandAugment(fill={"mask": True}), "fill of masks True must be a whole"),
+        (lambda: t.RandomResizedCrop(8, scale=0.5), "scale 0.5 must be two positive numbers"),  # type: ignore[arg-type]
+        (lambda: t.RandomResizedCrop(8, ("0.1", "1")), "scale .* must be two positive numbers"),  # type: ignore[arg-type]
+        (lambda: t.RandomErasing(scale=0.5), "scale 0.5 must be two ascending parts"),  # type: ignore[arg-type]
+        (lambda: t.RandomErasing(value=None), "value None must be one or three numbers"),  # type: ignore[arg-type]
+        (lambda: t.RandomAffine(0, translate=0.5), "translate 0.5 must be two parts"),  # type: ignore[arg-type]
+        (lambda: t.RandomAffine(0, shear="ab"), "shear 'ab' must be a number"),  # type: ignore[arg-type]
+        (lambda: t.RandomAffine(0, center=5), r"center 5 must be \(x, y\)"),  # type: ignore[arg-type]
+        (lambda: t.RandomRotation(None), "degrees None must be a number"),  # type: ignore[arg-type]
+        (lambda: t.RandomRotation("x"), "degrees 'x' must be a number"),  # type: ignore[arg-type]
+        (lambda: t.RandomRotation(True), "degrees True must be a number"),
+        (lambda: t.RandomHorizontalFlip("0.5"), "p = '0.5' must be a number"),  # type: ignore[arg-type]
+        (lambda: t.RandomHorizontalFlip(None), "p = None must be a number"),  # type: ignore[arg-type]
+        (lambda: t.RandomHorizontalFlip(float("nan")), "p = nan must be a number"),
+        (lambda: t.GaussianBlur(2.5), "kernel_size 2.5 must be a whole number"),  # type: ignore[arg-type]
+        (lambda: t.Pad("1"), "padding '1' must be a whole number"),  # type: ignore[arg-type]
+        (lambda: t.Resize(8, antialias="no"), "Resize: antialias must be True or False"),  # type: ignore[arg-type]
+        (lambda: t.RandomCrop(8, pad_if_needed=1), "pad_if_needed must be True or False"),  # type: ignore[arg-type]
+        (lambda: t.RandomCrop(8, padding=False), "padding False must be a whole number"),
     ],
 )
 def test_parameters_are_checked(make: Callable[[], t.Transform], message: str) -> None:
     with pytest.raises(errors.UsageError, match=message):
         make()
+
+
+def test_a_fill_may_be_a_whole_number_of_any_type() -> None:
+    fills: list[Any] = [127, 127.0, np.uint8(127), np.float32(127)]
+    for fill in [*fills, {"image": (127.0, 127, 127), "mask": 127.0}]:
+        step = t.Pad(1, fill).to_step()[1]
+        assert (step["fill"], step["mask_fill"]) == ([127] * 3, 127)
+
+
+@pytest.mark.parametrize(
+    "given, plain",
+    [
+        (lambda: t.ColorJitter(np.float32(0.5)), lambda: t.ColorJitter(0.5)),
+        (lambda: t.Pad(np.int64(1), np.uint8(7)), lambda: t.Pad(1, 7)),
+        (lambda: t.Pad(np.array([1, 2])), lambda: t.Pad((1, 2))),
+        (lambda: t.GaussianBlur(np.int64(3), np.float32(1)), lambda: t.GaussianBlur(3, 1.0)),
+        (lambda: t.RandomErasing(value=np.float32(0.5)), lambda: t.RandomErasing(value=0.5)),
+        (lambda: t.Resize(np.int64(8)), lambda: t.Resize(8)),
+        (lambda: t.Resize((np.int64(8), 9)), lambda: t.Resize((8, 9))),
+        (lambda: t.Resize(8, antialias=np.bool_(False)), lambda: t.Resize(8, antialias=False)),
+        (lambda: t.RandomPosterize(np.int64(3)), lambda: t.RandomPosterize(3)),
+        (lambda: t.RandAugment(np.int64(3)), lambda: t.RandAugment(3)),
+        (lambda: t.RandomAffine(0, shear=np.float32(2)), lambda: t.RandomAffine(0, shear=2)),
+    ],
+)
+def test_numbers_of_numpy_are_taken(
+    given: Callable[[], t.Transform], plain: Callable[[], t.Transform]
+) -> None:
+    assert given().to_step() == plain().to_step()
+    before = [t.ToTensor()] if isinstance(plain(), t.RandomErasing) else []
+    t.compile([t.Resize((9, 9)), *before, given(), *([] if before else [t.Resize((9, 9))])])
 
 
 def test_colours_come_before_tensors() -> None:

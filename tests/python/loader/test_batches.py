@@ -195,6 +195,37 @@ def test_data_used_again_are_the_plans(image_folder: Path) -> None:
         assert got[rank] == expected
 
 
+@pytest.mark.parametrize(
+    "wrong, words",
+    [
+        ({"threshold": "x"}, "threshold must be a number from -inf to inf, not 'x'"),
+        ({"threshold": float("nan")}, "threshold must be a number from -inf to inf, not nan"),
+        ({"grow": 2.0}, "grow must be a whole number from 2 to .*, not 2.0"),
+        ({"limit": True}, "limit must be a whole number from 1 to .*, not True"),
+        ({"agree": 5}, "agree must be a function, or None, not 5"),
+        ({"sawtooth": "no"}, "sawtooth must be True or False, not 'no'"),
+        ({"smaller_is_better": 1}, "smaller_is_better must be True or False, not 1"),
+        ({"loader": 5}, "DynamicBatches takes a nostall.DataLoader, not 5"),
+    ],
+)
+def test_arguments_are_checked_when_it_is_made(
+    image_folder: Path, wrong: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        nostall.DynamicBatches(**{"loader": loader(image_folder), **wrong})
+
+
+def test_numbers_of_numpy_are_taken(image_folder: Path) -> None:
+    numbers: dict[str, Any] = {
+        "grow": np.int64(2),
+        "limit": np.int64(4),
+        "threshold": np.float32(1),
+    }
+    batches = nostall.DynamicBatches(loader(image_folder), **numbers)
+    assert [batches.report(0) for _ in range(4)] == [1, 2, 4, 4]
+    assert type(batches.state_dict()["factor"]) is int
+
+
 def test_wrong_arguments_are_named(image_folder: Path) -> None:
     source = loader(image_folder)
     for wrong, match in (

@@ -8,7 +8,7 @@ import io
 import itertools
 import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 import prefork
 import pytest
+import torch
 from PIL import Image
 from samples import wav
 
@@ -243,12 +244,16 @@ def test_custom_sources_are_like_others() -> None:
         (([1.5],), "sizes must be whole numbers"),
         (([],), "sizes must be whole numbers"),
         (([1, -1],), "sizes must be whole numbers, 0 or more"),
+        (([2**63],), "sizes must be whole numbers, 0 or more and at most 92"),
         (([1, 2], [1]), "one entry per sample"),
         (([1, 2], ["a", "b"]), "labels must be integers"),
     ):
         with pytest.raises(UsageError, match=words):
             nostall.CustomSource(Reader(), *arguments, identity="")
+    with pytest.raises(UsageError, match=r"groups must be whole numbers, .* at most 4294967295"):
+        nostall.CustomSource(Reader(), [1, 1], identity="", groups=[0, 2**32])
     for sizes, columns, schema, words in (
+        ({"a": [1]}, {"b": {"x": 1}}, {"a": f.Text()}, "column b is a dict: its values must stand"),
         ({"a": [1]}, {}, {}, "does not say of which kind the field a is"),
         ({"a": [1]}, {"a": [1]}, {"a": f.Text()}, "among the sizes and among the columns"),
         ({"a": [1]}, {"b": [1, 2]}, {"a": f.Text()}, "a has 1, b has 2"),
@@ -429,6 +434,50 @@ def test_transforms() -> None:
             check_transform(step, IMAGES)
     with pytest.raises(AssertionError, match=r"not \('float32'"):
         check_transform(Noise(), IMAGES, dtype="float32")
+
+
+class Mean(Noise):
+    dtype: ClassVar[Any] = np.float64
+
+    def __call__(self, image: Any, *, context: nostall.Context) -> Any:
+        return self.dtype(image.mean())
+
+
+def test_transforms_may_be_told_their_type_and_shape_in_any_form() -> None:
+    for dtype in (np.float64, float, np.dtype("float64"), "float64"):
+        check_transform(Mean(), IMAGES, dtype=dtype, shape=())
+    check_transform(Noise(), IMAGES, shape=[np.int64(32), 32, 3])
+    tensors: list[Any] = [torch.zeros(2), torch.ones(2)]
+    check_transform(torch.neg, tensors, dtype=torch.float32, shape=(2,), pickled=False)
+    with pytest.raises(AssertionError, match=r"not \('uint8', \(\)\)"):
+        check_transform(Noise(), IMAGES, shape=())
+    with pytest.raises(AssertionError, match=r"not \('float64'"):
+        check_transform(Noise(), IMAGES, dtype=float)
+
+
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda: check_transform(Noise(), []), r"samples must be one or more, not \[\]"),
+        (lambda: check_transform(Noise(), IMAGES, dtype=5), "dtype must be a type of NumPy.*not 5"),
+        (lambda: check_transform(Noise(), IMAGES, shape=32), "shape must be a tuple.*not 32"),  # type: ignore[arg-type]
+        (lambda: check_field(Reversed(), [b"abc"]), "values must be two or more"),
+        (lambda: check_field(Reversed(), [b"abc", b"abc"]), "values must be two or more"),
+        (lambda: check_source(custom(Reader()), most=0), "most must be a whole number from 1"),
+        (lambda: check_source(custom(Reader()), most=True), "most must be a whole number from 1"),
+        (
+            lambda: check_source(custom(Reader()), start_methods="fork"),
+            "start_methods must be a list of texts, not 'fork'",
+        ),
+        (
+            lambda: check_source(custom(Reader()), start_methods=["thread"]),
+            "each of start_methods must be one of .*not 'thread'",
+        ),
+    ],
+)
+def test_checks_refuse_what_would_check_nothing(call: Callable[[], None], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        call()
 
 
 # ---------------------------------------------------------------------------------- templates

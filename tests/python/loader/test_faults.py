@@ -1042,6 +1042,7 @@ def test_a_listener_that_fails_does_not_end_the_process(
         ({"threads": 10**6}, "threads must be at most 1024, not 1000000"),
         ({"tiers": ["/cache:1GiB:kep"]}, r'tier "/cache:1GiB:kep": .*kep.*":keep"'),
         ({"transforms": "resize"}, "transforms is the text 'resize'"),
+        ({"transforms": 5}, "transforms is 5: give steps of nostall.transforms"),
     ],
 )
 def test_first_mistakes_are_told_in_a_sentence(

@@ -317,10 +317,13 @@ def test_what_cannot_be_mixed_is_refused(image_folder: Path, several: nostall.Fi
         pytest.raises(UsageError, match="are float32: leave it out"),
     ):
         next(iter(made))
+    assert type(t.MixUp(num_classes=np.int64(9)).num_classes) is int
     for make, why in [
-        (lambda: t.MixUp(alpha=0), "alpha = 0 must be between"),
+        (lambda: t.MixUp(alpha=0), "alpha = 0 must be a number between"),
         (lambda: t.CutMix(num_classes=0), "num_classes 0 must be a whole number"),
-        (lambda: t.MixUp(p=2), "p = 2 must be between"),
+        (lambda: t.MixUp(num_classes=2.5), "num_classes 2.5 must be a whole number"),  # type: ignore[arg-type]
+        (lambda: t.MixUp(alpha="1"), "alpha = '1' must be a number between"),  # type: ignore[arg-type]
+        (lambda: t.MixUp(p=2), "p = 2 must be a number between"),
         (lambda: t.RandomChoice([]), "must be some of MixUp and CutMix"),
         (lambda: t.RandomChoice([t.MixUp(), t.CutMix()], p=[1]), "a weight, 0 or more, for each"),
         (lambda: t.RandomChoice([t.MixUp(num_classes=3), t.CutMix()]), "num_classes differs"),

@@ -294,15 +294,66 @@ def test_options_that_cannot_be_are_refused(tokens: nostall.Tokens) -> None:
     for match, options in {
         "fields=": {"fields": ("ids", "masks")},
         "dtype must be": {"dtype": "int16"},
-        "length=0": {"length": 0},
+        "length must be a whole number from 1 to .*, not 0": {"length": 0},
         "pad=2147483648 is no int32": {"pad": 2**31, "dtype": "int32"},
-        "stride=0": {"stride": 0},
+        "stride must be a whole number from 1 to .*, not 0": {"stride": 0},
         "remainder must be": {"remainder": "keep"},
     }.items():
         with pytest.raises(UsageError, match=match):
             nostall.Windows(tokens, **{"length": 64} | options)
     with pytest.raises(UsageError, match="not one unit"):
         nostall.Windows(tokens, 3001)
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda s: nostall.Windows(s, 2.5), "length must be a whole number .*, not 2.5"),
+        (lambda s: nostall.Windows(s, "4"), "length must be a whole number .*, not '4'"),
+        (lambda s: nostall.Windows(s, None), "length must be a whole number .*, not None"),
+        (lambda s: nostall.Windows(s, True), "length must be a whole number .*, not True"),
+        (lambda s: nostall.Windows(s, 4, stride=1.5), "stride must be a whole number .*, not 1.5"),
+        (
+            lambda s: nostall.Windows(s, 4, stride=True),
+            "stride must be a whole number .*, not True",
+        ),
+        (lambda s: nostall.Windows(s, 4, pad=1.5), "pad=1.5 is no int64"),
+        (lambda s: nostall.Windows(s, 4, pad="0"), "pad='0' is no int64"),
+        (lambda s: nostall.Windows(s, 4, documents="no"), "documents must be True or False"),
+        (lambda s: nostall.Documents(s, "4"), "length must be a whole number .*, not '4'"),
+        (lambda s: nostall.Documents(s, 0), "length must be a whole number .*, not 0"),
+        (lambda s: nostall.Units(s, 2.5, [0], []), "length must be a whole number .*, not 2.5"),
+        (lambda s: nostall.Packed(s, None), "length must be a whole number .*, not None"),
+        (lambda s: nostall.Packed(s, 4, seed=-1), "seed must be a whole number .*, not -1"),
+        (lambda s: nostall.Packed(s, 4, seed=2**64), "seed must be a whole number .*, not 18"),
+        (lambda s: nostall.Clips(s, 2.5), "length must be a whole number .*, not 2.5"),
+        (lambda s: nostall.Clips(s, None), "length must be a whole number .*, not None"),
+        (lambda s: nostall.Clips(s, 4, stride="1"), "stride must be a whole number .*, not '1'"),
+    ],
+)
+def test_lengths_and_strides_are_whole_numbers(
+    tokens: nostall.Tokens, make: Callable[[Any], Any], words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        make(tokens)
+
+
+def test_lengths_and_strides_may_be_numbers_of_numpy(tokens: nostall.Tokens) -> None:
+    length, stride, pad = np.int64(64), np.int32(32), np.uint8(3)
+    given: list[Any] = [
+        nostall.Windows(tokens, length, stride=stride, pad=pad, documents=np.bool_(True)),  # type: ignore[arg-type]
+        nostall.Documents(tokens, length),  # type: ignore[arg-type]
+        nostall.Packed(tokens, length, seed=np.uint64(2**63)),  # type: ignore[arg-type]
+        nostall.Clips(tokens, length, stride=stride, dtype="int64"),  # type: ignore[arg-type]
+    ]
+    plain: list[Any] = [
+        nostall.Windows(tokens, 64, stride=32, pad=3, documents=True),
+        nostall.Documents(tokens, 64),
+        nostall.Packed(tokens, 64, seed=2**63),
+        nostall.Clips(tokens, 64, stride=32, dtype="int64"),
+    ]
+    for one, other in zip(given, plain, strict=True):
+        assert (one.fingerprint, one.schema) == (other.fingerprint, other.schema)
 
 
 def test_batches_ahead_take_little_memory(tokens: nostall.Tokens) -> None:

@@ -46,6 +46,18 @@ def scrape(port: int) -> dict[str, float]:
     return {r.rpartition(" ")[0]: float(r.rpartition(" ")[2]) for r in rows}
 
 
+@pytest.mark.parametrize("port", [99999, -1, "9464", True, 9464.0, None])
+def test_a_port_is_a_whole_number(port: Any) -> None:
+    with pytest.raises(UsageError, match=f"port must be a whole number from 0 .*, not {port!r}"):
+        metrics.serve(port)
+
+
+@pytest.mark.parametrize("loader", [5, None, nostall.DataLoader])
+def test_an_interval_is_of_a_loader(loader: Any) -> None:
+    with pytest.raises(UsageError, match=r"Interval takes a nostall\.DataLoader, not "):
+        metrics.Interval(loader)
+
+
 def test_prometheus_sees_a_loader_while_it_runs(image_folder: Path) -> None:
     port = metrics.serve(0)
     with pytest.raises(UsageError, match="served already"):

@@ -483,3 +483,20 @@ def test_waits_are_those_of_the_consumer_where_a_batch_is_not_at_once_its() -> N
     assert causes["source"] == pytest.approx(5)
     assert causes["decode"] == pytest.approx(5 + 1)
     assert sum(causes.values()) == pytest.approx(11)
+
+
+@pytest.mark.parametrize(
+    "ranks, words",
+    [
+        ({"rank": 5, "world": 2}, "rank must be a whole number from 0 to 1, not 5"),
+        ({"rank": -1}, "rank must be a whole number from 0 to .*, not -1"),
+        ({"rank": "a"}, "rank must be a whole number from 0 to .*, not 'a'"),
+        ({"rank": True}, "rank must be a whole number from 0 to .*, not True"),
+        ({"rank": 0, "world": 0}, "world must be a whole number from 1 to .*, not 0"),
+        ({"world": 1.5}, "world must be a whole number from 1 to .*, not 1.5"),
+    ],
+)
+def test_a_rank_that_cannot_be_is_refused(tmp_path: Path, ranks: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        trace.start(tmp_path / "run", **ranks)
+    assert not (tmp_path / "run").exists()

@@ -365,6 +365,20 @@ def test_what_cannot_be_drawn(tmp_path: Path, image_folder: Path) -> None:
         (lambda: ClassBalanced([0.5]), "integers, one per sample"),
         (lambda: nostall.DataLoader(floats, 1, order=ClassBalanced()), "not by float64"),
         (lambda: RepeatedAugmentation(0), "times must be"),
+        (lambda: RepeatedAugmentation(True), "times must be .*: True"),
+        (lambda: SubBatches(True), "resident must be .*: True"),
+        (lambda: Weighted([1], samples=True), "samples must be .*: True"),
+        (
+            lambda: Weighted([1], replacement="no"),  # type: ignore[arg-type]
+            "replacement must be True or False, not 'no'",
+        ),
+        *(
+            (
+                lambda bounds=bounds: Buckets(bounds=bounds),
+                "bounds= must be a number of buckets, or",
+            )
+            for bounds in (2.5, "16", ["1", "2"], True, [True], None, [[1], [1, 2]])
+        ),
         (lambda: Plan(samples=3, steps=0), "steps must be"),
         (lambda: Plan(samples=3, batch_size=4, drop_last=True, steps=1), "an epoch has none"),
         (lambda: nostall.DataLoader(source, 4, steps=5, epochs=2), "epochs=2 and steps=5 both"),
@@ -405,6 +419,8 @@ def test_numbers_may_be_tensors_that_numpy_does_not_take(make: Any) -> None:
 def test_numbers_and_flags_of_numpy_are_taken() -> None:
     assert SubBatches(np.int64(4), np.int32(2), np.uint8(1)) == SubBatches(4, 2, 1)
     assert type(RepeatedAugmentation(np.int64(3)).times) is int  # type: ignore[arg-type]
+    assert not Weighted([1], replacement=np.bool_(False)).replacement  # type: ignore[arg-type]
+    assert Buckets(range(9), np.int64(3)).numbers.tolist() == Buckets(range(9), 3).numbers.tolist()  # type: ignore[arg-type]
     assert not len(Plan(samples=3, batch_size=4, drop_last=np.bool_(True)))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="drop_last must be True or False, not 1"):
         Plan(samples=3, drop_last=1)  # type: ignore[arg-type]

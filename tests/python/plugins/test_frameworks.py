@@ -164,6 +164,13 @@ from nostall.plugins.torch_loader import TorchLoader
 paths = sorted(Path(sys.argv[1], "images").glob("*.jpg"))
 data = nostall.FileList(paths, range(len(paths)))
 with nostall.DataLoader(data, 4, epochs=2, tiers=[]) as inner:
+    for names in (("x", "x"), ("x", ("y", "x")), 5, {"x": 1}, ("x", 5), ("x", None)):
+        try:
+            TorchLoader(inner, names)
+        except nostall.errors.UsageError as error:
+            assert str(error).startswith("names"), error
+        else:
+            raise AssertionError(names)
     loader = TorchLoader(inner, names=("bytes", "labels"))
     assert isinstance(loader, torch.utils.data.DataLoader)
     assert (loader.dataset, loader.batch_size, loader.drop_last) == (data, 4, False)

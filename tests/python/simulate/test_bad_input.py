@@ -243,6 +243,10 @@ def test_unknown_variables_and_modes() -> None:
             with_values(one, values)
     with pytest.raises(UsageError, match="mode must be one of"):
         simulate(one, ["published"])  # type: ignore[list-item]
+    with pytest.raises(UsageError, match=r"modes must be one or more of .*, not \[\]"):
+        simulate(one, [])
+    with pytest.raises(UsageError, match="grids must be a list of mappings, not the mapping"):
+        sweep(one, {"d.1": [1, 2]}, ["consistent"])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("B", [0, -3, 2.5, 10**30])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import json
+import math
 import os
 import select
 import signal
@@ -205,7 +206,13 @@ def test_the_cheapest_machine() -> None:
     for p in points:
         if p.seconds[column] <= 1.05 * bound:
             assert price_of(p.values, prices, 4) >= price
-    assert cheapest(points, prices, 4, column=column, within=-0.5) is None
+    assert cheapest(points, prices, 4, column=column, within=0, bound=bound / 2) is None
+    for within in (-0.5, math.nan, "5"):
+        with pytest.raises(UsageError, match=f"within must be a number from 0 .*, not {within!r}"):
+            cheapest(points, prices, 4, column=column, within=within)  # type: ignore[arg-type]
+    for price in (math.nan, math.inf, -1.0, "1", True):
+        with pytest.raises(UsageError, match=f"the price of .* must be a number.*, not {price!r}"):
+            cheapest(points, dict.fromkeys(prices, price), 4, column=column, within=1.0)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"there is a price for d\.0"):
         cheapest(points, {"d.0": 1.0}, 4, column=column, within=1.0)
     with pytest.raises(UsageError, match="there is no hdmlp"):

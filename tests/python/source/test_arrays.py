@@ -215,6 +215,8 @@ def test_what_arrays_refuse(tmp_path: Path) -> None:
         ({"x": GRID.astype(complex)}, {}, r"array x: elements of type complex128 are no field"),
         ({"x": tmp_path / "a.npy"}, {"x": fields.Array()}, r"a.npy, array x is float32 of shape"),
         ({"x": GRID}, {"z": fields.Array()}, r"schema names the field z"),
+        ({"x": {"a": 1}}, {}, r"column x is a dict: its values must stand in the order"),
+        ({"x": {3, 1, 2}}, {}, r"column x is a set: its values must stand in the order"),
         ({"x": [1, None]}, {}, r"column x: sample 1 has no value: give its kind a fill="),
     ):
         with pytest.raises(UsageError, match=said):

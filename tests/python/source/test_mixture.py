@@ -157,7 +157,15 @@ def test_a_pickled_mixture_has_the_same_order(sources: dict[str, Any]) -> None:
         ((1, 1, 1), {"per": "words"}, 'per must be "samples"'),
         ((1, 1, 1), {"schedule": {0: {}}}, "changes at a global batch from 1 on: 0"),
         ((1, 1, 1), {"schedule": {5: {}}}, "all weights of the mixture are 0 from step 5 on"),
-        ((1, 1, 1), {"samples": 0}, "samples must be an integer from 1 on"),
+        ((1, 1, 1), {"samples": 0}, "samples must be a whole number from 1"),
+        ((1, 1, True), {}, "is True: weights are finite"),
+        ((1, 1, 1), {"temperature": "2"}, "temperature must be a number above 0: '2'"),
+        ((1, 1, 1), {"names": "abc"}, "names= must be 3 different names: 'abc'"),
+        ((1, 1, 1), {"names": ["a", "a", "b", "c"]}, "3 different names"),
+        ((1, 1, 1), {"schedule": {1: 3}}, "the schedule has for step 1 no mapping .*: 3"),
+        ((1, 1, 1), {"schedule": [3]}, r"schedule must be a mapping .*: \[3\]"),
+        ((1, 1, 1), {"schedule": {True: {}}}, "changes at a global batch from 1 on: True"),
+        ((1, 1, 1), {"offset_labels": "no"}, "offset_labels must be True or False, not 'no'"),
     ],
 )
 def test_what_makes_no_mixture_is_refused(
@@ -165,6 +173,32 @@ def test_what_makes_no_mixture_is_refused(
 ) -> None:
     with pytest.raises(UsageError, match=what):
         load(nostall.Mixture(weighted(sources, *weights), **options), epochs=1)
+
+
+@pytest.mark.parametrize(
+    "options", [{"at_end": "stpo"}, {"samples": -1}, {"samples": 2.5}, {"samples": True}]
+)
+def test_how_an_epoch_ends_is_checked_when_a_mixture_is_made(
+    sources: dict[str, Any], options: dict[str, Any]
+) -> None:
+    with pytest.raises(UsageError, match=r"(at_end|samples) must be "):
+        nostall.Mixture(weighted(sources, 1, 1, 1), **options)
+
+
+def test_a_change_of_weights_is_from_a_number_on(sources: dict[str, Any]) -> None:
+    mixture = nostall.Mixture(weighted(sources, 1, 1, 1), samples=np.int64(20))  # type: ignore[arg-type]
+    for step in ("3", None, 2.5, True, -1):
+        with pytest.raises(
+            UsageError, match=f"step must be a whole number from 1 .*, not {step!r}"
+        ):
+            mixture.changed(step, weighted(sources, 1, 1, 0))  # type: ignore[arg-type]
+    mixture.changed(np.int64(3), weighted(sources, 1, 1, 0))  # type: ignore[arg-type]
+
+
+def test_a_temperature_may_be_a_number_of_numpy(sources: dict[str, Any]) -> None:
+    weights = weighted(sources, 1, 2, 3)
+    given = nostall.Mixture(weights, temperature=np.float32(2))  # type: ignore[arg-type]
+    assert given.mixing == nostall.Mixture(weights, temperature=2.0).mixing
 
 
 def test_a_source_whose_weight_comes_after_the_end_is_refused(sources: dict[str, Any]) -> None:

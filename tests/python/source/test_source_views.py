@@ -335,6 +335,8 @@ def test_a_split_is_exact_seeded_and_the_same_in_every_release(image_folder: Pat
     assert golden.native.numbers.tolist() == GOLDEN
     assert nostall.Split(source, 0.9, seed=8)[1].native.numbers.tolist() != GOLDEN
     assert nostall.Split(source, 0.9, seed=7)[1].fingerprint == golden.fingerprint
+    half = nostall.Split(source, np.float32(0.5), np.int64(7))  # type: ignore[arg-type]
+    assert half[0].fingerprint == nostall.Split(source, 0.5, 7)[0].fingerprint
     assert golden.classes == source.classes
     assert golden.class_to_idx == source.class_to_idx
 
@@ -436,6 +438,16 @@ def test_what_cannot_be_shown(tmp_path: Path) -> None:
         (lambda: nostall.Split(source, float("nan")), "nan"),
         (lambda: nostall.Split(source, 0.001), "leaves a part empty"),
         (lambda: nostall.Split(source, 0.5, seed=-1), "seed must be"),
+        (lambda: nostall.Split(source, "0.5"), "excluded: '0.5'"),  # type: ignore[arg-type]
+        (lambda: nostall.Split(source, 0.5, seed=True), "seed must be"),
+        (
+            lambda: nostall.Split(source, 0.5, stratify="no"),  # type: ignore[arg-type]
+            "stratify must be True or False, not 'no'",
+        ),
+        (
+            lambda: nostall.Concat([source, source], offset_labels="no"),  # type: ignore[arg-type]
+            "offset_labels must be True or False, not 'no'",
+        ),
         (lambda: nostall.Filter(source), "either labels= or mask="),
         (
             lambda: nostall.Filter(source, mask=[True] * 22),
