@@ -381,6 +381,7 @@ class Checkpointer:
                 snapshot = self._snapshot(called(state), job, window, now)
                 leaves = job.leaves  # the job drops them once it fails
         except BaseException as error:
+            self._lineage.take_back(sequence)  # what is refused begins no branch
             self._tell_others(job, error)
             raise
         try:

@@ -134,6 +134,7 @@ class Lineage:
         # All saves that are known, as (sequence, step), and those that the next save continues.
         self._known = deque(((s.sequence, s.step) for s in found), maxlen=_MOST_KNOWN)
         self._line = self._past(top.sequence) if top is not None else []
+        self._before = self._abandoned, self._line  # the last save
         self._highest = seen
         self.first = self._next = (max(seen, 0) // STRIDE + 1) * STRIDE
 
@@ -173,6 +174,7 @@ class Lineage:
 
         A step below the newest one begins a branch; the newest step again replaces it.
         """
+        self._before = self._abandoned, list(self._line)
         dropped = self._drop(step)
         if dropped and dropped[-1][1] > step:
             self._abandoned = self._give_up(self._abandoned, dropped[0][0])
@@ -180,6 +182,12 @@ class Lineage:
         self._line.append((number, step))
         self._known.append((number, step))
         return number, self._abandoned
+
+    def take_back(self, number: int) -> None:
+        """Lets a save not have been, if it is the last one; its number stays taken."""
+        if self._known and self._known[-1][0] == number:
+            self._known.pop()
+            self._abandoned, self._line = self._before
 
     def restored(self, saved: Saved) -> bool:
         """Lets the next save continue this one; returns whether that gives up any other save."""

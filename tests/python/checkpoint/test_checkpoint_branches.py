@@ -24,7 +24,7 @@ from nostall.checkpoint._saved import Job
 from nostall.checkpoint._search import Search
 from nostall.checkpoint._store import Store, part_name
 from nostall.cli import main
-from nostall.errors import CorruptionError
+from nostall.errors import CorruptionError, UsageError
 
 # What releases have written: a file of each version of the formats.
 MANIFEST_1 = (
@@ -149,6 +149,23 @@ def test_a_save_below_the_newest_step_begins_a_branch(tmp_path: Path) -> None:
     with nostall.Checkpointer(durable=tmp_path) as ckpt:
         found = ckpt.restore(50)
         assert found is not None and found.state["value"] == 1
+
+
+@pytest.mark.parametrize("wrong", [{"metric": "x"}, {"state": {"a": {1}}}])
+def test_a_save_that_is_refused_gives_up_nothing(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    keep = Keep(last=3, superseded=0)
+    with nostall.Checkpointer(durable=tmp_path, level="durable", keep=keep) as ckpt:
+        for step in (10, 20, 30):
+            ckpt.save(state_of(step), step)
+        for step in (5, 30):
+            with pytest.raises(UsageError):
+                ckpt.save(**{"state": state_of(step), "step": step, **wrong})
+        ckpt.save(state_of(40), 40)
+        ckpt.wait(60)
+        assert sorted(ckpt.steps()) == [20, 30, 40]
+        ckpt.save(state_of(15), 15)  # this one is no mistake
+        ckpt.wait(60)
+        assert sorted(ckpt.steps()) == [15]
 
 
 def test_superseded_ones_stay_as_long_as_their_branch_is_kept(tmp_path: Path) -> None:
