@@ -102,7 +102,7 @@ bool GradientEngine::ends_until(Clock::time_point deadline) {
 }
 
 void GradientEngine::compare_tensors() {
-  std::string mine;
+  std::string mine = step_->options.mean ? "means of ranks\n" : "sums of ranks\n";
   for (size_t i = 0; i < step_->tensors.size(); ++i) {
     mine += text_of(step_->tensors[i]);
     if (i < step_->options.shapes.size()) mine += " of shape " + step_->options.shapes[i];
@@ -118,10 +118,11 @@ void GradientEngine::compare_tensors() {
       return begin >= s.size() ? "nothing" : s.substr(begin, s.find('\n', begin) - begin);
     };
     const auto at = static_cast<size_t>(differ.first - mine.begin());
-    throw Error(ErrorKind::peer, "rank " + std::to_string(step_->collectives->rank()) +
-                                     " has gradient " + line(mine, at) + " where rank " +
-                                     std::to_string(r) + " has " + line(theirs, at) +
-                                     ": all ranks must build the same model");
+    throw Error(ErrorKind::peer,
+                "rank " + std::to_string(step_->collectives->rank()) + " has gradient " +
+                    line(mine, at) + " where rank " + std::to_string(r) + " has " +
+                    line(theirs, at) +
+                    ": all ranks must build the same model, with the same options");
   }
 }
 

@@ -29,8 +29,8 @@
 // then, on all nodes at once. Tensors that do not arrive are named in a warning after `warn`, with
 // the ranks that lack them, and end the engine after `timeout`. Planned, the rank that lacks a tensor
 // of a group names it, and the others of its node name that rank; ranks of other nodes may be told of
-// the connection that it closed. Ranks with other tensors or plans are refused with the first
-// difference.
+// the connection that it closed. Ranks with other tensors or plans, or of which one adds up and another
+// takes means, are refused with the first difference.
 // Thread-safety: submit() from any thread; wait() and set_plan() from one at a time. After a fork
 // the child's calls throw Error(usage).
 #pragma once

@@ -251,7 +251,8 @@ class GradientReducer:
         arrays = {name: np.asarray(value) for name, value in example.items()}
         self._shapes = {name: (a.shape, a.dtype) for name, a in arrays.items()}
         options, ranks = options or SyncOptions(), find_ranks(process_set)
-        self._rank, self._checks = ranks.rank, options.check_finite
+        self._rank, self._ranks, self._checks = ranks.rank, ranks.ranks, options.check_finite
+        self._compression = options.compression
         self._sign = np.zeros(1, np.float32)
         tensors = [(name, a.size, _type_name(name, a.dtype)) for name, a in arrays.items()]
         self._engine, _ = make_engine(
@@ -265,14 +266,42 @@ class GradientReducer:
         """The mean (or sum) of each array over the ranks; names that are left out count as zeros.
 
         Raises:
-            UsageError: an unknown name, or another shape or type than at the start; with check_finite,
-                on all ranks: an array of one of them is not finite.
-            PeerError: a rank is gone or too late.
+            UsageError: an unknown name, or another shape or type than at the start, after which a
+                reducer of several ranks is closed; with check_finite, on all ranks: an array of one of
+                them is not finite.
+            PeerError: a rank is gone, too late, or has closed its reducer.
         """
+        engine = self._engine
+        try:
+            out = self._copies(gradients)
+        except UsageError:
+            if self._ranks > 1:  # the others would take this rank's next call for this one
+                engine.stop()
+            raise
+        found = self._not_finite(out) if self._checks else ""
+        for i, (name, array) in enumerate(out.items()):
+            engine.submit(i, array.ctypes.data, name in gradients)
+        if self._checks:
+            engine.submit(len(out), self._sign.ctypes.data, bool(found))
+        engine.wait()
+        if self._checks and engine.contributors()[len(out)]:
+            raise UsageError(
+                found or "a gradient of another rank is not finite: the error of that rank names it"
+            )
+        if self._checks and self._compression == "fp16":  # finite ones may be too large for it
+            for name, array in out.items():
+                if not np.isfinite(array).all():
+                    raise UsageError(
+                        f"gradient {name} is too large for fp16: pass another compression="
+                    )
+        return out
+
+    def _copies(self, gradients: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+        """All arrays in order; zeros for those that are left out."""
         unknown = set(gradients) - set(self._shapes)
         if unknown:
             raise UsageError(
-                f"gradients that were not in the example: {', '.join(sorted(unknown))}"
+                f"gradients that were not in the example: {', '.join(map(str, unknown))}"
             )
         out: dict[str, NDArray[Any]] = {}
         for name, (shape, dtype) in self._shapes.items():
@@ -287,16 +316,6 @@ class GradientReducer:
                     f"{shape} and {dtype}"
                 )
             out[name] = array
-        found = self._not_finite(out) if self._checks else ""
-        for i, (name, array) in enumerate(out.items()):
-            self._engine.submit(i, array.ctypes.data, name in gradients)
-        if self._checks:
-            self._engine.submit(len(out), self._sign.ctypes.data, bool(found))
-        self._engine.wait()
-        if self._checks and self._engine.contributors()[len(out)]:
-            raise UsageError(
-                found or "a gradient of another rank is not finite: the error of that rank names it"
-            )
         return out
 
     def _not_finite(self, arrays: Mapping[str, NDArray[Any]]) -> str:

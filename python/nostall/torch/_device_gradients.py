@@ -160,6 +160,9 @@ class _DeviceSync(GradientSync):
         self._views = False
         self._gathers_rows = False
 
+    def _note(self, i: int) -> None:
+        """Gradients lie in common buffers, of which torch counts the changes together."""
+
     def _mine(self) -> torch.Stream:
         """The stream that computes."""
         return self._place.current()

@@ -95,6 +95,8 @@ class GradientSync:
         # Those with a gradient of this step, in its order: also of passes that only accumulate.
         self._accumulated: dict[int, None] = {}
         self._submitted: dict[int, torch.Tensor] = {}
+        # The gradients as they were given, each with torch's count of its changes.
+        self._as_given: dict[int, tuple[torch.Tensor, int]] = {}
         self._views = options.views and options.mode == "planned" and options.compression is None
         # Ranks that negotiate have no common moment to gather rows.
         self._gathers_rows = options.mode == "planned"
@@ -202,6 +204,24 @@ class GradientSync:
         if self.options.check_finite:
             self._check_finite(i, gradient.detach())
         self._submit(i, gradient)
+        self._note(i)
+
+    def _note(self, i: int) -> None:
+        """Remembers how a gradient was given."""
+        given = self._parameters[i].grad
+        assert given is not None
+        self._as_given[i] = given, given._version  # which does not count what the engine writes
+
+    def _refuse_changed(self) -> None:
+        """A gradient that changes while it is reduced would be another one on each rank."""
+        for i, (given, changes) in self._as_given.items():
+            now = self._parameters[i].grad
+            if now is not given or now._version != changes:
+                raise UsageError(
+                    f"the gradient of {self._names[i]} was changed after its backward pass, while it "
+                    "is being reduced: call optimizer.synchronize() first, change it, and call "
+                    "optimizer.step() within optimizer.skip_synchronize()"
+                )
 
     def _check_finite(self, i: int, gradient: torch.Tensor) -> None:
         if not torch.isfinite(gradient).all():
@@ -233,6 +253,7 @@ class GradientSync:
 
     def finish(self) -> None:
         """Submits zeros for parameters without a gradient here, so that every group is complete."""
+        self._refuse_changed()
         for i in (*self._accumulated, *range(len(self._parameters))):
             if i in self._submitted:
                 continue
@@ -268,6 +289,7 @@ class GradientSync:
         self._wait()
         self._refuse_not_finite()
         self._store(range(len(self._parameters)))
+        self._refuse_overflow()
         self._end()
 
     def _refuse_not_finite(self) -> None:
@@ -283,6 +305,20 @@ class GradientSync:
         raise UsageError(
             "a gradient of another rank is not finite: the error of that rank names it"
         )
+
+    def _refuse_overflow(self) -> None:
+        """Finite gradients may be too large for the type that they travel in; all ranks see it."""
+        if not self.options.check_finite or self.options.compression != "fp16":
+            return
+        for name, parameter in zip(self._names, self._parameters, strict=True):
+            gradient = parameter.grad
+            if gradient is None or gradient.is_sparse or torch.isfinite(gradient).all():
+                continue
+            self._settle()
+            raise UsageError(
+                f'gradient {name} is too large for fp16: pass compression="bf16", or none, or scale '
+                "the loss"
+            )
 
     def _end(self) -> None:
         if self._signed(1):
@@ -305,6 +341,7 @@ class GradientSync:
         order = self._ready_order
         self._accumulated = {}
         self._submitted = {}
+        self._as_given = {}
         self._not_finite = []
         self._ready_order = []
         self._passes_left = [self.passes] * len(self._parameters)
@@ -444,6 +481,7 @@ class GradientSync:
         """Ends a step that counts for nothing, and what was accumulated for the next one."""
         self._accumulated = {}
         self._submitted = {}
+        self._as_given = {}
         self._ready_order = []
         self._passes_left = [self.passes] * len(self._parameters)
 
@@ -529,7 +567,7 @@ class GradientSync:
         if self._views:
             for parameter in self._parameters:
                 parameter.grad = None
-            self._submitted = {}
+            self._submitted, self._as_given = {}, {}
             self._views = False
 
     def __del__(self) -> None:

@@ -1034,3 +1034,51 @@ def test_rows_on_one_rank_and_a_dense_gradient_on_another_are_refused() -> None:
         "sparse=False"
     )
     assert run_ranks(2, MODEL + MIXED) == [[told, True]] * 2
+
+
+CHANGED = """
+import torch
+import nostall.torch
+from nostall.errors import UsageError
+from nostall.sync import SyncOptions
+result = []
+def clip(p): torch.nn.utils.clip_grad_norm_([p], 0.01)
+def zero(p): p.grad.zero_()
+def scale(p): torch._foreach_mul_([p.grad], 0.5)
+def drop(p): p.grad = None
+def replace(p): p.grad = torch.zeros(8)
+for views in True, False:
+    for change in clip, zero, scale, drop, replace:
+        p = torch.nn.Parameter(torch.zeros(8))
+        optimizer = nostall.torch.DistributedOptimizer(
+            torch.optim.SGD([p], lr=1.0), [("p", p)], SyncOptions(views=views, timeout=60))
+        for _ in range(2):  # of which the second one has a plan
+            p.grad = None
+            (p * (rank + 1.0)).sum().backward()
+            optimizer.step()
+        before = p.detach().clone()
+        p.grad = None
+        (p * (rank + 1.0)).sum().backward()
+        change(p)
+        try:
+            optimizer.step()
+            result.append("taken")
+        except UsageError as error:
+            result.append("synchronize() first" in str(error))
+        result.append(bool((p.detach() == before).all()))
+        optimizer.gradient_sync.close()
+p = torch.nn.Parameter(torch.zeros(8))
+optimizer = nostall.torch.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("p", p)])
+(p * (rank + 1.0)).sum().backward()
+optimizer.synchronize()
+clip(p)
+with optimizer.skip_synchronize():
+    optimizer.step()
+result.append(round(float(p.detach().norm()), 4))
+"""
+
+
+@pytest.mark.multi
+def test_gradients_that_are_changed_while_they_are_reduced_are_refused() -> None:
+    for told in run_ranks(2, CHANGED):
+        assert told == [True] * 20 + [0.01]

@@ -255,6 +255,60 @@ def test_what_is_not_finite_on_one_rank_is_an_error_on_all() -> None:
     assert second == [told, told, mean] * 2
 
 
+TOO_LARGE = """
+import numpy as np
+from nostall.errors import UsageError
+from nostall.sync import GradientReducer, SyncOptions
+like = {"a": np.zeros(3, np.float32)}
+reducer = GradientReducer(like, SyncOptions(check_finite=True, compression="fp16", timeout=60))
+result = []
+for value in 2.0, 1e6, 4.0:
+    try:
+        result.append(reducer({"a": np.full(3, value, np.float32)})["a"].tolist())
+    except UsageError as error:
+        result.append(str(error))
+"""
+
+
+@pytest.mark.multi
+def test_what_is_too_large_for_fp16_is_an_error_on_all() -> None:
+    told = "gradient a is too large for fp16: pass another compression="
+    assert run_ranks(2, TOO_LARGE) == [[[2.0] * 3, told, [4.0] * 3]] * 2
+
+
+@pytest.mark.multi
+def test_ranks_of_which_one_adds_up_are_refused() -> None:
+    code = """
+import numpy as np
+from nostall.sync import GradientReducer, SyncOptions
+GradientReducer({"a": np.zeros(3)}, SyncOptions(mean=rank == 0, timeout=60))
+"""
+    first, second = run_ranks(2, code, check=False)
+    assert "means of ranks where rank 1 has sums of ranks" in first
+    assert "sums of ranks where rank 0 has means of ranks" in second
+
+
+REFUSED_ON_ONE = """
+import numpy as np
+from nostall.errors import Error
+from nostall.sync import GradientReducer, SyncOptions
+reducer = GradientReducer({"a": np.zeros(3)}, SyncOptions(timeout=60))
+result = [reducer({"a": np.full(3, 1.0 + rank)})["a"].tolist()]
+for _ in range(2):
+    try:
+        result.append(reducer({"a": np.ones(3 if rank else 4)})["a"].tolist())
+    except Error as error:
+        result.append(type(error).__name__)
+"""
+
+
+@pytest.mark.multi
+def test_a_call_that_is_refused_on_one_rank_is_not_paired_with_its_next() -> None:
+    first, second = run_ranks(2, REFUSED_ON_ONE)
+    assert first == [[1.5] * 3, "UsageError", "UsageError"]
+    assert second == [[1.5] * 3, "PeerError", "PeerError"]
+
+
 def test_bad_options_are_refused() -> None:
     with pytest.raises(UsageError, match='mode must be "planned" or "negotiated"'):
         SyncOptions(mode="x")  # type: ignore[arg-type]
