@@ -237,7 +237,7 @@ def _plan(
         return None
     if is_array(value) or _is_of_jax(value):
         _check_array(value, saved, place)
-        if is_array(value) and _plan_fill(value, saved, todo):
+        if is_array(value) and _plan_fill(value, saved, place, todo):
             return None
     elif _is_in_place(value):
         return _plan_entries(value, saved, place, todo)
@@ -379,14 +379,26 @@ def _check_array(value: Any, saved: Any, place: str) -> None:
         )
 
 
-def _plan_fill(value: Any, saved: Any, todo: list[Callable[[], object]]) -> bool:
+def _refuse_shared(value: Any, place: str) -> None:
+    """An array that shows one element in several places, as `expand` makes them, cannot be filled."""
+    strides = value.stride() if _is_tensor(value) else value.strides
+    if any(stride == 0 and side > 1 for stride, side in zip(strides, value.shape, strict=True)):
+        raise UsageError(
+            f"{place} has several elements in one place of memory: give a copy of it, with memory of "
+            "its own for each, or read restore().state"
+        )
+
+
+def _plan_fill(value: Any, saved: Any, place: str, todo: list[Callable[[], object]]) -> bool:
     if _is_tensor(value):
+        _refuse_shared(value, place)
         source = saved if _is_tensor(saved) else _in_torch(saved, value.dtype)
         if source.device != value.device or source.data_ptr() != value.data_ptr():
             todo.append(lambda: value.detach().copy_(source))
         return True
     if not value.flags.writeable:
         return False
+    _refuse_shared(value, place)
     source = _in_numpy(saved, value.dtype)
     todo.append(lambda: np.copyto(value, source))
     return True

@@ -185,6 +185,8 @@ class _Encoder:
                 f"{_place(path)} is an array of {dtype}: arrays of Python objects or of records "
                 "cannot be checkpointed; save their columns as arrays"
             )
+        if array.size and not dtype.itemsize:
+            raise UsageError(f"{_place(path)} is an array of {dtype}, whose elements have no bytes")
         array = np.ascontiguousarray(array).reshape(array.shape)
         kind = "scalar" if isinstance(value, np.generic) else "numpy"
         native = dtype.isnative and dtype.name in _NUMPY

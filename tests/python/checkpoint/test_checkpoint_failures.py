@@ -2299,8 +2299,24 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(
             ckpt.save({}, "1")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("shape", [[3, 5], [10**30], ["x"]])
+def test_what_has_elements_in_one_place_is_not_filled(tmp_path: Path) -> None:
+    import torch
+
+    state = {"a": torch.ones(3), "b": np.ones(3), "n": 1}
+    with nostall.Checkpointer(durable=tmp_path, level="durable") as ckpt:
+        ckpt.save(state, 1)
+        shared = np.lib.stride_tricks.as_strided(np.zeros(1), (3,), (0,))
+        for wrong in ({"a": torch.zeros(1).expand(3)}, {"b": shared}):
+            into = {"a": torch.zeros(3), "b": np.zeros(3), "n": 0, **wrong}
+            with pytest.raises(UsageError, match="several elements in one place of memory"):
+                ckpt.restore(into=into)
+            assert into["n"] == 0 and not any(into["a"]) and not any(into["b"])
+        with pytest.raises(UsageError, match="whose elements have no bytes"):
+            ckpt.save({"v": np.zeros(3, "V0")}, 2)
+
+
 @pytest.mark.parametrize("kind", ["torch", "numpy"])
+@pytest.mark.parametrize("shape", [[3, 5], [10**30], ["x"]])
 def test_a_crafted_tree_is_damage_and_nothing_else(kind: str, shape: Any) -> None:
     import torch  # noqa: F401
 
