@@ -25,6 +25,7 @@ from nostall.errors import UsageError
 from nostall.fields import Padded, Ragged
 from nostall.loader._loader import DataLoader
 from nostall.loader._mixing import MixedLabels
+from nostall.plan import whole_of_state
 
 if TYPE_CHECKING:
     from nostall.loader._loader import Epoch
@@ -194,11 +195,20 @@ class DynamicBatches:
         Raises:
             UsageError: the state is of another kind, or not of this loader's plan.
         """
-        if state.get("version") != _STATE_VERSION or state.get("sawtooth") != self.sawtooth:
+        if not isinstance(state, Mapping) or state.get("version") != _STATE_VERSION:
+            raise UsageError(
+                f"not a state of DynamicBatches, from its state_dict(): {state!r:.100}"
+            )
+        if state.get("sawtooth") != self.sawtooth:
             raise UsageError("this state was not saved by DynamicBatches with the same sawtooth=")
-        self.loader.load_state_dict(state["loader"])
+        (factor,) = whole_of_state("DynamicBatches", state, "factor")
+        if factor < 1:
+            raise UsageError(
+                "the DynamicBatches' state has factor=0: a batch has one of the loader's"
+            )
+        self.loader.load_state_dict(state.get("loader", {}))
         self._joining = (0, range(0))
-        self.factor, self._last = int(state["factor"]), state["last"]
+        self.factor, self._last = factor, state.get("last")
 
 
 def _joined(parts: Sequence[Any], lists: str | None) -> Any:

@@ -35,7 +35,10 @@ POOLS = SHARED_POOLS + OWN_POOLS
 
 @dataclass(frozen=True)
 class OriginStats:
-    """Samples and bytes from one origin; seconds are summed over the threads that fetched."""
+    """Samples and bytes from one origin; seconds are summed over the threads that fetched.
+
+    Bytes that the source gave for a tier alone count there, and at the tier when a batch has them.
+    """
 
     samples: int = 0
     bytes: int = 0

@@ -58,7 +58,7 @@ _refused = False  # the port of the environment: warned of once
 HELP = {
     "nostall_batches_total": "Batches handed out.",
     "nostall_samples_total": "Samples handed out, by origin.",
-    "nostall_bytes_total": "Bytes of samples, by origin.",
+    "nostall_bytes_total": "Bytes by origin; what the source gave for a tier counts in both.",
     "nostall_stall_seconds_total": "Seconds that the consumer waited for batches.",
     "nostall_epoch_seconds_total": "Seconds in epochs, the consumer's own work included.",
     "nostall_decode_seconds_total": "CPU seconds of decoding.",

@@ -417,6 +417,26 @@ def test_raw_batches_of_a_callable_stay_near_what_is_given(tmp_path: Path) -> No
     assert held <= max(staging, 2 * largest) + 3 * largest + staging // 4
 
 
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ([], "not a state of DynamicBatches"),
+        ({"version": 0}, "not a state of DynamicBatches"),
+        ({"sawtooth": True}, "with the same sawtooth="),
+        ({"factor": 0}, "factor=0"),
+        ({"factor": 1.5}, r"factor=1\.5, which is no whole number"),
+        ({"loader": None}, "not a state of a loader"),
+    ],
+)
+def test_a_state_of_growing_batches_that_cannot_be_is_refused(wrong: Any, words: str) -> None:
+    data = nostall.Arrays({"x": np.arange(8)})
+    with nostall.DataLoader(data, 4, epochs=1, tiers=[], output="numpy") as loader:
+        batches = nostall.DynamicBatches(loader)
+        state = {**batches.state_dict(), **wrong} if isinstance(wrong, dict) else wrong
+        with pytest.raises(UsageError, match=words):
+            batches.load_state_dict(state)
+
+
 @pytest.mark.parametrize("output", ["numpy", "torch"])
 @pytest.mark.parametrize(
     ("results", "words"),
