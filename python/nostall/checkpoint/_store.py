@@ -875,8 +875,8 @@ class Store:
                     if mine is None and (now >= listen or last):
                         # Rank 0 does not wait for this one: it may have retired the checkpoint since. A
                         # newer one of another job says only that this job has lost the store.
-                        run, number = _save_of(manifest)
-                        saves = map(_save_of, self.manifests())
+                        run, number = _save_of(manifest.id)
+                        saves = (_save_of(m.id) for m in self.manifests())
                         if any(one[0] == run and one[1] > number for one in saves):
                             return ""
                         every = min(_LONGEST_LOOK_SECONDS, manifest.world_size / _NEWER_PER_SECOND)
@@ -885,6 +885,7 @@ class Store:
             if not last:
                 time.sleep(self._look_seconds)
         reason = f"rank 0 did not complete step {manifest.step} in {self.root} {within}"
+        reason += self._why_late(manifest, rank)
         return self._give_up(manifest, rank, mine, reason)
 
     def _gather(
@@ -921,6 +922,7 @@ class Store:
                     reason = "stopped"
                 elif time.monotonic() > deadline:
                     reason = f"ranks {late} did not finish their part in time{away}"
+                    reason += self._why_late(manifest, 0)
                 shared = len(late) / _WORDS_PER_SECOND
                 time.sleep(min(self._longest_look, max(self._look_seconds, shared)))
         if reason:
@@ -941,6 +943,18 @@ class Store:
         with contextlib.suppress(Error, OSError):
             self._forget_words(manifest, [rank for rank in writers if rank])
         self._forget_given_up(manifest)
+        return ""
+
+    def _why_late(self, manifest: Manifest, rank: int) -> str:
+        """Whether ranks count their saves differently: then no save of another one is this one."""
+        run, number = _save_of(manifest.id)
+        with contextlib.suppress(Error, OSError):
+            found = [m for m in map(_OURS.fullmatch, self._names(manifest.step)) if m is not None]
+            # What rank 0 has decided of an earlier save of this step stays a while.
+            kind, least = ("part-", 0) if rank == 0 else ("aborted.", number + 1)
+            saves = [_save_of(m["id"]) for m in found if m[0].startswith(kind)]
+            if any(one == run and other != number and other >= least for one, other in saves):
+                return "; it is there by another number of save: all ranks must make the same calls"
         return ""
 
     def abort(self, manifest: Manifest, reason: str) -> None:
@@ -1103,9 +1117,9 @@ def _parts_of(entries: Iterable[Entry]) -> set[str]:
     return {p.name for e in entries if e.manifest is not None for p in e.manifest.parts}
 
 
-def _save_of(manifest: Manifest) -> tuple[str, int]:
-    """The job that has saved it, and the number of the save in that job; -1 of others' ids."""
-    run, _, number = manifest.id.partition("-")
+def _save_of(id: str) -> tuple[str, int]:
+    """The job of a save, and the number of the save in that job; -1 of others' ids."""
+    run, _, number = id.partition("-")
     return run, int(number) if number.isdecimal() else -1
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import json
 import os
 import shutil
 import threading
@@ -2008,6 +2009,23 @@ def test_a_rank_that_is_stopped_does_not_speak_of_a_timeout(tmp_path: Path) -> N
         Manifest(1, "aaaaaaaa-000001", 2, ()), 1, part, timeout=600, stopped=lambda: True
     )
     assert words.endswith("before this job's end")
+
+
+def test_ranks_of_which_one_has_saved_once_more_are_told_so(tmp_path: Path) -> None:
+    store = Store(tmp_path, "durable")
+    store.make()
+    store.prepare(2)
+    of_rank_0, of_rank_1 = (Manifest(2, f"aaaaaaaa-00000{n}", 2, ()) for n in (2, 1))
+    parts = [
+        Part(rank, part_name(rank, m.id), 0, ()) for rank, m in enumerate((of_rank_0, of_rank_1))
+    ]
+    told = "it is there by another number of save: all ranks must make the same calls"
+    assert store._leave_word(of_rank_1, 1, json.dumps(parts[1].to_dict()).encode()) == ""
+    assert told in store.commit(of_rank_0, 0, parts[0], timeout=0.0)
+    assert told in store.commit(of_rank_1, 1, parts[1], timeout=600, stopped=lambda: True)
+    store.prepare(3)
+    alone = Manifest(3, "aaaaaaaa-000003", 2, ())
+    assert told not in store.commit(alone, 0, Part(0, part_name(0, alone.id), 0, ()), timeout=0.0)
 
 
 class Clock:
