@@ -102,7 +102,7 @@ bool GradientEngine::ends_until(Clock::time_point deadline) {
 }
 
 void GradientEngine::compare_tensors() {
-  std::string mine = step_->options.mean ? "means of ranks\n" : "sums of ranks\n";
+  std::string mine = step_->options.mean ? "(means: mean=True)\n" : "(sums: mean=False)\n";
   for (size_t i = 0; i < step_->tensors.size(); ++i) {
     mine += text_of(step_->tensors[i]);
     if (i < step_->options.shapes.size()) mine += " of shape " + step_->options.shapes[i];

@@ -274,7 +274,7 @@ class GradientReducer:
         engine = self._engine
         try:
             out = self._copies(gradients)
-        except UsageError:
+        except BaseException:
             if self._ranks > 1:  # the others would take this rank's next call for this one
                 engine.stop()
             raise
@@ -301,7 +301,7 @@ class GradientReducer:
         unknown = set(gradients) - set(self._shapes)
         if unknown:
             raise UsageError(
-                f"gradients that were not in the example: {', '.join(map(str, unknown))}"
+                f"gradients that were not in the example: {', '.join(sorted(map(str, unknown)))}"
             )
         out: dict[str, NDArray[Any]] = {}
         for name, (shape, dtype) in self._shapes.items():

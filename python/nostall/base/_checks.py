@@ -5,6 +5,7 @@ Neither a flag nor a text is a number: True would be taken for 1, and "0.5" is a
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, SupportsFloat, TypeGuard
 
 import numpy as np
@@ -41,9 +42,12 @@ def number(name: str, value: Any, low: float, high: float) -> float:
     Raises:
         UsageError: it is no number from `low` to `high`.
     """
-    if not is_number(value) or not low <= value <= high:
-        raise UsageError(f"{name} must be a number from {low} to {high}, not {value!r}")
-    return float(value)
+    try:
+        if is_number(value) and low <= value <= high:
+            return float(value)
+    except OverflowError:  # a whole number that no float can be
+        pass
+    raise UsageError(f"{name} must be a number from {low} to {high}, not {value!r}")
 
 
 def flag(name: str, value: Any) -> bool:
@@ -63,7 +67,8 @@ def texts(name: str, value: Any) -> tuple[str, ...]:
     Raises:
         UsageError: it is no sequence of texts.
     """
-    listed = value if isinstance(value, (list, tuple, set, frozenset)) else [None]
+    one = isinstance(value, (str, bytes)) or not isinstance(value, Iterable)
+    listed: list[Any] = [None] if one else list(value)
     if not all(isinstance(one, str) for one in listed):
         raise UsageError(f"{name} must be a list of texts, not {value!r}")
     return tuple(listed)

@@ -25,6 +25,7 @@ LEGACY = -(10**12)
 _MOST_RANGES = 100
 # The number of saves of a process that are remembered.
 _MOST_KNOWN = 10_000
+_WITHIN = 8  # saves that handlers of signals make within each other
 
 
 class Record(Protocol):
@@ -134,7 +135,8 @@ class Lineage:
         # All saves that are known, as (sequence, step), and those that the next save continues.
         self._known = deque(((s.sequence, s.step) for s in found), maxlen=_MOST_KNOWN)
         self._line = self._past(top.sequence) if top is not None else []
-        self._before = self._abandoned, self._line  # the last save
+        # Of the last saves, which may be within each other: what undoes them.
+        self._undone: deque[tuple[int, Ranges, list[tuple[int, int]]]] = deque(maxlen=_WITHIN)
         self._highest = seen
         self.first = self._next = (max(seen, 0) // STRIDE + 1) * STRIDE
 
@@ -174,23 +176,26 @@ class Lineage:
 
         A step below the newest one begins a branch; the newest step again replaces it.
         """
-        self._before = self._abandoned, list(self._line)
-        dropped = self._drop(step)
+        before, dropped = self._abandoned, self._drop(step)
         if dropped and dropped[-1][1] > step:
             self._abandoned = self._give_up(self._abandoned, dropped[0][0])
         number = self._take()
         self._line.append((number, step))
         self._known.append((number, step))
+        self._undone.append((number, before, dropped))
         return number, self._abandoned
 
     def take_back(self, number: int) -> None:
-        """Lets a save not have been, if it is the last one; its number stays taken."""
-        if self._known and self._known[-1][0] == number:
+        """Lets a save not have been, if it is the last one that is left; its number stays taken."""
+        if self._undone and self._undone[-1][0] == number:
+            _, self._abandoned, dropped = self._undone.pop()
             self._known.pop()
-            self._abandoned, self._line = self._before
+            self._line.pop()
+            self._line += dropped
 
     def restored(self, saved: Saved) -> bool:
         """Lets the next save continue this one; returns whether that gives up any other save."""
+        self._undone.clear()
         behind = not self._line or self._line[-1][0] != saved.sequence
         self._abandoned = self._give_up(saved.abandoned, saved.sequence + 1)
         self._line = self._past(saved.sequence)

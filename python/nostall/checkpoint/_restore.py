@@ -382,7 +382,8 @@ def _check_array(value: Any, saved: Any, place: str) -> None:
 def _refuse_shared(value: Any, place: str) -> None:
     """An array that shows one element in several places, as `expand` makes them, cannot be filled."""
     strides = value.stride() if _is_tensor(value) else value.strides
-    if any(stride == 0 and side > 1 for stride, side in zip(strides, value.shape, strict=True)):
+    sides = zip(strides, value.shape, strict=True)
+    if 0 not in value.shape and any(stride == 0 and side > 1 for stride, side in sides):
         raise UsageError(
             f"{place} has several elements in one place of memory: give a copy of it, with memory of "
             "its own for each, or read restore().state"

@@ -10,6 +10,7 @@ import functools
 import inspect
 import io
 import json
+import reprlib
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -105,10 +106,12 @@ class Kind(ABC):
 
     def __post_init__(self) -> None:
         """Checks the flags; what overrides it calls it."""
-        for name in ("padded", "normalised"):
-            given = getattr(self, name, False)
-            if checks.flag(f"{type(self).__name__}: {name}", given) is not given:
-                object.__setattr__(self, name, bool(given))
+        self._keep_flag("padded")
+
+    def _keep_flag(self, name: str) -> None:
+        given = getattr(self, name, False)
+        if checks.flag(f"{type(self).__name__}: {name}", given) is not given:
+            object.__setattr__(self, name, bool(given))
 
     def _is_drawn(self) -> bool:
         """Whether random bits decide what a value is."""
@@ -289,6 +292,7 @@ class _Numbers(Kind):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._keep_flag("normalised")
         keep_dtype(self, "dtype", DTYPES)
         check_choice(self, "codec", self.codec, ("raw", "npy", "varint", "msgpack"))
         if not isinstance(self._dimensions(), tuple):
@@ -557,7 +561,7 @@ class Json(Text):
             # NaN and infinity are no JSON: who reads them back takes them for damage.
             return json.dumps(value, allow_nan=False).encode()
         except (RecursionError, TypeError, ValueError) as error:
-            raise UsageError(f"Json: no value of JSON: {error}: {value!r}") from None
+            raise UsageError(f"Json: no value of JSON: {error}: {reprlib.repr(value)}") from None
 
     def hand_out(self, batch: _native.Batch, number: int, array: Callable[[Any], Any]) -> Any:
         """A list of values."""

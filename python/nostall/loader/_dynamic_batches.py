@@ -204,11 +204,14 @@ class DynamicBatches:
         (factor,) = whole_of_state("DynamicBatches", state, "factor")
         if factor < 1:
             raise UsageError(
-                "the DynamicBatches' state has factor=0: a batch has one of the loader's"
+                "the DynamicBatches' state has factor=0: a batch has at least one of the loader's"
             )
+        last = state.get("last")
+        if last is not None and not checks.is_number(last):
+            raise UsageError(f"the DynamicBatches' state has last={last!r}, which is no number")
         self.loader.load_state_dict(state.get("loader", {}))
         self._joining = (0, range(0))
-        self.factor, self._last = factor, state.get("last")
+        self.factor, self._last = factor, last
 
 
 def _joined(parts: Sequence[Any], lists: str | None) -> Any:

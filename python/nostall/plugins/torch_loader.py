@@ -9,7 +9,7 @@ one's own take the loader itself.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self, TypeAlias
 
 import torch
@@ -26,15 +26,15 @@ Names: TypeAlias = Sequence[str | Sequence[str]]
 
 def _checked(names: Any) -> tuple[str | Sequence[str], ...]:
     """The names of each member, if no two members have the same."""
-    given = (names,) if isinstance(names, str) else names
-    if not isinstance(given, (tuple, list)):
+    if isinstance(names, bytes) or not isinstance(names, Iterable):
         raise UsageError(f"names must be a tuple of names, not {names!r}")
+    given = (names,) if isinstance(names, str) else tuple(names)
     each = [
         one for of in given for one in checks.texts("names", [of] if isinstance(of, str) else of)
     ]
     if len(set(each)) != len(each):
         raise UsageError(f"names={names!r} has a name twice: one member would take another's place")
-    return tuple(given)
+    return given
 
 
 class _Ids(torch.utils.data.Sampler):
@@ -51,7 +51,9 @@ class _Ids(torch.utils.data.Sampler):
 
     def _of_epoch(self) -> list[int]:
         loader = self._loader
-        ids, _ = loader.plan.rank_epoch(loader._next()[0], loader.world.rank)
+        # After the job programs may ask too: of its last epoch.
+        epoch = min(loader._next()[0], int(loader.plan.native.epochs) - 1)
+        ids, _ = loader.plan.rank_epoch(epoch, loader.world.rank)
         numbers: list[int] = ids.tolist()
         return numbers
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Never
 
@@ -487,27 +488,33 @@ def _offsets(sources: list[Source]) -> list[int]:
 
 
 def _listed(labels: Any) -> list[Any]:
-    """Labels in their order, of which sets have none that counts."""
-    try:
+    """Labels in their order, of which sets have none that counts; one alone too."""
+    if isinstance(labels, (set, frozenset)):
         return list(labels)
-    except TypeError:
-        raise UsageError(f"labels= must be a list of labels, not {labels!r}") from None
+    if hasattr(labels, "detach"):
+        labels = labels.detach().cpu().numpy()
+    return list(np.asarray(labels, object).ravel())
 
 
-def _label_of(source: Source, label: Any) -> Any:
+def _label_of(source: Source, label: Any) -> int | float:
     classes: list[str] = getattr(source, "classes", [])
     if isinstance(label, str):
         if label not in classes:
             raise UsageError(f"{source!r} has no class {label!r}")
         return classes.index(label)
-    number = isinstance(label, (int, float, np.number, np.bool_))
-    if not number or (source._label_type.kind == "i" and label % 1 != 0):
-        raise UsageError(
-            f"{source!r} has labels of type {source._label_type}, and none is {label!r}"
-        )
-    if classes and not 0 <= label < len(classes):
+    refused = UsageError(
+        f"{source!r} has labels of type {source._label_type}, and none is {label!r}"
+    )
+    if not checks.is_number(label) and not isinstance(label, (bool, np.bool_)):
+        raise refused
+    if source._label_type.kind == "f":
+        return float(label)
+    whole = int(label) if math.isfinite(label) else 2**63
+    if whole != label or not -(2**63) <= whole < 2**63:
+        raise refused
+    if classes and not 0 <= whole < len(classes) and whole not in source.labels:
         raise UsageError(f"{source!r} has {counted(len(classes), 'class')}, and none is {label!r}")
-    return label
+    return whole
 
 
 def _rebuild(

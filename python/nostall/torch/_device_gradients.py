@@ -347,6 +347,13 @@ class CollectiveSync(_DeviceSync):
 
     def _connect(self, tensors: list[tuple[str, int, str]], shapes: list[torch.Size]) -> list[Spec]:
         _refuse_other(tensors, self._gathered(tensors), self.ranks.rank)
+        how = f"mean={self.options.mean} and compression={self.options.compression}"
+        for other, theirs in enumerate(self._gathered(how)):
+            if theirs != how:
+                raise PeerError(
+                    f"rank {self.ranks.rank} has {how}, and rank {other} {theirs}: pass the same options "
+                    "on all ranks"
+                )
         wire = WIRES.get(self.options.compression or "")
         return [
             (name, count, kind, wire if wire and kind in ("float32", "float64") else kind)

@@ -45,11 +45,13 @@ def fill_environment() -> None:
     if os.environ.get("RANK") or os.environ.get("WORLD_SIZE"):
         return
     try:
-        world, launched = find_world(), is_launched()
+        if not is_launched():
+            return
+        world = find_world()
     except UsageError:  # the loader says so where it matters
         return
     address = find_address(world)
-    if launched and address is not None:
+    if address is not None:
         os.environ.update(
             RANK=str(world.rank),
             WORLD_SIZE=str(world.world_size),

@@ -38,7 +38,7 @@ from nostall.torch._graph import backward_graph
 # A pattern of gradients is planned for once it came this often in a row.
 _STEADY = 3
 # Numbers that travel beside the gradients; only the count of ranks that gave them matters.
-_SIGNS = ("(rank is active)", "(rank has sparse gradients)")
+_SIGNS = ("(rank is active)", "(rank has sparse gradients)", "(rank has changed a gradient)")
 # Torch's schedulers put a function in place of an optimizer's `step`, to see that it is called; they
 # know it by this attribute.
 _SCHEDULED = "_wrapped_by_lr_sched"
@@ -210,18 +210,32 @@ class GradientSync:
         """Remembers how a gradient was given."""
         given = self._parameters[i].grad
         assert given is not None
-        self._as_given[i] = given, given._version  # which does not count what the engine writes
+        if not given.is_inference():  # whose changes torch does not count
+            self._as_given[i] = given, given._version  # nor those that the engine makes
 
-    def _refuse_changed(self) -> None:
-        """A gradient that changes while it is reduced would be another one on each rank."""
+    def changed(self) -> str:
+        """Why a gradient cannot be used that is not the one that was given; "" if there is none."""
         for i, (given, changes) in self._as_given.items():
             now = self._parameters[i].grad
             if now is not given or now._version != changes:
-                raise UsageError(
+                return (
                     f"the gradient of {self._names[i]} was changed after its backward pass, while it "
-                    "is being reduced: call optimizer.synchronize() first, change it, and call "
+                    "was being reduced: call optimizer.synchronize() first, change it, and call "
                     "optimizer.step() within optimizer.skip_synchronize()"
                 )
+        return ""
+
+    def _refuse_changed(self) -> None:
+        """On all ranks: the gradient would be another one on each."""
+        if not self._signed(2):
+            return
+        mine = self.changed()
+        self._settle()
+        raise UsageError(
+            mine
+            or "a gradient of another rank was changed while it was being reduced: the error of that "
+            "rank names it"
+        )
 
     def _check_finite(self, i: int, gradient: torch.Tensor) -> None:
         if not torch.isfinite(gradient).all():
@@ -253,7 +267,7 @@ class GradientSync:
 
     def finish(self) -> None:
         """Submits zeros for parameters without a gradient here, so that every group is complete."""
-        self._refuse_changed()
+        changed = bool(self.changed())
         for i in (*self._accumulated, *range(len(self._parameters))):
             if i in self._submitted:
                 continue
@@ -269,7 +283,7 @@ class GradientSync:
                 self._give(i, gradient)
             else:
                 self._submit_nothing(i)
-        self._sign(True, bool(self._sparse()), bool(self._found_not_finite()))
+        self._sign(True, bool(self._sparse()), changed, bool(self._found_not_finite()))
 
     def _found_not_finite(self) -> list[int]:
         """Gradients of this rank and step."""
@@ -287,6 +301,7 @@ class GradientSync:
     def wait(self) -> None:
         """Waits for all reductions; gradients that no rank had are None."""
         self._wait()
+        self._refuse_changed()
         self._refuse_not_finite()
         self._store(range(len(self._parameters)))
         self._refuse_overflow()
@@ -388,6 +403,10 @@ class GradientSync:
 
         if self.options.mode != "planned":
             raise UsageError("only mode='planned' has a plan")
+        if self._submitted:
+            raise UsageError(
+                "gradients of this step are being reduced: plan the next one before its backward pass"
+            )
         begin = time.perf_counter()
         graph = backward_graph(loss, self._numbers)
         groups, nodes, edges = _native.plan_reductions(graph, self._specs, self.options.threshold)
@@ -468,8 +487,9 @@ class GradientSync:
                 self._parameters[i].grad = None  # of an earlier step
             for i in range(len(self._parameters)):
                 self._submit_nothing(i)
-            self._sign(False, False, False)
+            self._sign(False, False, False, False)
             self._wait()
+            self._refuse_changed()
             self._refuse_not_finite()
             if not self._signed(0):
                 self._forget()
@@ -539,6 +559,10 @@ class GradientSync:
             yield
         finally:
             self._paused = before
+
+    def end(self) -> None:
+        """Ends the reductions, for all ranks."""
+        self.engine.stop()
 
     def close(self) -> None:
         """Removes the hooks, gives the gradients memory of their own, and lets go of other ranks."""
@@ -705,7 +729,11 @@ class _Distributed:
 
     def _step_by_group(self) -> None:
         """Updates the parameters of each group as soon as it is reduced."""
-        sync = self._nostall_give()
+        sync = self.gradient_sync
+        if changed := sync.changed():  # groups are updated before all ranks could be asked
+            sync.end()
+            raise UsageError(changed)
+        self._nostall_give()
         sparse = set(sync._sparse())
         for numbers in sync.plan:
             own = [i for i in numbers if i < len(sync._parameters)]

@@ -98,8 +98,13 @@ class BatchSampler:
     def __iter__(self) -> Iterator[list[int]]:
         if self._rank_found:
             refuse_late_group(self.world_size, "sampler")
-        if self._epoch == self._plan.native.epochs:  # a state of the job's end: nothing is left
-            return
+        if self._epoch == self._plan.native.epochs:  # a state of the job's end
+            if self._epoch > 1:
+                raise UsageError(
+                    f"all {self._epoch} epochs of the job are over, by the state that was loaded: call "
+                    "set_epoch(), or make the sampler with more epochs="
+                )
+            self._epoch = 0  # who counts no epochs has this one's order in each
         ids, ends = self._plan.rank_epoch(self._epoch, self.rank)
         start, self._start = self._start, 0
         self._ended = None

@@ -464,6 +464,22 @@ def test_a_damaged_tip_tells_of_its_branch_and_keeps_no_other_from_staying() -> 
     assert sorted(stay) == [saves[0].id, saves[2].id]
 
 
+def test_saves_within_each_other_are_taken_back() -> None:
+    lineage = Lineage([], None, 0)
+    for step in (10, 20, 30):
+        lineage.save(step)
+    before = list(lineage._line), lineage._abandoned, list(lineage._known)
+    outer, _ = lineage.save(5)
+    inner, _ = lineage.save(6)
+    lineage.take_back(inner)
+    lineage.take_back(outer)
+    assert (lineage._line, lineage._abandoned, list(lineage._known)) == before
+    outer, _ = lineage.save(5)
+    lineage.save(6)
+    lineage.take_back(outer)  # the inner one stays, and so does what it continues
+    assert [step for _, step in lineage._line] == [5, 6]
+
+
 def test_a_lineage_numbers_saves_and_gives_up_what_came_after() -> None:
     trunk = [save(n, 10 * n) for n in range(1, 6)]
     lineage = Lineage(trunk, None, 5)

@@ -2329,6 +2329,9 @@ def test_what_has_elements_in_one_place_is_not_filled(tmp_path: Path) -> None:
             with pytest.raises(UsageError, match="several elements in one place of memory"):
                 ckpt.restore(into=into)
             assert into["n"] == 0 and not any(into["a"]) and not any(into["b"])
+        empty = {"boxes": np.zeros((0, 4)), "t": torch.zeros(0, 1).expand(0, 4)}
+        ckpt.save(empty, 2)
+        ckpt.restore(into={"boxes": np.ones((0, 4)), "t": torch.zeros(0, 1).expand(0, 4)})
         with pytest.raises(UsageError, match="whose elements have no bytes"):
             ckpt.save({"v": np.zeros(3, "V0")}, 2)
 

@@ -367,7 +367,9 @@ def test_filters(image_folder: Path) -> None:
     assert by_number.classes == source.classes
     floats = nostall.FileList(sorted(image_folder.rglob("*.jpg"))[:3], [0.5, 1.5, 2.5])
     assert nostall.Filter(floats, labels=[1.5]).labels.tolist() == [1.5]
-    assert set(nostall.Filter(source, labels={0, 2}).labels.tolist()) == {0, 2}  # type: ignore[arg-type]
+    for labels in ({0, 2}, [[0], [2]], np.array([0.0, 2.0]), [np.int8(0), 2]):
+        assert set(nostall.Filter(source, labels=labels).labels.tolist()) == {0, 2}  # type: ignore[arg-type]
+    assert set(nostall.Filter(source, labels="class1").labels.tolist()) == {1}
 
 
 @pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64])
@@ -456,7 +458,10 @@ def test_what_cannot_be_shown(tmp_path: Path) -> None:
         (lambda: nostall.Filter(source, mask=[1] * N), "not int64"),
         (lambda: nostall.Filter(source, labels=[77]), r"labels=\[77\] leaves no sample"),
         (lambda: nostall.Filter(source, labels=["cat"]), "no class 'cat'"),
-        (lambda: nostall.Filter(source, labels=77), "must be a list of labels, not 77"),  # type: ignore[arg-type]
+        (lambda: nostall.Filter(source, labels=77), "leaves no sample"),  # type: ignore[arg-type]
+        (lambda: nostall.Filter(source, labels=[0, 2**70]), "and none is 1180591620717411303424"),
+        (lambda: nostall.Filter(source, labels=(i for i in [0])), "none is <generator"),  # type: ignore[arg-type]
+        (lambda: nostall.Filter(classes, labels="ab"), "no class 'ab'"),
         (lambda: nostall.Filter(source, labels=[0.5]), "type int64, and none is 0.5"),
         (lambda: nostall.Filter(source, labels=[None]), "none is None"),  # type: ignore[list-item]
         (lambda: nostall.Filter(classes, labels=[0, 99]), "has 2 classes, and none is 99"),

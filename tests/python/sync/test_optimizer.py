@@ -1066,6 +1066,10 @@ for views in True, False:
         except UsageError as error:
             result.append("synchronize() first" in str(error))
         result.append(bool((p.detach() == before).all()))
+        p.grad = None  # and the next step is as any
+        (p * (rank + 1.0)).sum().backward()
+        optimizer.step()
+        result.append(p.tolist() == (before - 1.5).tolist())
         optimizer.gradient_sync.close()
 p = torch.nn.Parameter(torch.zeros(8))
 optimizer = nostall.torch.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("p", p)])
@@ -1081,4 +1085,39 @@ result.append(round(float(p.detach().norm()), 4))
 @pytest.mark.multi
 def test_gradients_that_are_changed_while_they_are_reduced_are_refused() -> None:
     for told in run_ranks(2, CHANGED):
-        assert told == [True] * 20 + [0.01]
+        assert told == [True] * 30 + [0.01]
+
+
+CHANGED_ON_ONE = """
+import torch
+import nostall.torch
+from nostall.errors import PeerError, UsageError
+from nostall.sync import SyncOptions
+p = torch.nn.Parameter(torch.zeros(8))
+result = []
+for overlap in False, True:
+    optimizer = nostall.torch.DistributedOptimizer(
+        torch.optim.SGD([p], lr=1.0), [("p", p)], SyncOptions(timeout=60), overlap_update=overlap)
+    for step in range(3):
+        p.grad = None
+        (p * 1.0).sum().backward()
+        if rank == 1 and step == 2:
+            p.grad.zero_()
+        try:
+            optimizer.step()
+        except (PeerError, UsageError) as error:
+            result.append(type(error).__name__)
+with torch.inference_mode():
+    q = torch.nn.Parameter(torch.zeros(3))
+    optimizer = nostall.torch.DistributedOptimizer(torch.optim.SGD([q], lr=1.0), [("q", q)])
+    q.grad = torch.ones(3)
+    optimizer.step()
+    result.append(q.tolist())
+"""
+
+
+@pytest.mark.multi
+def test_a_gradient_that_one_rank_changes_is_refused_on_all() -> None:
+    first, second = run_ranks(2, CHANGED_ON_ONE)
+    assert first == ["UsageError", "PeerError", [-1.0] * 3]
+    assert second == ["UsageError", "UsageError", [-1.0] * 3]

@@ -284,8 +284,8 @@ from nostall.sync import GradientReducer, SyncOptions
 GradientReducer({"a": np.zeros(3)}, SyncOptions(mean=rank == 0, timeout=60))
 """
     first, second = run_ranks(2, code, check=False)
-    assert "means of ranks where rank 1 has sums of ranks" in first
-    assert "sums of ranks where rank 0 has means of ranks" in second
+    assert "(means: mean=True) where rank 1 has (sums: mean=False)" in first
+    assert "(sums: mean=False) where rank 0 has (means: mean=True)" in second
 
 
 REFUSED_ON_ONE = """

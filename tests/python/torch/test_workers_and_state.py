@@ -132,16 +132,25 @@ def test_no_state_is_made_of_batches_that_an_epoch_has_not(batches: Any) -> None
         sampler().state_dict(batches)
 
 
-def test_a_sampler_at_the_end_of_its_job_gives_nothing() -> None:
+def test_a_sampler_at_the_end_of_its_job_says_so() -> None:
     ended = sampler()
     ended.set_epoch(3)
     list(ended)
     again = sampler()
     again.load_state_dict(ended.state_dict())
-    assert list(again) == []
     third = sampler()
     third.load_state_dict(again.state_dict())
-    assert list(third) == []
+    for one in (again, third):
+        with pytest.raises(UsageError, match="all 4 epochs of the job are over"):
+            list(one)
+        one.set_epoch(1)
+        assert len(list(one)) == 16
+    # Who counts no epochs goes on with the order of all of them.
+    uncounted = nostall.torch.BatchSampler(61, 4)
+    order = list(uncounted)
+    resumed = nostall.torch.BatchSampler(61, 4)
+    resumed.load_state_dict(uncounted.state_dict())
+    assert [list(resumed) for _ in range(3)] == [order] * 3
 
 
 def test_numbers_of_numpy_are_in_no_state() -> None:
