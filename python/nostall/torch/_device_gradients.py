@@ -351,8 +351,8 @@ class CollectiveSync(_DeviceSync):
         for other, theirs in enumerate(self._gathered(how)):
             if theirs != how:
                 raise PeerError(
-                    f"rank {self.ranks.rank} has {how}, and rank {other} {theirs}: pass the same options "
-                    "on all ranks"
+                    f"rank {self.ranks.rank} has {how}, and rank {other} {theirs}: pass the same "
+                    "options on all ranks"
                 )
         wire = WIRES.get(self.options.compression or "")
         return [

@@ -97,6 +97,7 @@ class GradientSync:
         self._submitted: dict[int, torch.Tensor] = {}
         # The gradients as they were given, each with torch's count of its changes.
         self._as_given: dict[int, tuple[torch.Tensor, int]] = {}
+        self._changed = ""  # why the step is refused
         self._views = options.views and options.mode == "planned" and options.compression is None
         # Ranks that negotiate have no common moment to gather rows.
         self._gathers_rows = options.mode == "planned"
@@ -213,7 +214,7 @@ class GradientSync:
         if not given.is_inference():  # whose changes torch does not count
             self._as_given[i] = given, given._version  # nor those that the engine makes
 
-    def changed(self) -> str:
+    def _find_changed(self) -> str:
         """Why a gradient cannot be used that is not the one that was given; "" if there is none."""
         for i, (given, changes) in self._as_given.items():
             now = self._parameters[i].grad
@@ -229,7 +230,7 @@ class GradientSync:
         """On all ranks: the gradient would be another one on each."""
         if not self._signed(2):
             return
-        mine = self.changed()
+        mine, self._changed = self._changed, ""
         self._settle()
         raise UsageError(
             mine
@@ -267,7 +268,7 @@ class GradientSync:
 
     def finish(self) -> None:
         """Submits zeros for parameters without a gradient here, so that every group is complete."""
-        changed = bool(self.changed())
+        self._changed = self._find_changed()
         for i in (*self._accumulated, *range(len(self._parameters))):
             if i in self._submitted:
                 continue
@@ -283,7 +284,7 @@ class GradientSync:
                 self._give(i, gradient)
             else:
                 self._submit_nothing(i)
-        self._sign(True, bool(self._sparse()), changed, bool(self._found_not_finite()))
+        self._sign(True, bool(self._sparse()), bool(self._changed), bool(self._found_not_finite()))
 
     def _found_not_finite(self) -> list[int]:
         """Gradients of this rank and step."""
@@ -560,10 +561,6 @@ class GradientSync:
         finally:
             self._paused = before
 
-    def end(self) -> None:
-        """Ends the reductions, for all ranks."""
-        self.engine.stop()
-
     def close(self) -> None:
         """Removes the hooks, gives the gradients memory of their own, and lets go of other ranks."""
         self._release()
@@ -729,11 +726,7 @@ class _Distributed:
 
     def _step_by_group(self) -> None:
         """Updates the parameters of each group as soon as it is reduced."""
-        sync = self.gradient_sync
-        if changed := sync.changed():  # groups are updated before all ranks could be asked
-            sync.end()
-            raise UsageError(changed)
-        self._nostall_give()
+        sync = self._nostall_give()
         sparse = set(sync._sparse())
         for numbers in sync.plan:
             own = [i for i in numbers if i < len(sync._parameters)]
@@ -742,6 +735,7 @@ class _Distributed:
             sync._store(own)
             self._nostall_update(i for i in own if i not in sparse)
         sync._wait()
+        sync._refuse_changed()  # after the updates, which are the same on all ranks
         sync._end()
         self._nostall_update(sync._sparse())  # their rows are those of all ranks when the step ends
 

@@ -1119,5 +1119,4 @@ with torch.inference_mode():
 @pytest.mark.multi
 def test_a_gradient_that_one_rank_changes_is_refused_on_all() -> None:
     first, second = run_ranks(2, CHANGED_ON_ONE)
-    assert first == ["UsageError", "PeerError", [-1.0] * 3]
-    assert second == ["UsageError", "UsageError", [-1.0] * 3]
+    assert first == second == ["UsageError", "UsageError", [-1.0] * 3]
