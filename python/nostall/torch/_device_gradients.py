@@ -163,6 +163,9 @@ class _DeviceSync(GradientSync):
     def _note(self, i: int) -> None:
         """Gradients lie in common buffers, of which torch counts the changes together."""
 
+    def _refuse_changed(self) -> None:
+        """No rank notes any: a step need not wait to hear of them."""
+
     def _mine(self) -> torch.Stream:
         """The stream that computes."""
         return self._place.current()

@@ -74,7 +74,7 @@ def test_a_training_in_both_modes_is_analysed(
         # What the file says is what the engine counted.
         began = Counter(e["name"] for e in events if e["ph"] == "B")
         assert began["ALLREDUCE"] == began["NEGOTIATE_ALLREDUCE"] == 6 * STEPS
-        assert stats["tensors"] == began["ALLREDUCE"] + 2 * STEPS  # two signs of the optimizer
+        assert stats["tensors"] == began["ALLREDUCE"] + 3 * STEPS  # three signs of the optimizer
         ticks = Counter(e["name"] for e in events if e["ph"] == "X")
         assert ticks == {"0": 6 * STEPS, "1": 6 * STEPS}
         times = [e["ts"] for e in events if "ts" in e]
