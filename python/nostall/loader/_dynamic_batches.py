@@ -69,7 +69,7 @@ class DynamicBatches:
         sawtooth: bool = False,
         agree: Callable[[float], float] | None = None,
     ) -> None:
-        if not isinstance(loader, DataLoader):
+        if not all(hasattr(loader, name) for name in ("plan", "epochs", "world")):
             raise UsageError(f"DynamicBatches takes a nostall.DataLoader, not {loader!r}")
         if agree is not None and not callable(agree):
             raise UsageError(f"agree must be a function, or None, not {agree!r}")
