@@ -26,7 +26,7 @@ Names: TypeAlias = Sequence[str | Sequence[str]]
 
 def _checked(names: Any) -> tuple[str | Sequence[str], ...]:
     """The names of each member, if no two members have the same."""
-    if isinstance(names, bytes) or not isinstance(names, Iterable):
+    if isinstance(names, (bytes, Mapping)) or not isinstance(names, Iterable):
         raise UsageError(f"names must be a tuple of names, not {names!r}")
     given = (names,) if isinstance(names, str) else tuple(names)
     each = [
