@@ -67,8 +67,8 @@ def texts(name: str, value: Any) -> tuple[str, ...]:
     Raises:
         UsageError: it is no sequence of texts.
     """
-    one = isinstance(value, (str, bytes)) or not isinstance(value, Iterable)
-    listed: list[Any] = [None] if one else list(value)
-    if not all(isinstance(one, str) for one in listed):
+    several = isinstance(value, Iterable) and not isinstance(value, (str, bytes))
+    listed = tuple(value) if several else ()
+    if not several or not all(isinstance(text, str) for text in listed):
         raise UsageError(f"{name} must be a list of texts, not {value!r}")
-    return tuple(listed)
+    return listed

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 import numpy as np
 
 from nostall import _native
+from nostall.base import _checks as checks
 from nostall.base._paths import path_of
 from nostall.base._sizes import format_bytes
 from nostall.base._words import counted
@@ -64,7 +65,7 @@ class Pixels:
 
     def __post_init__(self) -> None:
         sides = (self.height, self.width, self.channels)
-        if not all(isinstance(s, (int, np.integer)) and s is not True and s > 0 for s in sides):
+        if not all(checks.is_whole(side) and side > 0 for side in sides):
             raise UsageError(
                 f"pixels of {self.height!r} rows, {self.width!r} columns and {self.channels!r} "
                 "channels cannot be: give whole numbers above 0"

@@ -211,8 +211,9 @@ class GradientSync:
         """Remembers how a gradient was given."""
         given = self._parameters[i].grad
         assert given is not None
-        if not given.is_inference():  # whose changes torch does not count
-            self._as_given[i] = given, given._version  # nor those that the engine makes
+        # Torch counts no changes of inference tensors, and none that the engine makes.
+        if not given.is_inference():
+            self._as_given[i] = given, given._version
 
     def _find_changed(self) -> str:
         """Why a gradient cannot be used that is not the one that was given; "" if there is none."""
