@@ -1398,6 +1398,19 @@ def test_a_path_that_is_no_utf8_is_told_on_all_ranks(
     assert r"rank 0: cannot note the branch in /data/\udcff" in caplog.text
 
 
+def blinded(monkeypatch: pytest.MonkeyPatch, hidden: Callable[[int, str], bool]) -> threading.local:
+    """While a rank's `blind` is set it sees no such manifest, by step and name: as over NFS, where a
+    client keeps names, also those that were not there."""
+    mine, inner = threading.local(), Store.read
+
+    def read(store: Store, at: int, name: str) -> Any:
+        hides = getattr(mine, "blind", 0) and hidden(at, name)
+        return None if hides else inner(store, at, name)
+
+    monkeypatch.setattr(Store, "read", read)
+    return mine
+
+
 @pytest.mark.parametrize(("step", "looks"), [(2, 3), (2, 99), (1, 99)])
 def test_a_checkpoint_that_a_rank_sees_late_is_looked_for_again(
     tmp_path: Path,
@@ -1406,19 +1419,14 @@ def test_a_checkpoint_that_a_rank_sees_late_is_looked_for_again(
     step: int,
     looks: int,
 ) -> None:
-    """As over NFS, where a client keeps names, also those that were not there."""
-    make, rank1, inner = ranked(tmp_path, 2), threading.local(), Store.read
+    make, rank1 = ranked(tmp_path, 2), blinded(monkeypatch, lambda at, _: at == step)
     pauses: list[float] = []
-
-    def read(store: Store, at: int, name: str) -> Any:
-        return None if at == step and getattr(rank1, "blind", 0) else inner(store, at, name)
 
     def pause(seconds: float) -> None:
         if getattr(rank1, "blind", 0):
             rank1.blind -= 1
             pauses.append(seconds)
 
-    monkeypatch.setattr(Store, "read", read)
     monkeypatch.setattr(_search, "time", SimpleNamespace(sleep=pause))
 
     def work(rank: int, gather: Any) -> Any:
@@ -1446,12 +1454,7 @@ def test_what_was_given_up_is_not_looked_for_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A rank does not see a save of a branch that is not the current one."""
-    make, rank1, inner = ranked(tmp_path, 2), threading.local(), Store.read
-
-    def read(store: Store, at: int, name: str) -> Any:
-        return None if getattr(rank1, "blind", False) else inner(store, at, name)
-
-    monkeypatch.setattr(Store, "read", read)
+    make, rank1 = ranked(tmp_path, 2), blinded(monkeypatch, lambda *_: True)
 
     def work(rank: int, gather: Any) -> Any:
         with make(rank, gather) as ckpt:
@@ -1476,16 +1479,12 @@ def test_what_was_given_up_is_not_looked_for_again(
 def test_a_checkpoint_that_a_rank_sees_late_beside_a_damaged_one_is_looked_for_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    make, rank1, inner = ranked(tmp_path, 2), threading.local(), Store.read
-
-    def read(store: Store, at: int, name: str) -> Any:
-        blind = getattr(rank1, "blind", 0) and name.startswith("manifest-")
-        return None if blind else inner(store, at, name)
+    make = ranked(tmp_path, 2)
+    rank1 = blinded(monkeypatch, lambda _, name: name.startswith("manifest-"))
 
     def pause(seconds: float) -> None:
         rank1.blind = max(0, getattr(rank1, "blind", 0) - 1)
 
-    monkeypatch.setattr(Store, "read", read)
     monkeypatch.setattr(_search, "time", SimpleNamespace(sleep=pause))
 
     def work(rank: int, gather: Any) -> Any:
