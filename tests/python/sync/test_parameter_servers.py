@@ -482,8 +482,9 @@ class Proxies:
 
 
 def test_a_server_that_waits_says_so(streams: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_parameter_shard, "_PARTS", 600)
     proxies = Proxies(streams)
+    # From here on: the servers' first answers may wait for parameters too.
+    monkeypatch.setattr(_parameter_shard, "_PARTS", 600)
     proxies.push(0)
     assert [proxies.ends[0].receive() for _ in range(2)] == [{"wait": True}] * 2
     proxies.shard._timeout = 0.2
