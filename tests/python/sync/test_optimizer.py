@@ -174,6 +174,7 @@ for _ in range(20):
     bucket = Bucket()
     result |= set(nt.reduce_bucket(reducer, bucket).wait().tolist())
 result = sorted(result)
+dist.barrier()  # one half may end before the other has connected to it
 dist.destroy_process_group()
 """
     )
