@@ -10,6 +10,7 @@ import resource
 import shutil
 import statistics
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -49,6 +50,12 @@ def _sync(path: Path) -> None:
         os.close(fd)
 
 
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+
+
 class Method:
     """How one way of checkpointing saves; `finish` returns once all is durable. This saves nothing."""
 
@@ -66,12 +73,10 @@ class Method:
         """Until everything is durable."""
 
     def path(self, number: int) -> Path:
-        path = self.directory / f"checkpoint-{number}"
+        """Where a checkpoint goes. The second last is removed behind, as nostall removes its own."""
         old = self.directory / f"checkpoint-{number - 2}"
-        if old.is_dir():
-            shutil.rmtree(old)
-        old.unlink(missing_ok=True)
-        return path
+        threading.Thread(target=_remove, args=(old,)).start()
+        return self.directory / f"checkpoint-{number}"
 
 
 class TorchSave(Method):
