@@ -218,6 +218,33 @@ def test_words_of_a_short_run_have_its_milliseconds() -> None:
     assert text.startswith("This run waited 40.0 % of its time, 0.040 of 0.100 s")
 
 
+def test_loaders_in_use_at_the_same_time_count_once() -> None:
+    def one(made: float | None, began: list[float], seconds: float) -> Loader:
+        """A loader with an epoch of two batches, the first after a second, at each of the moments."""
+        stats = alone.loaders[0].stats
+        epochs = [
+            replace(stats.epochs[0], epoch=i, seconds=seconds, batches=2) for i in range(len(began))
+        ]
+        columns = {n: [0.0] * 2 * len(began) for n in BatchRecords.__dataclass_fields__}
+        columns |= {"time": [t + d for t in began for d in (1.0, 2.0)]}
+        columns |= {"wait": [1.0, 0.0] * len(began)}
+        stats = replace(stats, epochs=epochs, batches=BatchRecords(**columns), made=made)
+        return Loader({}, stats)
+
+    alone = made()
+    train = one(1e9, [0.0, 20.0], 10.0)
+    assert Rank(0, [train]).seconds == 20.0
+    # A validation amid the first epoch, and one that outlasts the second.
+    assert Rank(0, [train, one(1e9 + 3, [0.0, 22.0], 6.0)]).seconds == pytest.approx(21.0)
+    assert Rank(0, [train, one(None, [0.0, 22.0], 6.0)]).seconds == 32.0  # of no known moment
+    # Of an epoch that began before the first recorded batch it is not known either.
+    assert train.stats.batches is not None
+    cut = BatchRecords(**{n: c[2:] for n, c in vars(train.stats.batches).items()})
+    train = replace(train, stats=replace(train.stats, batches=cut))
+    assert Rank(0, [train, one(1e9 + 23, [0.0], 2.0)]).seconds == 20.0
+    assert Rank(0, [train, one(1e9 + 3, [0.0], 2.0)]).seconds == 22.0
+
+
 def without_remedy(threads: int = 1, cores: int = 1) -> Rank:
     """Of its 20 s it waits 4 for decoding and 1 for idle threads; its data lies in memory."""
     rank = made()

@@ -25,7 +25,7 @@ from nostall.observe import _values as values
 from nostall.observe._held import Held
 from nostall.observe._stats import POOLS, BatchRecords, Stats, by_loader, device_lines
 from nostall.observe.report import _digest as digest
-from nostall.observe.report._digest import CAUSES, Digest
+from nostall.observe.report._digest import CAUSES, Digest, Spans
 from nostall.observe.report._mpi_trace import MPI
 from nostall.observe.timelines import Analysis, analyze, is_trace
 from nostall.observe.timelines._stream import Source
@@ -93,10 +93,10 @@ class Rank:
 
     @property
     def seconds(self) -> float:
-        """The rank's part of the run."""
+        """The rank's part of the run; without a trace the time in which any loader had an epoch."""
         if self.digest is not None:
             return self.digest.seconds
-        return sum(x.stats.seconds for x in self.loaders)
+        return _together([x.stats for x in self.loaders])
 
     @property
     def began(self) -> float:
@@ -140,6 +140,27 @@ class Rank:
     def phase(self, category: str) -> float | None:
         """Seconds in spans of a category; None if nothing was recorded."""
         return self.digest.busy(category) if self.digest is not None else None
+
+
+def _together(stats: Sequence[Stats]) -> float:
+    """Seconds in which a process's loaders were in epochs, of which several may lie in one another.
+
+    An epoch of which no batch is recorded counts as one by itself.
+    """
+    alone, spans = 0.0, [(0.0, 0.0)]
+    zero = min((s.made for s in stats if s.made is not None), default=0.0)
+    for one in stats:
+        left = len(one.batches.time)
+        for epoch in reversed(one.epochs):
+            left -= epoch.batches
+            if one.made is None or left < 0 or epoch.batches == 0:
+                alone += epoch.seconds
+                continue
+            began = one.made - zero + one.batches.time[left] - one.batches.wait[left]
+            spans.append((began, began + epoch.seconds))
+    begin, end = np.array(spans).T
+    nothing = np.zeros_like(begin)
+    return alone + Spans(begin, end, nothing, nothing).merged().seconds
 
 
 def _used_together(stats: Sequence[Stats]) -> list[list[Stats]]:
