@@ -721,7 +721,7 @@ class DataLoader:
         batches = self._plan.batches_in(epoch)
         if start < batches:
             loader.seek(epoch, start)
-        running = self._recorder.begin_epoch(epoch)
+        running = self._recorder.begin_epoch(epoch, batches - start)
         made = functools.partial(self._recipe.batches, loader, batches - start)
         here, ahead = made(), None
         if self._recipe.place is not None:
@@ -735,6 +735,7 @@ class DataLoader:
                     )
                 # Nothing here refers to a batch that was handed out: its memory is the caller's.
                 yield self._hand_out(running, (epoch, index + 1), here, ahead)
+            self._recorder.end_epoch(running, over=True)
             if self._recipe.place is not None:
                 self._recipe.place.pause()
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,10 @@ class Recorder:
         # Since when the consumer waits, and for which batch of the epoch: for other threads.
         self._waiting: tuple[float, int] | None = None
         self._batches = 0
+        # When it got the newest batch, and the longest step between two of the epoch.
+        self._got = self._longest = 0.0
+        # When the epoch's last step is taken to be over: who knows the length never asks for more.
+        self._until = math.inf
         self.live: Callable[[Recorder, int, int, int], None] | None = None
         self.device: Callable[[], dict[str, float]] = dict  # what its device waited for
 
@@ -70,8 +75,10 @@ class Recorder:
         """The most memory seen, by pool."""
         return dict(zip(_POOLS, self._record.most, strict=True))
 
-    def _frozen(self, running: _Running) -> EpochStats:
+    def _frozen(self, running: _Running, over: bool = False) -> EpochStats:
         waiting, now = self._waiting, time.perf_counter()
+        if not over:
+            now = min(now, self._until)  # which is set after any moment that counted before
         number, batches, samples, stall, decode, origins, substituted = self._record.taken
         if waiting is not None and waiting[1] == batches:  # else that batch counts already
             stall += max(0.0, now - waiting[0])
@@ -89,15 +96,16 @@ class Recorder:
             substituted=substituted,
         )
 
-    def begin_epoch(self, epoch: int) -> _Running:
-        """Ends the epoch before, if its iterator has not ended it."""
+    def begin_epoch(self, epoch: int, batches: int) -> _Running:
+        """Ends the epoch before, if its iterator has not ended it; `batches` are to be handed out."""
         epochs, current = self._state
         if current is not None:
             self.end_epoch(current)
             epochs, _ = self._state
         self._waiting, self._batches = None, 0
+        self._longest, self._until = 0.0, math.inf
         self._record.begin(epoch)
-        running = _Running(time.perf_counter())
+        running = _Running(time.perf_counter(), batches)
         self._state = epochs, running
         self.epochs_begun = max(self.epochs_begun, epoch + 1)
         return running
@@ -105,6 +113,8 @@ class Recorder:
     def wait(self) -> float:
         """The consumer asks for a batch."""
         began = time.perf_counter()
+        if self._batches:
+            self._longest = max(self._longest, began - self._got)
         self._waiting = began, self._batches
         return began
 
@@ -112,18 +122,24 @@ class Recorder:
         self, batch: _native.Batch, began: float, substituted: Sequence[tuple[int, int, str]]
     ) -> None:
         """The consumer, which asked for it at `began`, has got a batch."""
-        now = time.perf_counter()
+        now = self._got = time.perf_counter()
         self._batches += 1
         self._record.add(batch, now - self._start, now - began)
         for bad, _, _ in substituted:
             self._record.substitute(bad)
+        running = self._state[1]
+        if running is not None and self._batches == running.batches:
+            self._until = time.perf_counter() + self._longest
         if self.live is not None:
             self.live(self, batch.epoch, batch.index, batch.queue)
 
-    def end_epoch(self, running: _Running) -> None:
-        """Ends the epoch if it is still the current one: an abandoned iterator may end late."""
+    def end_epoch(self, running: _Running, over: bool = False) -> None:
+        """Ends the epoch if it is still the current one: an abandoned iterator may end late.
+
+        `over`: the consumer has asked for more, so that its last step has ended too.
+        """
         if self.is_current(running):
-            ended = self._frozen(running)
+            ended = self._frozen(running, over)
             epochs = [*self._state[0], ended]
             if len(epochs) > 2 * _EPOCHS:
                 epochs = [as_one(epochs[:-_EPOCHS]), *epochs[-_EPOCHS:]]
@@ -185,3 +201,4 @@ class _Running:
     """An iteration of one epoch."""
 
     start: float
+    batches: int

@@ -49,6 +49,8 @@ class OriginStats:
 class EpochStats:
     """One epoch of one rank, or of several ranks together (then seconds are the slowest's).
 
+    `seconds` are those up to the end of the last step. Where the consumer asks for no more after the
+    last batch that is not known, and a step is taken to last as long as the longest before.
     Of a job of very many epochs the oldest are one entry, whose `epoch` is -1.
     """
 

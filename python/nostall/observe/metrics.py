@@ -193,15 +193,22 @@ def _handler() -> type[BaseHTTPRequestHandler]:
         timeout = _CLIENT_SECONDS
 
         def do_GET(self) -> None:
-            if self.path != "/metrics":
+            self.wfile.write(self._begin())
+
+        def do_HEAD(self) -> None:
+            self._begin()
+
+        def _begin(self) -> bytes:
+            """Sends the head of the answer, and returns what it is of."""
+            if self.path.partition("?")[0] != "/metrics":  # who scrapes may add what it likes
                 self.send_error(404, "there is only /metrics")
-                return
+                return b""
             body = text().encode()
             self.send_response(200)
             self.send_header("Content-Type", "text/plain; version=0.0.4")
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
-            self.wfile.write(body)
+            return body
 
         def log_message(self, format: str, *args: Any) -> None:
             """Logs nothing: standard error belongs to the training."""
@@ -281,7 +288,8 @@ def _scalars(of: EpochStats) -> dict[str, float]:
 class Interval:
     """What a loader did since the last call, or since this was made; the names are those of `scalars`.
 
-    Time between epochs does not count. Nothing is given where no batch was taken.
+    Time between epochs does not count, nor what follows the last batch of an epoch where no more is
+    asked for, beyond its longest step. Nothing is given where no batch was taken.
 
     Args:
         loader: it need not have begun.

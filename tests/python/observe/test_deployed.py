@@ -11,7 +11,7 @@ import yaml
 from nostall import metrics
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
-FUNCTIONS = {"rate", "increase", "sum", "max", "by", "ignoring", "group_left", "and"}
+FUNCTIONS = {"rate", "increase", "sum", "max", "by", "without", "ignoring", "group_left", "and"}
 VARIABLES = {"job", "__rate_interval"}
 
 
@@ -28,7 +28,7 @@ def check(expression: str) -> set[str]:
         ), inside
     used = set(re.findall(r"\$(\w+)", expression))
     assert used <= VARIABLES, expression
-    bare = re.sub(r"\{[^}]*\}|\[[^\]]*\]|(?:by|ignoring) ?\([^)]*\)", "", expression)
+    bare = re.sub(r"\{[^}]*\}|\[[^\]]*\]|(?:by|without|ignoring) ?\([^)]*\)", "", expression)
     names = set(re.findall(r"[a-z_]\w*", bare)) - FUNCTIONS
     assert names and names <= served(), (expression, names - served())
     # What only grows is looked at by its rate.
@@ -60,3 +60,6 @@ def test_alerts_are_of_what_is_served() -> None:
         assert re.fullmatch(r"\d+[mh]", rule.get("for", "1m"))
         assert set(rule["annotations"]) == {"summary", "description"}
         check(rule["expr"])
+        # A label that a sum leaves out is not there for its words.
+        (left_out,) = re.findall(r"without \((\w+)\)", rule["expr"])[:1] or [None]
+        assert left_out is None or f"$labels.{left_out}" not in rule["annotations"]["summary"]

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import prefork
 import pytest
 
@@ -27,6 +28,7 @@ from nostall import metrics, trace
 from nostall.cli import _top as top
 from nostall.cli import main
 from nostall.errors import IoError, UsageError
+from nostall.observe import _recorder
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +58,36 @@ def test_a_port_is_a_whole_number(port: Any) -> None:
 def test_an_interval_is_of_a_loader(loader: Any) -> None:
     with pytest.raises(UsageError, match=r"Interval takes a nostall\.DataLoader, not "):
         metrics.Interval(loader)
+
+
+def test_what_follows_the_last_batch_of_an_open_iterator_is_not_of_its_epoch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(
+        _recorder, "time", SimpleNamespace(perf_counter=lambda: now, time=time.time)
+    )
+    data = nostall.Arrays({"x": np.arange(12)})
+    with nostall.DataLoader(data, 4, epochs=4, tiers=[]) as loader:
+        batches = iter(loader)
+        for seconds in (2.0, 3.0, 1.0):
+            next(batches)
+            now += seconds
+        assert loader.stats().seconds == 6.0  # its last step is under way
+        now += 100.0  # a validation, of a trainer that knows the length
+        assert loader.stats().seconds == 8.0  # a step is taken to last as long as the longest
+        for i, _ in enumerate(loader):
+            now += 10.0 if i == 2 else 1.0
+        assert [e.seconds for e in loader.stats().epochs] == [8.0, 12.0]  # that end was seen
+        for _ in loader:
+            now += 5.0
+            break
+        now += 50.0
+        assert loader.stats().epochs[-1].seconds == 5.0  # the iterator is gone
+        batches = iter(loader)
+        next(batches)
+        now += 50.0
+        assert loader.stats().epochs[-1].seconds == 50.0  # two batches are left: it may be a step
 
 
 def test_prometheus_sees_a_loader_while_it_runs(image_folder: Path) -> None:
@@ -130,6 +162,20 @@ def closed(connection: socket.socket) -> bool:
     with contextlib.suppress(ConnectionResetError):
         return connection.recv(1) == b""
     return True
+
+
+def test_a_scraper_may_add_to_the_address_and_ask_for_the_head_alone() -> None:
+    address = f"http://127.0.0.1:{metrics.serve(0)}"
+    with urllib.request.urlopen(f"{address}/metrics?format=prometheus") as answer:
+        body = answer.read()
+        assert body.startswith(b"# HELP nostall_batches_total")
+    with urllib.request.urlopen(
+        urllib.request.Request(f"{address}/metrics", method="HEAD")
+    ) as head:
+        assert head.status == 200 and head.headers["Content-Length"] == str(len(body))
+        assert head.read() == b""
+    with pytest.raises(urllib.error.HTTPError, match="there is only /metrics"):
+        urllib.request.urlopen(f"{address}/metric?s")
 
 
 def test_a_silent_client_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

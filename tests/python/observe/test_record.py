@@ -144,7 +144,7 @@ def test_sums_never_fall_while_another_thread_asks_for_them(
         def late(running: record._Running) -> record.EpochStats:
             # The consumer goes on to its next epoch before this thread has read the sums.
             monkeypatch.undo()
-            recorder.begin_epoch(2)
+            recorder.begin_epoch(2, 3)
             return freeze(running)
 
         list(source)
