@@ -1603,7 +1603,8 @@ void NodeCacheImpl::write_manifest(size_t t, bool last) {
   std::vector<bool> kept(sizes_.size());
   uint64_t count = 0;
   for (uint64_t s = 0; s < sizes_.size(); ++s) {
-    kept[s] = tier_[s] == t && state(s) == State::ready;
+    // One without a checksum could not be decoded: the source may have a repaired one by the next job.
+    kept[s] = tier_[s] == t && state(s) == State::ready && sums_.of(s) != 0;
     count += kept[s] ? 1 : 0;
   }
   const auto next = [&, s = uint64_t{0}]() mutable {
@@ -1690,7 +1691,7 @@ Manifest kept_records(const TierSpec& spec, uint64_t dataset, uint64_t samples) 
   auto manifest = parse_manifest(bytes, dataset);
   if (!manifest) return refuse(manifest.error().what());
   std::erase_if(manifest.value().records,
-                [samples](const KeptRecord& r) { return r.sample >= samples; });
+                [samples](const KeptRecord& r) { return r.sample >= samples || r.sum == 0; });
   return std::move(manifest).take();
 }
 

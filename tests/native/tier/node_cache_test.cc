@@ -1929,6 +1929,33 @@ TEST_F(NodeCacheTest, ATierIsKeptWhereAnotherJobLooksAtItsFileMeanwhile) {
   EXPECT_TRUE(warnings_.empty());
 }
 
+TEST_F(NodeCacheTest, ASampleWhoseChecksumWasForgottenIsNotKept) {
+  auto c = config(0, 1, TierKind::file);
+  c.tiers[0].keep = true;
+  {
+    const auto cache = attach(c);
+    put(*cache, 2);
+    put(*cache, 7);
+    cache->sums().forget(2);
+  }
+  std::vector<KeptRecord> kept = kept_records(c.tiers[0], c.dataset, kSamples).records;
+  ASSERT_EQ(kept.size(), 1u);
+  EXPECT_EQ(kept[0].sample, 7u);
+  EXPECT_EQ(attach(c)->state(2), State::empty);
+  // Listed all the same, as by an earlier release.
+  kept.push_back({2, 2 * (kSize + kRecordHeader), 0});
+  std::ofstream manifest(manifest_name(kept_file_name(c.tiers[0].path, c.dataset)));
+  const auto write = [&](std::span<const std::byte> bytes) {
+    manifest.write(reinterpret_cast<const char*>(bytes.data()),
+                   static_cast<std::streamsize>(bytes.size()));
+    return 0;
+  };
+  write_manifest(
+      c.dataset, c.stamp, kept.size(), [&, i = 0]() mutable { return kept[i++]; }, write);
+  manifest.close();
+  EXPECT_EQ(kept_records(c.tiers[0], c.dataset, kSamples).records.size(), 1u);
+}
+
 TEST_F(NodeCacheTest, AJobIsToldThatAnotherOneUsesTheKeptTier) {
   auto c = config(0, 1, TierKind::file);
   c.tiers[0].keep = true;

@@ -260,6 +260,38 @@ def test_a_file_that_could_not_be_decoded_may_be_repaired(
         run("raise")
 
 
+def test_what_cannot_be_decoded_costs_a_kept_tier_only_itself(
+    make_folder: Callable[[int], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = make_folder(12)
+    bad = root / "class0" / "004.jpg"
+    whole = bad.read_bytes()
+    bad.write_bytes(bytes(len(whole)))
+
+    def run() -> tuple[list[int], int]:
+        with nostall.DataLoader(
+            nostall.ImageFolder(root),
+            4,
+            epochs=1,
+            tiers=[f"{tmp_path / 'tier'}:1MiB:keep"],
+            transforms=[t.CenterCrop(8), t.ToTensor()],
+            output="numpy",
+            on_error="substitute",
+        ) as loader:
+            for _ in loader:
+                pass
+            told = loader.stats().epochs[0]
+            return sorted(told.substituted), told.origins["source"].samples
+
+    run()
+    os.utime(bad.parent)  # so that one sample that differs is enough to give the tier up
+    assert run() == ([2], 1)
+    assert "starts empty" not in caplog.text
+    bad.write_bytes(whole)
+    assert run() == ([], 1)
+    assert run() == ([], 0)
+
+
 def test_a_transform_in_python_gets_no_wrong_bytes(tmp_path: Path) -> None:
     root = tmp_path / "data"
     write_version(root, 1)
