@@ -352,7 +352,10 @@ class NodeCacheImpl final : public NodeCache {
     } catch (const std::bad_alloc&) {
       // The sample is not served, whether that could be logged or not.
     }
-    set(sample, State::failed);
+    if (state_of(words_[sample].exchange(word_of(State::failed))) == State::ready) {
+      header_->ram_bytes.fetch_sub(range_of(sample).size, std::memory_order_relaxed);
+    }
+    wake(sample);
   }
 
   uint64_t entry_of(uint64_t chunk, uint64_t place) const noexcept override {
@@ -462,7 +465,7 @@ class NodeCacheImpl final : public NodeCache {
                                                 word_of(again ? State::empty : State::failed))) {
       return false;
     }
-    if (again) header_->file_bytes.fetch_sub(sizes_[sample] + kRecordHeader);
+    header_->file_bytes.fetch_sub(sizes_[sample] + kRecordHeader);
     if (dropped) return false;
     const size_t t = tier_[sample];
     warn(t, Told::read,

@@ -255,7 +255,7 @@ class NodeCache {
   // for a few calls per second.
   virtual std::optional<PeerFailure> dead_peer() const = 0;
 
-  // Bytes of shared memory and of tier files in use by this node's ready and filling samples.
+  // Bytes of shared memory and of tier files in use by this node's ready samples.
   virtual uint64_t ram_bytes() const noexcept = 0;
   virtual uint64_t file_bytes() const noexcept = 0;
 };

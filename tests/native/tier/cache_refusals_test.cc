@@ -112,7 +112,7 @@ TEST_F(CacheRefusals, AStoreThatForgetsOrFailsCostsItsSamples) {
   EXPECT_NE(warnings_[0].find("sample 2 in the tier a store: a record is of another content"),
             std::string::npos)
       << warnings_[0];
-  EXPECT_EQ(a->file_bytes(), 3 * (kSize + kRecordHeader));
+  EXPECT_EQ(a->file_bytes(), 2 * (kSize + kRecordHeader));
   put(*a, 1);
   EXPECT_TRUE(b->file_read(1, second));
 
@@ -140,7 +140,10 @@ TEST_F(CacheRefusals, AnEarlierWarningSilencesNoneOfAnotherKind) {
   cache->reject(1);
   EXPECT_TRUE(warned("sample 1 in the RAM tier has changed since it was read (wrong CRC32C)"));
   put(*cache, 2);
+  EXPECT_EQ(cache->ram_bytes(), kSize);
   cache->reject(2);
+  cache->reject(2);
+  EXPECT_EQ(cache->ram_bytes(), 0u);
   EXPECT_EQ(warnings_.size(), 2u);
 }
 
