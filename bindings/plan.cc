@@ -241,14 +241,18 @@ void bind_places(nb::module_& m) {
   m.def(
       "source_bytes_lower_bound",
       [](const plan::JobSpec& spec, const bindings::Ids& sizes, uint64_t capacity,
-         uint32_t first_epoch, uint64_t first_batch) {
+         uint32_t first_epoch, uint64_t first_batch,
+         const std::optional<std::vector<uint32_t>>& epochs) {
         return bindings::without_gil([&] {
-          return plan::source_bytes_lower_bound(spec, {sizes.data(), sizes.size()}, capacity,
-                                                {first_epoch, first_batch});
+          const std::span<const uint64_t> all(sizes.data(), sizes.size());
+          const plan::Position begin{first_epoch, first_batch};
+          return epochs ? plan::source_bytes_lower_bound(spec, all, capacity, begin, *epochs)
+                        : plan::source_bytes_lower_bound(spec, all, capacity, begin);
         });
       },
       nb::arg("spec"), nb::arg("sizes"), nb::arg("capacity"), nb::arg("first_epoch") = 0,
-      nb::arg("first_batch") = 0);
+      nb::arg("first_batch") = 0, nb::arg("epochs") = nb::none(),
+      "The fewest bytes to read from the source, of all epochs or of these.");
 }
 
 }  // namespace

@@ -165,9 +165,10 @@ def _lower_bound(
     recorder: Recorder,
 ) -> int:
     spec = Plan(**planned).native
+    epochs = None
     if spec.epochs > _BOUNDED:
-        spec.epochs = min(spec.epochs, max(recorder.epochs_begun, begin[0] + 1))
-    return int(_native.source_bytes_lower_bound(spec, sizes, capacity, *begin))
+        epochs = list(itertools.chain.from_iterable(recorder.epochs_begun)) or [begin[0]]
+    return int(_native.source_bytes_lower_bound(spec, sizes, capacity, *begin, epochs))
 
 
 def _named(kind: type[enum.Enum], value: str) -> Any:

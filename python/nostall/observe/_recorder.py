@@ -42,7 +42,7 @@ class Recorder:
         self._start, self._made = time.perf_counter(), time.time()
         # The epochs that have ended, and the one under way: replaced together, for other threads.
         self._state: tuple[list[EpochStats], _Running | None] = [], None
-        self.epochs_begun = 0  # one more than the last number
+        self.epochs_begun: list[range] = []  # their numbers, each once
         self._record = _native.Record(_BATCHES)
         # Since when the consumer waits, and for which batch of the epoch: for other threads.
         self._waiting: tuple[float, int] | None = None
@@ -107,8 +107,17 @@ class Recorder:
         self._record.begin(epoch)
         running = _Running(time.perf_counter(), batches)
         self._state = epochs, running
-        self.epochs_begun = max(self.epochs_begun, epoch + 1)
+        self._note_begun(epoch)
         return running
+
+    def _note_begun(self, epoch: int) -> None:
+        runs = self.epochs_begun
+        if any(epoch in run for run in runs):
+            return
+        if runs and runs[-1].stop == epoch:
+            runs[-1] = range(runs[-1].start, epoch + 1)
+        else:
+            runs.append(range(epoch, epoch + 1))
 
     def wait(self) -> float:
         """The consumer asks for a batch."""

@@ -658,6 +658,20 @@ def test_going_back_before_the_start_places_what_comes_from_there(image_folder: 
         assert loader.stats().lower_bound_bytes == bound
 
 
+def test_the_bound_of_a_loader_without_an_end_is_of_the_epochs_that_began(
+    image_folder: Path,
+) -> None:
+    folder = nostall.ImageFolder(image_folder, index=False)
+    with nostall.DataLoader(folder, 8, tiers=[]) as loader:
+        for epoch in (0, 1, 10**9, 10**9, 7):
+            loader.set_epoch(epoch)
+            labels_of(loader)
+        stats = loader.stats()
+    assert stats.source_bytes == 5 * folder.total_bytes
+    # What is read of an epoch a second time may have been left out the first time.
+    assert stats.lower_bound_bytes == 4 * folder.total_bytes
+
+
 @pytest.mark.parametrize(
     "other", [{"shuffle": False}, {"order": list(range(60, -1, -1))}, {"order": "keyed"}]
 )

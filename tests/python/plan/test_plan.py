@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from nostall import Plan, _native
+from nostall import Plan, Weighted, _native
 from nostall.errors import UsageError
 
 
@@ -187,6 +188,45 @@ def test_the_lower_bound_of_a_job_that_goes_on(
         expected += total - min(rest, capacity)
         expected += (epochs - epoch - 2) * max(0, total - capacity)
     assert bound == expected
+
+
+def least_of(order: list[list[int]], sizes: list[int], capacity: int) -> int:
+    """The bound as a linear program: how much of each sample is kept from one epoch to the next."""
+    import scipy.optimize
+
+    uses: dict[int, list[int]] = {}
+    for epoch, samples in enumerate(order):
+        for sample in set(samples):
+            uses.setdefault(sample, []).append(epoch)
+    gaps = [(s, a, b) for s, at in uses.items() for a, b in itertools.pairwise(at)]
+    read = sum(sizes[s] * len(at) for s, at in uses.items())
+    if not gaps:
+        return read
+    crossed = [[sizes[s] * (a < e <= b) for s, a, b in gaps] for e in range(1, len(order))]
+    saved = scipy.optimize.linprog(
+        [-sizes[s] for s, _, _ in gaps],
+        A_ub=crossed,
+        b_ub=[capacity] * len(crossed),
+        bounds=(0, 1),
+    )
+    return read + round(saved.fun)
+
+
+@settings(max_examples=40)
+@given(
+    epochs=st.lists(st.integers(0, 30), min_size=2, max_size=6, unique=True),
+    share=st.floats(0, 1.2),
+    seed=st.integers(0, 99),
+)
+def test_the_lower_bound_of_some_epochs(epochs: list[int], share: float, seed: int) -> None:
+    """Of epochs that leave samples out, so that what is kept skips epochs."""
+    weights = np.random.default_rng(seed).random(12)
+    plan = Plan(samples=12, batch_size=2, epochs=31, seed=seed, order=Weighted(weights))
+    sizes = np.random.default_rng(seed).integers(0, 50, 12).astype(np.uint64)
+    capacity = int(share * int(sizes.sum()))
+    bound = _native.source_bytes_lower_bound(plan.native, sizes, capacity, 0, 0, epochs)
+    order = [plan.epoch_order(e).tolist() for e in epochs]
+    assert bound == least_of(order, sizes.tolist(), capacity)
 
 
 @settings(max_examples=60)
