@@ -35,7 +35,7 @@ CopySchedule::CopySchedule(const JobSpec& spec, uint32_t first_rank, uint32_t ra
       epoch_(first_epoch),
       known_(first_epoch) {
   for (uint32_t r = first_rank; r < first_rank + ranks; ++r) {
-    of_batch_ += batch_positions(spec, r, spec.global_batch).size();
+    of_batch_ += batch_share(spec, r, largest_batch(spec));
   }
 }
 

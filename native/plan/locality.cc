@@ -22,7 +22,7 @@ RankEpoch local_rank_epoch(const JobSpec& spec, std::span<const SampleId> order,
     const std::span<const SampleId> batch =
         order.subspan(begin, std::min<uint64_t>(spec.global_batch, order.size() - begin));
     for (uint32_t r = 0; r < spec.world; ++r) {
-      room[r] = batch_positions(spec, r, batch.size()).size();
+      room[r] = batch_share(spec, r, batch.size());
     }
     std::fill(turn.begin(), turn.end(), 0);
     dealt.assign(batch.size(), kNoOwner);

@@ -53,7 +53,7 @@ template <typename Node>
 Readers<Node> collect(const JobSpec& spec, std::span<const uint32_t> node_of_rank, Position from,
                       Epochs of) {
   const uint64_t count = spec.samples, length = epoch_length(spec);
-  const std::vector<Node> full = node_of_position<Node>(spec, spec.global_batch, node_of_rank);
+  const std::vector<Node> full = node_of_position<Node>(spec, largest_batch(spec), node_of_rank);
   Readers<Node> readers;
   const uint64_t cells = count * (of.end - of.first);
   const bool partial = repeats_or_leaves_out(spec);

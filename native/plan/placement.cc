@@ -35,10 +35,10 @@ NodeAccess node_access(const JobSpec& spec, uint32_t first_rank, uint32_t ranks,
     std::sort(positions.begin(), positions.end());
     return positions;
   };
-  const std::vector<uint64_t> full = owned(spec.global_batch);
+  const std::vector<uint64_t> full = owned(largest_batch(spec));
   // A node that reads few of the positions looks only those up, where the order allows it.
   const bool look_up =
-      spec.order == OrderKind::keyed && full.size() * kLookUpCost < spec.global_batch;
+      spec.order == OrderKind::keyed && full.size() * kLookUpCost < largest_batch(spec);
   std::vector<uint32_t> order;
   for (uint32_t epoch = begin.epoch; epoch < spec.epochs; ++epoch) {
     const KeyedPermutation permutation(spec.samples, spec.seed, epoch);

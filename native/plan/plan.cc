@@ -229,6 +229,10 @@ uint64_t length_of(const JobSpec& spec, uint32_t epoch) {
   return std::min(epoch_length(spec), batches_in(spec, epoch) * spec.global_batch);
 }
 
+uint64_t largest_batch(const JobSpec& spec) {
+  return std::min(spec.global_batch, epoch_length(spec));
+}
+
 bool repeats_or_leaves_out(const JobSpec& spec) {
   return spec.order == OrderKind::user || spec.order == OrderKind::sub_batch ||
          spec.order == OrderKind::weighted || spec.order == OrderKind::repeated ||
@@ -335,6 +339,26 @@ void epoch_order_into(const JobSpec& spec, uint32_t epoch, std::vector<uint32_t>
   fill_order(spec, epoch, order, stop);
 }
 
+namespace {
+
+// Where the ranks before `rank` end. Half of the ranks take four times as much as the others: see
+// Scheme::imbalanced.
+uint64_t imbalanced_begin(const JobSpec& spec, uint64_t rank, uint64_t size) {
+  const uint64_t heavy_ranks = spec.world / 2;
+  const uint64_t whole = 4 * heavy_ranks + (spec.world - heavy_ranks);
+  const uint64_t before = rank <= heavy_ranks ? 4 * rank : 4 * heavy_ranks + (rank - heavy_ranks);
+  return size * before / whole;
+}
+
+}  // namespace
+
+uint64_t batch_share(const JobSpec& spec, uint32_t rank, uint64_t size) {
+  if (spec.scheme == Scheme::whole) return size;
+  if (spec.scheme == Scheme::uniform)
+    return ceil_div(size - std::min<uint64_t>(rank, size), spec.world);
+  return imbalanced_begin(spec, uint64_t{rank} + 1, size) - imbalanced_begin(spec, rank, size);
+}
+
 std::vector<uint64_t> batch_positions(const JobSpec& spec, uint32_t rank, uint64_t size) {
   std::vector<uint64_t> positions;
   if (spec.scheme == Scheme::whole) {
@@ -343,14 +367,8 @@ std::vector<uint64_t> batch_positions(const JobSpec& spec, uint32_t rank, uint64
   } else if (spec.scheme == Scheme::uniform) {
     for (uint64_t p = rank; p < size; p += spec.world) positions.push_back(p);
   } else {
-    // Half of the ranks take four times as much as the others: see Scheme::imbalanced.
-    const uint64_t heavy_ranks = spec.world / 2;
-    const uint64_t whole = 4 * heavy_ranks + (spec.world - heavy_ranks);
-    const auto weight_before = [&](uint64_t r) {
-      return r <= heavy_ranks ? 4 * r : 4 * heavy_ranks + (r - heavy_ranks);
-    };
-    const uint64_t end = size * weight_before(uint64_t{rank} + 1) / whole;
-    for (uint64_t p = size * weight_before(rank) / whole; p < end; ++p) positions.push_back(p);
+    positions.resize(batch_share(spec, rank, size));
+    std::iota(positions.begin(), positions.end(), imbalanced_begin(spec, rank, size));
   }
   return positions;
 }
@@ -366,7 +384,7 @@ RankEpoch rank_epoch(const JobSpec& spec, const std::vector<SampleId>& order, ui
     result.samples.push_back(order[position]);
     if (!before.empty()) result.occurrences.push_back(before[position]);
   };
-  const std::vector<uint64_t> full = batch_positions(spec, rank, spec.global_batch);
+  const std::vector<uint64_t> full = batch_positions(spec, rank, largest_batch(spec));
   for (uint64_t h = 0; h < batches; ++h) {
     const uint64_t begin = h * spec.global_batch;
     const uint64_t size = std::min<uint64_t>(spec.global_batch, order.size() - begin);
@@ -464,9 +482,9 @@ RankEpoch rank_batches(const JobSpec& spec, uint32_t epoch, uint32_t rank, uint6
     return part;
   }
   const uint64_t length = length_of(spec, epoch);
-  const std::vector<uint64_t> full = batch_positions(spec, rank, spec.global_batch);
+  const std::vector<uint64_t> full = batch_positions(spec, rank, largest_batch(spec));
   constexpr uint64_t kFillCost = 8;  // how many places are filled in the time of one look-up
-  Places places(spec, epoch, full.size() * kFillCost >= spec.global_batch);
+  Places places(spec, epoch, full.size() * kFillCost >= largest_batch(spec));
   part.samples.reserve(full.size() * (end - first));
   part.batch_ends.reserve(end - first);
   bool again = false;

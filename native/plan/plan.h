@@ -114,6 +114,8 @@ uint64_t batches_per_epoch(const JobSpec& spec);
 uint64_t batches_in(const JobSpec& spec, uint32_t epoch);
 // Its samples.
 uint64_t length_of(const JobSpec& spec, uint32_t epoch);
+// Samples of a whole global batch, or of the only one of an epoch that is shorter.
+uint64_t largest_batch(const JobSpec& spec);
 // Whether an epoch may have a sample several times, or not at all.
 bool repeats_or_leaves_out(const JobSpec& spec);
 
@@ -139,6 +141,8 @@ void epoch_order_into(const JobSpec& spec, uint32_t epoch, std::vector<uint32_t>
 
 // Positions within a global batch of `size` samples that `rank` consumes, in order.
 std::vector<uint64_t> batch_positions(const JobSpec& spec, uint32_t rank, uint64_t size);
+// How many these are, in O(1).
+uint64_t batch_share(const JobSpec& spec, uint32_t rank, uint64_t size);
 
 // One rank's share of an epoch: its samples in order, and where each of its batches ends.
 // `batch_ends` has batches_in entries; a rank's batch may be empty (end equals start).

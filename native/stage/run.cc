@@ -84,7 +84,7 @@ Loader::Run::Run(const LoaderConfig& config, std::shared_ptr<BufferPool> batch_p
             std::max<uint64_t>(1, plan::batches_in(config.job, config.job.epochs - 1)) - 1},
       cursor_(start) {
   const uint64_t local = std::max<uint64_t>(
-      1, plan::batch_positions(config.job, config.rank, config.job.global_batch).size());
+      1, plan::batch_share(config.job, config.rank, plan::largest_batch(config.job)));
   const uint64_t mean_size =
       sizes_.empty() ? 1 : std::max<uint64_t>(1, config.source->total_bytes() / sizes_.size());
   slab_bytes_ = transformed() ? config.program->slab_bytes(local) : local * mean_size;
@@ -446,7 +446,7 @@ Task* Loader::Run::open_task() {
   const CopyPlan::Uses uses = copy_plan_ != nullptr ? copy_plan_->of(cursor_.epoch) : nullptr;
   const uint64_t first_use =
       uses ? cursor_.batch *
-                 plan::batch_positions(config_.job, config_.rank, config_.job.global_batch).size()
+                 plan::batch_share(config_.job, config_.rank, plan::largest_batch(config_.job))
            : 0;
   for (size_t i = 0; i < batch.samples.size(); ++i) {
     const plan::SampleId sample = batch.samples[i];

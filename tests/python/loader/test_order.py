@@ -658,6 +658,14 @@ def test_going_back_before_the_start_places_what_comes_from_there(image_folder: 
         assert loader.stats().lower_bound_bytes == bound
 
 
+@pytest.mark.parametrize("transforms", [None, [t.CenterCrop(8), t.ToTensor()]])
+def test_a_batch_larger_than_the_data_set_is_all_of_it(image_folder: Path, transforms: Any) -> None:
+    folder = nostall.ImageFolder(image_folder, index=False)
+    options: dict[str, Any] = {"epochs": 1, "transforms": transforms}
+    with nostall.DataLoader(folder, 2**31 - 1, **options) as loader:
+        assert [len(labels) for _, labels in loader] == [len(loader.plan.epoch_order(0))]
+
+
 def test_the_bound_of_a_loader_without_an_end_is_of_the_epochs_that_began(
     image_folder: Path,
 ) -> None:

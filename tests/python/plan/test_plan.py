@@ -190,6 +190,28 @@ def test_the_lower_bound_of_a_job_that_goes_on(
     assert bound == expected
 
 
+@pytest.mark.parametrize("order", ["torch", "keyed", "sequential"])
+@pytest.mark.parametrize("scheme", list(_native.Scheme))
+def test_a_batch_larger_than_the_epoch_costs_no_more_than_the_epoch(
+    order: Any, scheme: Any
+) -> None:
+    """No memory has room for one of 2**60 samples."""
+    whole, larger = (Plan(samples=10, batch_size=5, world_size=2, order=order) for _ in range(2))
+    larger.native.global_batch = 2**60
+    sizes = np.arange(1, 11, dtype=np.uint64)
+    for plan in whole, larger:
+        plan.native.scheme = scheme
+    for rank in range(2):
+        assert batches(larger, 0, rank) == batches(whole, 0, rank)
+        tiers, offsets, _ = larger.place(sizes, [20], first_rank=rank, ranks=1)
+        expected = whole.place(sizes, [20], first_rank=rank, ranks=1)
+        assert tiers.tolist() == expected[0].tolist()
+        assert offsets.tolist() == expected[1].tolist()
+    for plan in whole, larger:
+        owners = plan.owners(sizes, [30, 30], ranks_per_node=1)
+        assert owners.tolist() == whole.owners(sizes, [30, 30], ranks_per_node=1).tolist()
+
+
 def least_of(order: list[list[int]], sizes: list[int], capacity: int) -> int:
     """The bound as a linear program: how much of each sample is kept from one epoch to the next."""
     import scipy.optimize
