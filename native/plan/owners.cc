@@ -140,7 +140,7 @@ class ReadCounts {
   const Readers<Node>& readers_;
   const uint64_t samples_;
   const uint32_t epochs_;
-  std::vector<uint16_t> counts_;
+  std::vector<uint32_t> counts_;
 };
 
 template <typename Node>

@@ -212,6 +212,11 @@ def test_a_batch_larger_than_the_epoch_costs_no_more_than_the_epoch(
         assert owners.tolist() == whole.owners(sizes, [30, 30], ranks_per_node=1).tolist()
 
 
+def test_more_epochs_than_16_bits_count_have_owners() -> None:
+    plan = Plan(samples=2, batch_size=1, world_size=2, epochs=2**16, order="sequential")
+    assert plan.owners(np.ones(2, np.uint64), [1, 1], ranks_per_node=1).tolist() == [0, 1]
+
+
 def least_of(order: list[list[int]], sizes: list[int], capacity: int) -> int:
     """The bound as a linear program: how much of each sample is kept from one epoch to the next."""
     import scipy.optimize
