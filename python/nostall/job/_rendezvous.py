@@ -40,6 +40,7 @@ from nostall.job._world import SECONDS_TO_MEET, AllGather, under_srun
 _log = logging.getLogger("nostall")
 _MEMBER_SECONDS = 10.0  # for a rank's message once it has proved the secret
 _RETRY_SECONDS = 0.05
+_LEAVE_SECONDS = 10.0  # for the ranks to read the last file; one that has ended never does
 _MPI_SECONDS = 0.002  # between two looks whether all ranks have come
 _LARGEST = 256 << 20
 
@@ -420,6 +421,7 @@ def _call(
         last = {"answers": [answers[r] for r in ranks], "parts": [parts[r] for r in ranks]}
         owned.write(f"{stem}-{number}-all", json.dumps(last).encode(), folder)
         # Each rank removes its file when it has read the last one.
+        deadline = min(deadline, time.monotonic() + _LEAVE_SECONDS)
         while others.keys() & set(os.listdir(folder)) and time.monotonic() < deadline:
             time.sleep(_RETRY_SECONDS)
     finally:

@@ -392,6 +392,30 @@ def test_by_files_names_who_is_missing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_by_files_does_not_wait_long_for_a_rank_that_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answer is there, and it never removes it."""
+    monkeypatch.setattr(rendezvous, "_LEAVE_SECONDS", 0.1)
+    real = owned.write
+
+    def write(name: str, data: bytes, folder: int) -> None:
+        real(name, data, folder)
+        if name.endswith("-1"):
+            raise SystemExit
+
+    monkeypatch.setattr(owned, "write", write)
+    monkeypatch.setattr(rendezvous, "_remove", lambda name, folder: None)
+    env = {"NOSTALL_RENDEZVOUS": str(tmp_path / "meet")}
+    first, second = (find_rendezvous(r, 2, "test", environment=env) for r in range(2))
+    assert first is not None and second is not None
+    with ThreadPoolExecutor(2) as pool:
+        meeting, other = pool.submit(first, b"0"), pool.submit(second, b"1")
+        with pytest.raises(SystemExit):
+            other.result()
+        assert meeting.result(timeout=60) == [b"0", b"1"]
+
+
 def test_by_files_waits_on_where_a_rank_gives_up_amid_a_look(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
