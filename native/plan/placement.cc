@@ -96,6 +96,7 @@ class PlacementBuilder {
   // Samples of an earlier job that are still needed stay where they are.
   void keep(size_t t, std::span<const Resident> resident) {
     std::vector<Gap> taken;
+    taken.reserve(resident.size());
     for (const Resident& r : resident) {
       if (r.sample >= sizes_.size() || access_.frequency[r.sample] == 0 ||
           placement_.tier[r.sample] != kNoTier) {

@@ -163,31 +163,38 @@ enum Handed : size_t { kCatalogFile, kArenaFile, kKeptSamples, kListing, kFirstT
 using Kept = std::vector<std::vector<plan::Resident>>;
 
 // What kept tiers held when the first rank looked, for the ranks that attach later: for each tier a
-// count and that many residents.
+// count and that many residents, as they are in memory.
 Descriptor shared_list(const Kept& kept) {
-  std::vector<uint64_t> words;
-  for (const auto& residents : kept) {
-    words.push_back(residents.size());
-    for (const plan::Resident& r : residents) words.insert(words.end(), {r.sample, r.offset});
-  }
   Descriptor file = memory_file("nostall-kept").take();
-  const int64_t n = FileSystem::real().pwrite(file.get(), std::as_bytes(std::span(words)), 0);
-  if (n < 0) throw io_error("no memory for", "the list of kept samples", static_cast<int>(-n));
+  uint64_t at = 0;
+  const auto append = [&](std::span<const std::byte> bytes) {
+    const int64_t n = FileSystem::real().pwrite(file.get(), bytes, at);
+    if (n < 0) throw io_error("no memory for", "the list of kept samples", static_cast<int>(-n));
+    at += bytes.size();
+  };
+  for (const auto& residents : kept) {
+    const uint64_t count = residents.size();
+    append(std::as_bytes(std::span(&count, 1)));
+    append(std::as_bytes(std::span(residents)));
+  }
   return file;
 }
 
 Kept read_shared_list(const Descriptor& file, size_t tiers) {
   struct stat status {};
   if (::fstat(file.get(), &status) != 0) throw io_error("cannot examine", "a shared list", errno);
-  std::vector<uint64_t> words(static_cast<size_t>(status.st_size) / sizeof(uint64_t));
-  FileSystem::real().pread(file.get(), std::as_writable_bytes(std::span(words)), 0);
+  const auto end = static_cast<uint64_t>(status.st_size);
   Kept kept(tiers);
-  size_t at = 0;
+  uint64_t at = 0;
+  const auto next = [&](std::span<std::byte> bytes) {
+    FileSystem::real().pread(file.get(), bytes, at);
+    at += bytes.size();
+  };
   for (auto& residents : kept) {
-    const uint64_t count = at < words.size() ? words[at++] : 0;
-    for (uint64_t i = 0; i < count && at + 2 <= words.size(); ++i, at += 2) {
-      residents.push_back({words[at], words[at + 1]});
-    }
+    uint64_t count = 0;
+    next(std::as_writable_bytes(std::span(&count, 1)));
+    residents.resize(std::min(count, (end - std::min(at, end)) / sizeof(plan::Resident)));
+    next(std::as_writable_bytes(std::span(residents)));
   }
   return kept;
 }
@@ -640,6 +647,7 @@ void NodeCacheImpl::meet(const Placer& place, std::chrono::nanoseconds timeout) 
       for (size_t t = 0; t < kept.size(); ++t) {
         if (!kept_files_[t]) continue;
         Manifest manifest = kept_in(t);
+        kept[t].reserve(manifest.records.size());
         for (const KeptRecord& r : manifest.records) kept[t].push_back({r.sample, r.offset});
         records[t] = std::move(manifest.records);
       }
