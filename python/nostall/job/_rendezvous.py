@@ -210,17 +210,25 @@ def _by_socket(
     deadline = time.monotonic() + timeout
     if rank == 0:
         return _collect(address, world_size, key, purpose, mine, deadline)
+    hung_up = ""
     while True:
+        came = False
         try:
             with greeting.connect(address, key, purpose, deadline) as connection:
                 _send(connection, struct.pack("<I", rank) + mine, deadline)
+                came = True
                 return [_receive(connection, deadline) for _ in range(world_size)]
         except PeerError as error:
             raise PeerError(f"rank {rank} cannot join rank 0: {error}") from error
         except OSError as error:
+            if came and isinstance(error, greeting.Closed):
+                hung_up = (
+                    "; it had let this rank in and hung up, as it does when it ends or has "
+                    f"another world size: start all ranks with the {world_size} of this one"
+                )
             if time.monotonic() + _RETRY_SECONDS > deadline:
                 raise PeerError(
-                    f"rank {rank} cannot reach rank 0 at {address[0]}:{address[1]}: {error}"
+                    f"rank {rank} cannot reach rank 0 at {address[0]}:{address[1]}: {error}{hung_up}"
                 ) from error
             time.sleep(_RETRY_SECONDS)
 

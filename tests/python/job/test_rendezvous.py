@@ -216,6 +216,39 @@ def test_by_socket_leaves_a_listener_that_says_nothing() -> None:
             gather(b"1")
 
 
+@pytest.mark.parametrize("rank", [1, 2])
+def test_by_socket_tells_a_rank_that_counts_more_than_rank_0(
+    monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """Rank 1 is in the smaller world too, rank 2 is in the larger one alone."""
+    env = {
+        "NOSTALL_RENDEZVOUS": f"tcp://127.0.0.1:{free_port()}",
+        "NOSTALL_SECRET": "s" * 16,
+    }
+    real, came = rendezvous._send, threading.Event()
+
+    def send(connection: socket.socket, data: bytes, deadline: float) -> None:
+        real(connection, data, deadline)
+        came.set()
+
+    monkeypatch.setattr(rendezvous, "_send", send)
+
+    def meet(rank: int, world: int, timeout: float = 60) -> Any:
+        gather = find_rendezvous(rank, world, "test", environment=env, timeout=timeout)
+        assert gather is not None
+        return gather(bytes([rank]))
+
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(meet, 0, 2)
+        other = pool.submit(meet, rank, 3, timeout=5)
+        if rank == 2:
+            assert came.wait(60)
+            pool.submit(meet, 1, 2)
+        assert first.result() == [b"\0", b"\1"]
+        with pytest.raises(PeerError, match=f"rank {rank} cannot reach .* world size: .* the 3 "):
+            other.result()
+
+
 def test_by_socket_needs_a_secret() -> None:
     with pytest.raises(UsageError, match="NOSTALL_SECRET"):
         find_rendezvous(0, 2, "test", environment={"NOSTALL_RENDEZVOUS": "tcp://127.0.0.1:9"})
