@@ -14,8 +14,8 @@ namespace nostall::plan {
 // epoch count once. With full shuffles it equals S + (E-1) * max(0, S - capacity).
 uint64_t source_bytes_lower_bound(const JobSpec& spec, std::span<const uint64_t> sizes,
                                   uint64_t capacity, Position begin = {});
-// The same of these epochs, one after the other, where `begin` says only where in its epoch a job began.
-// Takes time and memory by their number, whatever they are.
+// The same of these epochs, one after the other, where `begin` says only where in its epoch a job
+// began. Takes time and memory by how many they are, whatever their numbers.
 uint64_t source_bytes_lower_bound(const JobSpec& spec, std::span<const uint64_t> sizes,
                                   uint64_t capacity, Position begin,
                                   std::span<const uint32_t> epochs);
