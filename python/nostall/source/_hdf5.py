@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from nostall.source._columns import (
 from nostall.source._composite import Composite, make_column
 from nostall.source._custom import SampleReader, native_source
 from nostall.source._object_file import as_file, failure_of, stamp_of, state_of
+from nostall.source._objects import is_url
 from nostall.source._records import PathLike, PlacedRows, absolute, open_storage, refuse_replaced
 from nostall.source._source import arguments_of, whole_numbers
 
@@ -172,6 +174,11 @@ def _native_of(
     opened: _Opened, data: Any, path: str, store: Any, label: NDArray[np.int64]
 ) -> tuple[_native.Source, bool]:
     """The native source of the rows of a dataset, and whether the library reads them."""
+    if data.file != opened.file:  # places and names are those in the file behind an external link
+        path = absolute([data.file.filename])[0]
+        behind = _open(path, store)
+        with behind as file:
+            return _native_of(behind, file[data.name], path, store, label)
     places = _places(data)
     name = data.name.removeprefix("/")
     if places is None:
@@ -203,13 +210,14 @@ class _Library(SampleReader):
         _check_filters(data, self._path)
         n = len(data)
         rows = int(data.chunks[0]) if data.chunks else 1
+        others = sorted(filter(os.path.exists, set(_others_of(data.file, data.name))))
         return native_source(
             self,
             sizes=self._sizes(data),
             labels=label,
             group=(np.arange(n) // rows).astype(np.uint32) if rows > 1 else None,
             identity=("hdf5", Path(self._path).name, self._name, str(data.dtype), data.shape),
-            stamp=stamp_of([as_file(self._path, self._store)]),
+            stamp=stamp_of([as_file(self._path, self._store), *others]),
         )
 
     def _sizes(self, data: Any) -> NDArray[np.uint64]:
@@ -321,6 +329,12 @@ def _dataset(file: Any, path: PathLike, name: str) -> Any:
     if not isinstance(data, h5py.Dataset):
         names = ", ".join(_all_datasets(file)) or "none"
         raise UsageError(f"{path} has no dataset {name!r}; it has: {names}")
+    if is_url(os.fspath(path)) and (other := next(_others_of(file, name), None)) is not None:
+        # The library looks in the working directory, or takes this object for the other one.
+        raise UsageError(
+            f"{path}, dataset {name}: values lie in the file {os.path.basename(other)}, and an object "
+            "leads to no other file: open that one, or copy its values into this one"
+        )
     if data.ndim == 0 or len(data) == 0:
         raise UsageError(f"{path}, dataset {name}: shape {data.shape} has no samples")
     if _is_variable(data) and data.ndim > 1:
@@ -332,6 +346,38 @@ def _dataset(file: Any, path: PathLike, name: str) -> Any:
     if of.hasobject or (of is data.dtype and of.kind not in "iufbSV"):
         raise UsageError(f"{path}, dataset {name}: elements of type {data.dtype} are not read")
     return data
+
+
+def _others_of(file: Any, dataset: str) -> Iterator[str]:
+    """Paths that the other files may have in which values of a dataset lie, also by way of others."""
+    import h5py
+
+    data = file.get(dataset)
+    if not isinstance(data, h5py.Dataset):
+        return
+    own = data.file
+    if own != file:  # behind an external link
+        yield own.filename
+    folder = os.path.dirname(own.filename)
+    for name, _, _ in data.external or ():
+        yield from _candidates(folder, name)
+    virtual = data.virtual_sources() if data.is_virtual else []
+    for name, shown in sorted({(each.file_name, each.dset_name) for each in virtual}):
+        if name == ".":
+            yield from _others_of(own, shown)
+            continue
+        for candidate in _candidates(folder, name):
+            yield candidate
+            if h5py.is_hdf5(candidate):
+                with _open(candidate, None) as other:
+                    yield from _others_of(other, shown)
+
+
+def _candidates(folder: str, name: str) -> list[str]:
+    """Where the library may find files of a name, in which "%b" is the number of a block."""
+    pattern = glob.escape(name).replace("%b", "*")
+    beside = glob.glob(os.path.join(glob.escape(folder), pattern))
+    return [*beside, *glob.glob(pattern)] or [name]
 
 
 def _check_filters(data: Any, path: PathLike) -> None:

@@ -67,6 +67,25 @@ def test_hdf5(columns: str, name: str) -> None:
     check_source(source, [i.tobytes() for i in IMAGES], range(40), fork=False)
 
 
+def test_values_in_another_file_than_the_object_are_refused(bucket: Any, tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "main.h5", "w") as file:
+        file["images"] = IMAGES
+        for name, where in (("virtual", "a.h5"), ("own", ".")):
+            layout = h5py.VirtualLayout(IMAGES.shape, np.uint8)
+            layout[...] = h5py.VirtualSource(where, "images", IMAGES.shape)
+            file.create_virtual_dataset(name, layout)
+        file["linked"] = h5py.ExternalLink("a.h5", "/images")
+        file.create_dataset("raw", (40, 3), np.uint8, external=[("a.h5", 0, 120)])
+    upload(bucket, tmp_path)
+    url = f"s3://{bucket.name}/main.h5"
+    assert nostall.HDF5(url, "own").read(7) == IMAGES[7].tobytes()
+    for name in ("virtual", "linked", "raw"):
+        with pytest.raises(
+            UsageError, match=rf"{url}, dataset {name}: .*the file a\.h5, .*open that"
+        ):
+            nostall.HDF5(url, name)
+
+
 def test_small_pieces_are_not_asked_for_alone(columns: str, proxy: Proxy) -> None:
     nostall.HDF5(f"{columns}/a.h5", "packed", labels="labels")
     assert 1 <= len(proxy.ranges) <= 3

@@ -110,6 +110,62 @@ def test_datasets_that_other_files_hold(tmp_path: Path) -> None:
     assert source.through_library and source.read(9) == PIXELS[9].tobytes()
 
 
+@pytest.mark.parametrize("options", [{}, {"compression": "gzip"}])
+def test_datasets_behind_external_links(tmp_path: Path, options: dict[str, Any]) -> None:
+    (tmp_path / "parts").mkdir()
+    make(tmp_path / "parts" / "a.h5", **options)
+    other = np.zeros_like(PIXELS)
+    with h5py.File(tmp_path / "main.h5", "w") as file:
+        file.create_dataset("images", data=other, **options)
+        file["part"] = h5py.ExternalLink("parts/a.h5", "/")
+        file["other"] = h5py.ExternalLink("parts/a.h5", "/images")
+    source = nostall.HDF5(tmp_path / "main.h5", "part/images", labels="part/labels")
+    check_source(source, [p.tobytes() for p in PIXELS], LABELS.tolist())
+    assert "a.h5" in source.describe(3)
+    both = nostall.HDF5(tmp_path / "main.h5", columns=["images", "other"])
+    with nostall.DataLoader(both, 50, shuffle=False, tiers=[], output="numpy") as loader:
+        (batch,) = loader
+    assert np.array_equal(batch["other"], PIXELS) and np.array_equal(batch["images"], other)
+
+
+def shown_by(path: Path, name: str, where: str) -> None:
+    layout = h5py.VirtualLayout(PIXELS.shape, np.uint8)
+    layout[...] = h5py.VirtualSource(where, name, PIXELS.shape)
+    with h5py.File(path, "a") as file:
+        file.create_virtual_dataset("v", layout)
+
+
+@pytest.mark.parametrize("way", ["virtual", "virtual twice", "linked", "raw"])
+def test_another_state_of_the_files_that_have_the_values(tmp_path: Path, way: str) -> None:
+    part = tmp_path / "a.h5"
+    make(part)
+    if way == "raw":
+        PIXELS.tofile(part)
+        with h5py.File(tmp_path / "v.h5", "w") as file:
+            where = [(str(part), 0, PIXELS.nbytes)]
+            file.create_dataset("v", PIXELS.shape, np.uint8, external=where)
+    elif way == "linked":
+        with h5py.File(tmp_path / "v.h5", "w") as file:
+            file["linked"] = h5py.ExternalLink("a.h5", "/images")
+        shown_by(tmp_path / "v.h5", "linked", ".")
+    else:
+        shown_by(tmp_path / "v.h5", "images", "a.h5")
+    path = tmp_path / "v.h5"
+    if way == "virtual twice":
+        path = tmp_path / "w.h5"
+        shown_by(path, "v", "v.h5")
+    before = nostall.HDF5(path, "v").native
+    assert before.read(9) == PIXELS[9].tobytes()
+    assert before.stamp == nostall.HDF5(path, "v").native.stamp
+    if way == "raw":
+        np.zeros_like(PIXELS).tofile(part)
+    else:
+        with h5py.File(part, "r+") as file:
+            file["images"][9] = 0
+    after = nostall.HDF5(path, "v").native
+    assert after.stamp != before.stamp and after.fingerprint == before.fingerprint
+
+
 # --------------------------------------------------------------------------------- bad datasets
 
 
