@@ -396,9 +396,15 @@ def _check_filters(data: Any, path: PathLike) -> None:
 
 def _places(data: Any) -> NDArray[np.uint64] | None:
     """Where each sample starts in the file; None if its bytes do not lie there unchanged."""
+    import h5py
+
     if data.dtype.hasobject or data.external or data.is_virtual:
         return None
-    if data.id.get_type().get_size() != data.dtype.itemsize:
+    stored = data.id.get_type()
+    # The library cannot read opaque values that have a tag.
+    if stored.get_class() != h5py.h5t.OPAQUE and not stored.equal(
+        h5py.h5t.py_create(data.dtype, logical=True)
+    ):
         return None  # NumPy has no such type: the library converts what it reads
     n = len(data)
     one = int(np.prod(data.shape[1:], dtype=np.int64)) * data.dtype.itemsize

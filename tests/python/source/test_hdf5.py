@@ -313,6 +313,42 @@ def test_a_type_that_numpy_lacks_is_converted_by_the_library(tmp_path: Path) -> 
     assert np.array_equal(batch["x"], values)
 
 
+@pytest.mark.parametrize("precision, offset", [(12, 4), (12, 0)])
+def test_integers_of_fewer_bits_are_converted(tmp_path: Path, precision: int, offset: int) -> None:
+    narrow = h5py.h5t.STD_I16LE.copy()
+    narrow.set_precision(precision)
+    narrow.set_offset(offset)
+    values = np.arange(-6, 6, dtype=np.int16).reshape(4, 3)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        data = h5py.h5d.create(file.id, b"x", narrow, h5py.h5s.create_simple(values.shape))
+        data.write(h5py.h5s.ALL, h5py.h5s.ALL, values)
+    source = nostall.HDF5(tmp_path / "a.h5", "x")
+    check_source(source, [v.tobytes() for v in values], [0] * 4)
+
+
+def test_types_that_numpy_has_are_read_from_the_file(tmp_path: Path) -> None:
+    named = np.dtype([("id", "<i2"), ("at", ">f4", (2,)), ("ok", "?")], align=True)
+    kinds: dict[str, Any] = {
+        "half": "f2",
+        "bool": "?",
+        "enum": h5py.enum_dtype({"A": 0, "B": 1}, "i2"),
+        "text": h5py.string_dtype("utf-8", 5),
+        "bytes": "S4",
+        "opaque": "V3",
+        "named": named,
+    }
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for name, dtype in kinds.items():
+            file.create_dataset(name, data=np.zeros((3, 2), dtype), dtype=dtype)
+        tagged = h5py.h5t.create(h5py.h5t.OPAQUE, 5)
+        tagged.set_tag(b"of another program")
+        h5py.h5d.create(file.id, b"tagged", tagged, h5py.h5s.create_simple((3,))).write(
+            h5py.h5s.ALL, h5py.h5s.ALL, np.zeros(3, "V5"), tagged
+        )
+    for name in [*kinds, "tagged"]:
+        assert not nostall.HDF5(tmp_path / "a.h5", name).through_library, name
+
+
 def test_a_file_that_the_program_has_open_can_be_read(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["x"] = np.zeros((3, 2), np.uint8)
