@@ -306,15 +306,13 @@ def _open(path: PathLike, store: Any) -> _Opened:
     source = as_file(os.fspath(path), store)
     try:
         state = state_of(source)
-        # Only files have locks; an object cannot be written to in place.
-        options = {"locking": False} if isinstance(source, str) else {}
+        # With locks first, as the program opens the file: HDF5 has one way in a process.
         try:
-            return _Opened(h5py.File(source, "r", **options), source, state)
-        except OSError as error:
-            # The program itself has the file open, with locks: it has one way for both.
-            if "locking flag" not in str(error):
-                raise
             return _Opened(h5py.File(source, "r"), source, state)
+        except OSError:
+            if not isinstance(source, str):  # only files have locks
+                raise
+            return _Opened(h5py.File(source, "r", locking=False), source, state)
     except FileNotFoundError:
         raise IoError(f"{path} does not exist") from None
     except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import shutil
 import weakref
@@ -347,6 +348,25 @@ def test_types_that_numpy_has_are_read_from_the_file(tmp_path: Path) -> None:
         )
     for name in [*kinds, "tagged"]:
         assert not nostall.HDF5(tmp_path / "a.h5", name).through_library, name
+
+
+def test_a_file_that_is_read_can_be_opened_by_the_program(tmp_path: Path) -> None:
+    make(tmp_path / "a.h5", chunks=(10, 8, 6, 3), compression="gzip")
+    source = nostall.HDF5(tmp_path / "a.h5", "images")
+    assert source.read(3) == PIXELS[3].tobytes()
+    with h5py.File(tmp_path / "a.h5") as file:
+        assert np.array_equal(file["images"][3], PIXELS[3])
+    del source
+    gc.collect()
+    with h5py.File(tmp_path / "a.h5", locking=False):
+        assert nostall.HDF5(tmp_path / "a.h5", "images").read(3) == PIXELS[3].tobytes()
+
+
+def test_a_file_that_another_process_locks_can_be_read(tmp_path: Path) -> None:
+    make(tmp_path / "a.h5", chunks=(10, 8, 6, 3), compression="gzip")
+    with (tmp_path / "a.h5").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert nostall.HDF5(tmp_path / "a.h5", "images").read(3) == PIXELS[3].tobytes()
 
 
 def test_a_file_that_the_program_has_open_can_be_read(tmp_path: Path) -> None:
