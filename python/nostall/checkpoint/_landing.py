@@ -18,6 +18,7 @@ import numpy as np
 
 from nostall import _native
 from nostall.base._streams import awaited, on_stream
+from nostall.base._tensors import octets_of
 from nostall.checkpoint._device import follow, pinned, side_of
 from nostall.checkpoint._format import header_bytes, parse
 from nostall.checkpoint._place import CheckedPart
@@ -133,7 +134,7 @@ class Landing:
                 return []
             torch = sys.modules["torch"]
             placed.update(self._targets(torch, tree, arrays))
-            return _ways(torch, placed, arrays, file.data)
+            return _ways(placed, arrays, file.data)
 
         landed, damaged = read_rest(file, read, blocks, threads, progress, self._streams, ways)
         state = None if damaged else decode(tree, arrays, placed if landed else {})
@@ -271,18 +272,16 @@ def _holes(ways: Sequence[Way], begin: int, end: int) -> Iterator[tuple[int, int
         yield begin, end
 
 
-def way_to(torch: Any, tensor: Any, begin: int) -> Way:
+def way_to(tensor: Any, begin: int) -> Way:
     """That of all bytes of a contiguous tensor, which begin there in the file."""
-    return Way(begin, begin + tensor.nbytes, tensor.detach().reshape(-1).view(torch.uint8))
+    return Way(begin, begin + tensor.nbytes, octets_of(tensor.detach()))
 
 
-def _ways(
-    torch: Any, placed: Mapping[str, Any], arrays: Mapping[str, Stored], data: Any
-) -> list[Way]:
+def _ways(placed: Mapping[str, Any], arrays: Mapping[str, Stored], data: Any) -> list[Way]:
     ways = []
     for name, tensor in placed.items():
         begin = _address(arrays[name].data) - _address(data)
-        ways.append(way_to(torch, tensor, begin))
+        ways.append(way_to(tensor, begin))
     return ways
 
 

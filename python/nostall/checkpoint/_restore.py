@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from nostall import _native
+from nostall.base._tensors import octets_of, tensor_of
 from nostall.checkpoint._format import Manifest, Part, arrays_in, parse
 from nostall.checkpoint._lineage import Ranges, Record, is_past, newest
 from nostall.checkpoint._place import UnreachableError, refuse_scarce, scarce_is_away
@@ -409,14 +410,13 @@ def _plan_fill(value: Any, saved: Any, place: str, todo: list[Callable[[], objec
 def _in_numpy(saved: Any, dtype: Any) -> NDArray[Any]:
     if isinstance(saved, np.ndarray):
         return saved
-    flat = saved.reshape(-1).view(sys.modules["torch"].uint8).numpy()
+    flat = octets_of(saved).numpy()
     array: NDArray[Any] = flat.view(dtype).reshape(saved.shape)
     return array
 
 
 def _in_torch(saved: NDArray[Any], dtype: Any) -> Any:
-    flat = sys.modules["torch"].from_numpy(saved.reshape(-1).view(np.uint8))
-    return flat.view(dtype).reshape(saved.shape)
+    return tensor_of(saved.reshape(-1).view(np.uint8), dtype, saved.shape)
 
 
 class _Reporter:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nostall.base._tensors import tensor_of
 from nostall.errors import CorruptionError, UsageError
 
 # NumPy's names of safetensors' types; anything else of fixed size is kept as bytes.
@@ -463,7 +464,7 @@ def _array(stored: Stored, node: Mapping[str, Any]) -> Any:
         dtype = getattr(torch, name, None)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"torch {torch.__version__} has no dtype {name}")
-        return torch.from_numpy(stored.data).view(dtype).reshape(shape)
+        return tensor_of(stored.data, dtype, shape)
     array = stored.data.view(_dtype(name)).reshape(shape)
     return array[()] if node["kind"] == "scalar" else array
 

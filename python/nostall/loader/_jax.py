@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from nostall.base._tensors import octets_of
 from nostall.errors import UsageError
 from nostall.loader._ahead import Finish, OfArrays, aligned
 from nostall.loader._mixing import Mixed
@@ -159,6 +160,6 @@ def _array_of(tensor: Any) -> NDArray[Any]:
     """The values of a tensor; JAX names the types that NumPy alone does not have as torch does."""
     plain = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
     dtype = jnp.dtype(str(plain.dtype).removeprefix("torch."))
-    octets = plain.reshape(-1).view(sys.modules["torch"].uint8).numpy()
+    octets = octets_of(plain).numpy()
     array: NDArray[Any] = octets.view(dtype).reshape(tuple(plain.shape))
     return array

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from nostall.base import _children as children
 from nostall.base._garbage import Closer
+from nostall.base._tensors import octets_of, tensor_of
 
 _ALIGNED = 64
 _LEAST = 1 << 16  # bytes of a slot
@@ -39,12 +40,6 @@ _Work = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
 
 def _same(value: Any) -> Any:
     return value
-
-
-def _tensor(data: NDArray[np.uint8], dtype: Any, shape: tuple[int, ...]) -> Any:
-    import torch
-
-    return torch.from_numpy(data).view(dtype).reshape(shape)
 
 
 class _Pickler(pickle.Pickler):
@@ -64,8 +59,8 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         if value.is_quantized:
             return NotImplemented
-        data = value.contiguous().reshape(-1).view(torch.uint8)
-        return _tensor, (data.numpy(), value.dtype, tuple(value.shape))
+        data = octets_of(value.contiguous())
+        return tensor_of, (data.numpy(), value.dtype, tuple(value.shape))
 
 
 class _Packed(NamedTuple):

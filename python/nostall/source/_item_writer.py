@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from nostall.base._tensors import octets_of
 from nostall.errors import UsageError
 from nostall.source._item_record import (
     BEGIN,
@@ -114,7 +115,7 @@ class _Writer:
             raise UsageError(f"{where} is a tensor that is not dense and real: convert it")
         # As a plain tensor: a subclass may give itself another meaning of every operation.
         plain = value.detach().as_subclass(torch.Tensor).cpu().contiguous()
-        self.sized.append(plain.reshape(-1).view(torch.uint8).numpy())
+        self.sized.append(octets_of(plain).numpy())
         template = ["t", str(plain.dtype).removeprefix("torch."), list(plain.shape)]
         kind = type(value)
         if kind is torch.Tensor or kind is torch.nn.Parameter:

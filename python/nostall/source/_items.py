@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from nostall.base._tensors import tensor_of
 from nostall.errors import CorruptionError, UsageError
 from nostall.source._item_record import (
     PALETTE,
@@ -100,7 +101,7 @@ def _read_tensor(leaf: Leaf, data: NDArray[np.uint8], _: frozenset[str]) -> Any:
     import torch
 
     dtype, shape = leaf.arguments[-2:]
-    return torch.from_numpy(data.copy()).view(getattr(torch, dtype)).reshape(shape)
+    return tensor_of(data.copy(), getattr(torch, dtype), tuple(shape))
 
 
 def _read_vision(leaf: Leaf, data: NDArray[np.uint8], allowed: frozenset[str]) -> Any:
@@ -238,8 +239,7 @@ def _tensors(leaf: Leaf, column: NDArray[np.uint8], output: str) -> Any:
         return column.view(dtype).reshape(len(column), *shape)
     import torch
 
-    whole = torch.from_numpy(column).reshape(-1).view(getattr(torch, dtype))
-    return whole.reshape(len(column), *shape)
+    return tensor_of(column.reshape(-1), getattr(torch, dtype), (len(column), *shape))
 
 
 _COLUMNS: dict[str, Callable[[Leaf, NDArray[np.uint8], str], Any]] = {

@@ -28,6 +28,7 @@ import torch
 from numpy.typing import NDArray
 
 from nostall import _native
+from nostall.base._tensors import octets_of
 from nostall.errors import PeerError, UsageError
 from nostall.job._meeting import meet
 from nostall.job._rendezvous import initialised_store
@@ -541,7 +542,7 @@ class GradientSync:
         if self.ranks.rank == root:
             for tensor in tensors:
                 host = tensor.detach().cpu().contiguous()
-                buffer.write(host.view(-1).view(torch.uint8).numpy().tobytes())
+                buffer.write(octets_of(host).numpy().tobytes())
         data = self.control.broadcast(buffer.getvalue(), root)
         at = 0
         with torch.no_grad():

@@ -458,7 +458,7 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
                 one.lands() for one in filled if one.is_on_device() and one.begin not in on_host
             ]
             begin = file.data.ctypes.data
-            found = [way_to(torch, rows, address - begin) for rows, address in there]
+            found = [way_to(rows, address - begin) for rows, address in there]
             if not found:
                 return []
             wanted = sorted(one.place() for one in filled)

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 import nostall
 from nostall.checkpoint import _format, rng_state, set_rng_state
 from nostall.checkpoint._format import header, layout, parse
+from nostall.checkpoint._landing import way_to
 from nostall.checkpoint._tree import decode, encode
 from nostall.errors import CorruptionError, UsageError
 from nostall.torch.checkpoint import StorageWriter, load
@@ -100,6 +101,27 @@ def test_every_type_comes_back(tmp_path: Path) -> None:
         restored = ckpt.restore()
     assert restored is not None and restored.step == 3
     assert same(restored.state, state)
+
+
+def test_tensors_of_one_value_or_none_come_back(tmp_path: Path) -> None:
+    state = {
+        "one of many": torch.arange(10)[::10],
+        "none": torch.empty((0, 3)),
+        "none of NumPy's": torch.from_numpy(np.zeros(1, np.float32)[:0].copy()),  # of stride 0
+        "array": np.zeros(1, np.float32)[:0].copy(),
+    }
+    into: dict[str, Any] = {
+        name: torch.zeros(x.shape).to(torch.float32) for name, x in state.items()
+    }
+    into["one of many"] = torch.full((10,), 5)[::10]
+    with nostall.Checkpointer(durable=tmp_path) as ckpt:
+        ckpt.save(state, 3, level="durable")
+        ckpt.restore(into=into)
+    assert {name: x.tolist() for name, x in into.items()} == {
+        name: x.tolist() for name, x in state.items()
+    }
+    way = way_to(state["one of many"], 7)
+    assert way.bytes.tolist() == [0] * 8 and way.end == 15
 
 
 class Metres(np.ndarray):

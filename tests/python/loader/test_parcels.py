@@ -134,13 +134,15 @@ def test_tensors_go_as_arrays_do() -> None:
         torch.arange(12, dtype=torch.bfloat16).reshape(3, 4).T,
         torch.tensor(2.5),
         torch.empty(0, 3, dtype=torch.int64),
+        torch.from_numpy(np.zeros(1, np.float32)[:0].copy()),  # of stride 0
+        torch.arange(10)[::10],
         np.arange(6, dtype=">i4").reshape(2, 3)[:, ::2],
         np.array([{"a": 1}], object),
         torch.ones(2, requires_grad=True),
         "text",
     ]
     packed = _processes._packed(values)
-    assert len(packed.buffers) == 4 and len(packed.data) < 2000
+    assert len(packed.buffers) == 6 and len(packed.data) < 2000
     memory = np.full(packed.room + 64, 255, np.uint8)
     found = _processes._unpacked(packed.data, packed.lay(memory, 64), memory)
     assert (memory[:64] == 255).all()

@@ -53,7 +53,8 @@ def same(a: Any, b: Any) -> bool:
 
 
 def _raw(tensor: torch.Tensor) -> Any:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    plain = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)  # of the usual strides
+    return plain.reshape(-1).view(torch.uint8).numpy()
 
 
 ARRAYS = hnp.arrays(
@@ -101,6 +102,19 @@ def test_tensors_of_every_type_come_back(dtype: torch.dtype) -> None:
     item = torch.arange(6).reshape(2, 3).to(dtype)
     assert same(again(item), item)
     assert same(again(item.t()), item.t())  # strides do not
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, torch.float16, torch.int32, torch.float32, torch.int64, torch.float64],
+)
+def test_tensors_of_one_value_or_none_come_back(dtype: torch.dtype) -> None:
+    of_numpy = torch.from_numpy(np.zeros(3, np.uint8)[:0].copy()).to(dtype)  # of stride 0
+    one = torch.arange(10).to(dtype)[::10]
+    for item in (torch.zeros((0, 4), dtype=dtype), of_numpy, one, one[0]):
+        assert same(again(item), item)
+        batch = collate([array(encode(item))] * 2, "torch")
+        assert same(batch, torch.stack([item] * 2))
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "RGBA", "CMYK", "YCbCr", "I", "F", "I;16"])
