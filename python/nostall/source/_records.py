@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import glob
 import hashlib
@@ -128,10 +129,11 @@ class RecordStore(Source):
         reading: ReadOptions = _READING,
         page_size: Callable[[], int] = lambda: 0,
         database: str = "",
-        sums: Callable[[], NDArray[np.uint32] | None] = lambda: None,
+        sums: Callable[[], NDArray[np.uint32]] | None = None,
     ) -> None:
         """Takes the stored table if it still holds, else scans and stores. `sums` gives the
-        checksums that the scan found, if any."""
+        checksums that the scan found, 0 where it found none; a table without their file does not
+        hold."""
         places, stamped = records_paths(self.storage.paths, f"{kind} {database}", index), stamp()
 
         def source(table: _native.RecordTable) -> _native.RecordSource:
@@ -143,6 +145,9 @@ class RecordStore(Source):
             if table is not None:
                 self.native = source(table)
                 why = self._open_sums(place, places[-1])
+                kept = (f"{one}.sums" for one in (place, places[-1]))
+                if sums is not None and not any(map(os.path.exists, kept)):
+                    why = "the checksums that were found with it are missing"
                 self.index_reused = not why
             if self.index_reused:
                 return
@@ -155,13 +160,16 @@ class RecordStore(Source):
         self.native = source(table)  # refuses one without samples, which is not to be kept
         if self.index_file:
             self._store(table)
-        found = sums()
+        found = None if sums is None else sums()
         if found is not None:
             self.native.learn_sums(found)
         if why := self._open_sums(self.index_file, self.index_file):
             _log.warning("%s: %s; checksums are learned anew", self.storage.paths[0], why)
         if found is not None:
             self.keep_sums()
+            if self.index_file and not found.any():
+                with contextlib.suppress(OSError):  # then the next opening scans again
+                    Path(f"{self.index_file}.sums").touch()
 
     def _native_of(
         self,

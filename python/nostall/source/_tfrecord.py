@@ -93,7 +93,7 @@ class TFRecord(PartsStore):
             stamp += f" image={image} label={label}"
         self._pairs = features is None
         find = partial(self._pairs_of, (image, label or ""), progress)
-        sums: NDArray[np.uint32] | None = None
+        sums = np.zeros(0, np.uint32)
 
         def scan() -> _native.RecordTable:
             nonlocal sums
@@ -124,7 +124,7 @@ class TFRecord(PartsStore):
             scan=scan,
             index=index,
             reading=chosen,
-            sums=lambda: sums,
+            sums=(lambda: sums) if features is None else None,
         )
         if features is not None:
             self._schema = fields_of(self, schema)

@@ -184,3 +184,28 @@ def test_the_files_own_checksums_are_compared_at_every_reading(tmp_path: Path, v
         pytest.raises(CorruptionError, match=rf"a\.tfrecord at offset {offset[bad]}.*CRC32C"),
     ):
         list(loader)
+
+
+@pytest.mark.parametrize("values", ["example", "raw"])
+def test_an_index_without_its_checksums_does_not_hold(tmp_path: Path, values: str) -> None:
+    path = tmp_path / "a.tfrecord"
+    write_tfrecord(path, examples([b"x" * 999] * 5))
+    _, offset, length = nostall.TFRecord(path, values=values, index=False).places  # type: ignore[arg-type]
+    data = bytearray(path.read_bytes())
+    data[int(offset[3] + length[3] // 2)] ^= 1
+    path.write_bytes(data)
+    for reused in (False, True, False):
+        source = nostall.TFRecord(path, values=values)  # type: ignore[arg-type]
+        assert source.index_reused == reused
+        with pytest.raises(CorruptionError, match="CRC32C"):
+            source.read(3)
+        if reused:
+            Path(f"{source.index_file}.sums").unlink()
+
+
+def test_an_index_that_no_checksums_were_found_with_is_reused(tmp_path: Path) -> None:
+    path = tmp_path / "a.tfrecord"
+    record = {"image/encoded": b"x", "image/class/label": 1, "more": b"y" * 20_000}
+    write_tfrecord(path, [example(record)] * 3)
+    assert not nostall.TFRecord(path).native.sums.any()
+    assert nostall.TFRecord(path).index_reused
