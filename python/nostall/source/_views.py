@@ -105,7 +105,8 @@ class View(Source):
             UsageError: a field is not there.
         """
         narrowed = [part.select(names) for part in self.parts]
-        if all(part is whole for part, whole in zip(narrowed, self.parts, strict=True)):
+        same = all(part is whole for part, whole in zip(narrowed, self.parts, strict=True))
+        if same or any(self._offsets):  # labels of the view's own are those of whole pairs
             return self
         view = type(self).__new__(type(self))
         View.__init__(view, narrowed, self._offsets, self.native.numbers)

@@ -416,6 +416,19 @@ def test_concat_of_classes(tmp_path: Path) -> None:
     assert (copy.labels.tolist(), copy.classes) == (twice.labels.tolist(), twice.classes)
 
 
+def test_labels_alone_of_sources_that_have_their_own(tmp_path: Path) -> None:
+    pairs = {"image": [b"a", b"bb", b"ccc"], "label": [0, 1, 2]}
+    pq.write_table(pa.table(pairs), tmp_path / "a.parquet")
+    parts = [nostall.Parquet(tmp_path / "a.parquet") for _ in range(2)]
+    both = nostall.Concat(parts, offset_labels=True)
+    options: dict[str, Any] = {"shuffle": False, "tiers": [], "output": "numpy", "batch": "dict"}
+    with nostall.DataLoader(both, 6, fields=["label"], **options) as loader:
+        (batch,) = loader
+    assert {name: values.tolist() for name, values in batch.items()} == {
+        "label": [0, 1, 2, 3, 4, 5]
+    }
+
+
 # ---------------------------------------------------------------------------------------- bad input
 
 
