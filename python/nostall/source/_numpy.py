@@ -78,7 +78,7 @@ class Arrays(Composite):
             shape = tuple(values.shape[1:])
             kind = array_kind(self, name, values.dtype, shape, given.get(name), where)
             place = _map_of(values)
-            if place is not None and _whole_rows(values):
+            if values.size and place is not None and _whole_rows(values):
                 kinds[name] = kind
                 mapped.append((place, values))
                 continue

@@ -152,6 +152,14 @@ def test_arrays_in_files_maps_and_memory(tmp_path: Path) -> None:
     assert source.total_bytes == IMAGES.nbytes + GRID.nbytes
 
 
+def test_arrays_without_numbers_in_files(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.zeros((COUNT, 0)))
+    np.savez(tmp_path / "a.npz", empty=np.zeros((COUNT, 3, 0), np.uint8), image=IMAGES)
+    check_rows(nostall.Arrays({"empty": tmp_path / "a.npy"}), {"empty": np.zeros((COUNT, 0))})
+    wanted = {"image": IMAGES, "empty": np.zeros((COUNT, 3, 0), np.uint8)}
+    check_rows(nostall.Arrays(tmp_path / "a.npz"), wanted)
+
+
 def test_npz_and_structured_arrays(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", image=IMAGES, grid=GRID, label=np.arange(COUNT))
     source = nostall.Arrays(tmp_path / "a.npz")
