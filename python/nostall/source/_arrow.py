@@ -271,8 +271,13 @@ def _is_regular(group: Any, column: Column) -> bool:
 
 
 def open_parquet(path: str, file: Any) -> Any:
+    parquet = _pyarrow("parquet", path)
+    import pyarrow
+
     try:
-        return _pyarrow("parquet", path).ParquetFile(file)
+        # pyarrow takes names that are no UTF-8 as bytes alone.
+        opened = pyarrow.OSFile(os.fsencode(file)) if isinstance(file, str) else file
+        return parquet.ParquetFile(opened)
     except FileNotFoundError:
         raise IoError(f"{path} does not exist") from None
     except Exception as error:
@@ -446,7 +451,7 @@ def each_piece(path: str, store: Any, take: Callable[[Any, Held], None]) -> tupl
         pieces = _pieces(path, file)
     else:
         try:
-            file = pyarrow.memory_map(path)
+            file = pyarrow.memory_map(os.fsencode(path))
         except FileNotFoundError:
             raise IoError(f"{path} does not exist") from None
         whole = file.read_buffer()
@@ -480,7 +485,7 @@ class _Watched(ObjectFile):
 def _classes(path: str, label: str) -> list[str] | None:
     import pyarrow
 
-    with pyarrow.memory_map(path) as file:
+    with pyarrow.memory_map(os.fsencode(path)) as file:
         empty, _ = next(_pieces(path, pyarrow.BufferReader(file.read_buffer())))
         return classes_of(empty.schema, label)
 

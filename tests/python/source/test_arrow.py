@@ -55,6 +55,19 @@ def test_parquet(tmp_path: Path, kind: str, compression: str) -> None:
     assert source.describe(25).endswith("a.parquet, row group 2, row 3")
 
 
+@pytest.mark.parametrize("open_as", [nostall.Parquet, nostall.ArrowIPC])
+def test_names_that_are_no_utf8(tmp_path: Path, open_as: Any) -> None:
+    path = tmp_path / os.fsdecode(b"\xff.parquet")
+    write_ipc(tmp_path / "b", table())
+    pq.write_table(table(), tmp_path / "a")
+    (tmp_path / ("a" if open_as is nostall.Parquet else "b")).rename(path)
+    check_source(open_as(path), CONTENTS, LABELS)
+    assert len(open_as(path, columns=["image", "id"])) == COUNT
+    path.unlink()
+    with pytest.raises(IoError, match="does not exist|No such file"):
+        open_as(path)
+
+
 def test_a_folder_of_parquet_files_with_little_kept(tmp_path: Path) -> None:
     for f in range(3):
         part = table().slice(f * 20, 20)
