@@ -52,7 +52,8 @@ class Manifest(Files):
         schema: the kinds of fields. Cells of a CSV file are decimal numbers if all of a column are and
             int64, uint64 or, with fractions, float64 holds them, and texts otherwise; where the schema
             says array or JSON they are read as JSON. An empty cell among numbers is a missing value,
-            among texts an empty text. Values of JSON Lines have the types they have.
+            among texts an empty text. Values of JSON Lines have the types they have; integers beside
+            fractions become float64, and booleans beside numbers become numbers.
         root: where relative paths start; the folder of the table if None.
 
     Raises:

@@ -171,6 +171,8 @@ def test_cells_keep_their_values(
         ([7, -8], "int64"),
         ([[7, BIG], [1, 2]], "uint64"),
         ([[7, 2.5], [1, 2]], "float64"),
+        ([2**53, 0.5], "float64"),
+        ([True, 3], "int64"),
     ],
 )
 def test_json_lines_keep_their_types(root: Path, values: list[Any], dtype: str | None) -> None:
