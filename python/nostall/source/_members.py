@@ -115,7 +115,8 @@ def find_fields(
         if lacks and getattr((given or {}).get(field), "fill", None) is None:
             there = names_in_first(store.storage, kind, file, offset, length)
             raise UsageError(
-                f"{store.storage.paths[0]}: no record has a value {name!r}; the first one has: {there}"
+                f"{store.storage.paths[0]}: no record has a value of {name!r}; names in the first one: "
+                f"{there}"
             )
     found = [[field, *told[i]] for field, i in zip(fields, columns, strict=True)]
     return FOUND + as_text(found), cover(begin, size, begin != _NO_MEMBER, offset)
