@@ -93,7 +93,7 @@ def list_objects(
     store = connect(root) if store is None else store
     pattern = WILDCARD.search(key)
     below = key[: pattern.start()].rpartition("/")[0] if pattern else key.rstrip("/")
-    if key and not key.endswith("/") and not pattern:
+    if key and not key.endswith("/") and "*" not in key:  # a name may have the others' characters
         try:
             return [(url, obstore.head(store, key))]
         except FileNotFoundError:

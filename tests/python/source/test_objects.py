@@ -138,6 +138,17 @@ def test_a_folder_of_images_has_the_labels_and_the_order_of_files(tmp_path: Path
     assert (flat.classes, flat.labels.tolist()) == ([""], [0] * 7)
 
 
+def test_an_object_whose_name_could_be_a_pattern(bucket: Any, tmp_path: Path) -> None:
+    (tmp_path / "s").mkdir()
+    for name in ("a[1].tar", "a1.tar"):
+        webdataset(tmp_path / "s" / name, noise(3))
+    upload(bucket, tmp_path / "s")
+    url = f"s3://{bucket.name}"
+    for name, found in (("a[1].tar", "a[1].tar"), ("a[12].tar", "a1.tar"), ("a?.tar", "a1.tar")):
+        source = nostall.TarShards(f"{url}/{name}", index=False)
+        assert source.describe(0).startswith(f"{url}/{found}")
+
+
 def test_a_store_of_the_users_own(shards: tuple[str, list[bytes], list[int]]) -> None:
     from obstore.store import S3Store
 
