@@ -196,7 +196,7 @@ class CustomFields(Composite):
                 f"{type(reader).__name__} is no nostall.FieldReader: derive its class from that"
             )
         self._arguments |= {"sizes": dict(sizes), "schema": dict(schema)}
-        given = dict(columns or {})
+        given = dict({} if columns is None else columns)
         if missing := sizes.keys() - schema.keys():
             raise UsageError(f"schema does not say of which kind the field {min(missing)} is")
         if unknown := schema.keys() - sizes.keys() - given.keys():

@@ -70,10 +70,10 @@ class Files(Composite):
             "root": self.root,
         }
         given = dict(schema or {})
-        columns = dict(columns or {})
-        if both := files.keys() & columns.keys():
+        columns = dict({} if columns is None else columns)  # of a data frame no truth is known
+        if both := sought.keys() & columns.keys():
             raise UsageError(f"field {min(both)} is named among the files and among the columns")
-        if unknown := given.keys() - files.keys() - columns.keys():
+        if unknown := given.keys() - sought.keys() - columns.keys():
             raise UsageError(
                 f"schema names the field {min(unknown)}, which has no files and no column"
             )

@@ -253,6 +253,18 @@ def test_rows_must_be_as_many_as_boxes() -> None:
         list(loader)
 
 
+def test_columns_of_a_frame(tmp_path: Path) -> None:
+    class Frame(dict[str, Any]):
+        """A data frame refuses to be true or false."""
+
+        def __bool__(self) -> bool:
+            raise ValueError("The truth value of a DataFrame is ambiguous")
+
+    (tmp_path / "a.txt").write_text("a")
+    source = nostall.Files(Frame(x=[tmp_path / "a.txt"]), Frame(label=[3]))
+    assert source.labels.tolist() == [3]
+
+
 def test_fields_that_are_not_chosen_are_not_read(root: Path, tmp_path: Path) -> None:
     paths = [tmp_path / f"{i}.txt" for i in range(4)]
     others = [tmp_path / f"{i}.json" for i in range(4)]
