@@ -136,9 +136,9 @@ def shown_by(path: Path, name: str, where: str) -> None:
         file.create_virtual_dataset("v", layout)
 
 
-@pytest.mark.parametrize("way", ["virtual", "virtual twice", "linked", "raw"])
+@pytest.mark.parametrize("way", ["virtual", "virtual twice", "blocks", "linked", "raw"])
 def test_another_state_of_the_files_that_have_the_values(tmp_path: Path, way: str) -> None:
-    part = tmp_path / "a.h5"
+    part = tmp_path / "a0.h5"
     make(part)
     if way == "raw":
         PIXELS.tofile(part)
@@ -147,10 +147,20 @@ def test_another_state_of_the_files_that_have_the_values(tmp_path: Path, way: st
             file.create_dataset("v", PIXELS.shape, np.uint8, external=where)
     elif way == "linked":
         with h5py.File(tmp_path / "v.h5", "w") as file:
-            file["linked"] = h5py.ExternalLink("a.h5", "/images")
+            file["linked"] = h5py.ExternalLink("a0.h5", "/images")
         shown_by(tmp_path / "v.h5", "linked", ".")
+    elif way == "blocks":
+        rows = h5py.h5s.create_simple(PIXELS.shape, (h5py.h5s.UNLIMITED, *PIXELS.shape[1:]))
+        plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        of_blocks = rows.copy()
+        count = (h5py.h5s.UNLIMITED, 1, 1, 1)
+        of_blocks.select_hyperslab((0, 0, 0, 0), count, PIXELS.shape, PIXELS.shape)
+        one = h5py.h5s.create_simple(PIXELS.shape)
+        plist.set_virtual(of_blocks, b"a%b.h5", b"images", one)
+        with h5py.File(tmp_path / "v.h5", "w", libver="latest") as file:
+            h5py.h5d.create(file.id, b"v", h5py.h5t.NATIVE_UINT8, rows, plist)
     else:
-        shown_by(tmp_path / "v.h5", "images", "a.h5")
+        shown_by(tmp_path / "v.h5", "images", "a0.h5")
     path = tmp_path / "v.h5"
     if way == "virtual twice":
         path = tmp_path / "w.h5"
