@@ -64,7 +64,7 @@ def test_names_that_are_no_utf8(tmp_path: Path, open_as: Any) -> None:
     check_source(open_as(path), CONTENTS, LABELS)
     assert len(open_as(path, columns=["image", "id"])) == COUNT
     path.unlink()
-    with pytest.raises(IoError, match="does not exist|No such file"):
+    with pytest.raises(IoError, match=r"does not exist|No such file"):
         open_as(path)
 
 
