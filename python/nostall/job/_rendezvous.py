@@ -40,7 +40,7 @@ from nostall.job._world import SECONDS_TO_MEET, AllGather, under_srun
 _log = logging.getLogger("nostall")
 _MEMBER_SECONDS = 10.0  # for a rank's message once it has proved the secret
 _RETRY_SECONDS = 0.05
-# For the ranks to read the last file, which caches of NFS hide for a minute; one that has ended never does.
+# For ranks to read the last file, which caches of NFS hide for a minute; one that ended never does.
 _LEAVE_SECONDS = 75.0
 _MPI_SECONDS = 0.002  # between two looks whether all ranks have come
 _LARGEST = 256 << 20
