@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -210,7 +210,7 @@ class _Library(SampleReader):
         _check_filters(data, self._path)
         n = len(data)
         rows = int(data.chunks[0]) if data.chunks else 1
-        others = sorted(filter(os.path.exists, set(_others_of(data.file, data.name))))
+        others = filter(os.path.exists, _others_of(data.file, data.name))
         return native_source(
             self,
             sizes=self._sizes(data),
@@ -306,13 +306,15 @@ def _open(path: PathLike, store: Any) -> _Opened:
     source = as_file(os.fspath(path), store)
     try:
         state = state_of(source)
-        # With locks first, as the program opens the file: HDF5 has one way in a process.
+        # Only files have locks; an object cannot be written to in place.
+        options = {"locking": False} if isinstance(source, str) else {}
         try:
-            return _Opened(h5py.File(source, "r"), source, state)
-        except OSError:
-            if not isinstance(source, str):  # only files have locks
+            return _Opened(h5py.File(source, "r", **options), source, state)
+        except OSError as error:
+            # The program itself has the file open, with locks: it has one way for both.
+            if "locking flag" not in str(error):
                 raise
-            return _Opened(h5py.File(source, "r", locking=False), source, state)
+            return _Opened(h5py.File(source, "r"), source, state)
     except FileNotFoundError:
         raise IoError(f"{path} does not exist") from None
     except OSError as error:
@@ -327,11 +329,11 @@ def _dataset(file: Any, path: PathLike, name: str) -> Any:
     if not isinstance(data, h5py.Dataset):
         names = ", ".join(_all_datasets(file)) or "none"
         raise UsageError(f"{path} has no dataset {name!r}; it has: {names}")
-    if is_url(os.fspath(path)) and (other := next(_others_of(file, name), None)) is not None:
+    if is_url(os.fspath(path)) and (others := _others_of(file, name)):
         # The library looks in the working directory, or takes this object for the other one.
         raise UsageError(
-            f"{path}, dataset {name}: values lie in the file {os.path.basename(other)}, and an object "
-            "leads to no other file: open that one, or copy its values into this one"
+            f"{path}, dataset {name}: values lie in the file {os.path.basename(others[0])}, and an "
+            "object leads to no other file: open that one, or copy its values into this one"
         )
     if data.ndim == 0 or len(data) == 0:
         raise UsageError(f"{path}, dataset {name}: shape {data.shape} has no samples")
@@ -346,36 +348,47 @@ def _dataset(file: Any, path: PathLike, name: str) -> Any:
     return data
 
 
-def _others_of(file: Any, dataset: str) -> Iterator[str]:
-    """Paths that the other files may have in which values of a dataset lie, also by way of others."""
+def _others_of(file: Any, dataset: str) -> list[str]:
+    """The other files in which values of a dataset lie, existing or not.
+
+    Those that parts of a virtual dataset name in turn are not among them.
+    """
     import h5py
 
-    data = file.get(dataset)
-    if not isinstance(data, h5py.Dataset):
-        return
-    own = data.file
-    if own != file:  # behind an external link
-        yield own.filename
-    folder = os.path.dirname(own.filename)
-    for name, _, _ in data.external or ():
-        yield from _candidates(folder, name)
-    virtual = data.virtual_sources() if data.is_virtual else []
-    for name, shown in sorted({(each.file_name, each.dset_name) for each in virtual}):
-        if name == ".":
-            yield from _others_of(own, shown)
+    found: dict[str, None] = {}
+    seen, left = set(), [dataset]
+    while left:
+        data = file.get(left.pop())
+        if not isinstance(data, h5py.Dataset) or data.id in seen:
             continue
-        for candidate in _candidates(folder, name):
-            yield candidate
-            if h5py.is_hdf5(candidate):
-                with _open(candidate, None) as other:
-                    yield from _others_of(other, shown)
+        seen.add(data.id)
+        own = data.file
+        folder = os.path.dirname(own.filename)
+        if own != file:  # behind an external link
+            found[own.filename] = None
+        found |= dict.fromkeys(
+            each
+            for name, _, _ in data.external or ()
+            for each in _found(folder, name, "HDF5_EXTFILE_PREFIX")
+        )
+        virtual = data.virtual_sources() if data.is_virtual else []
+        for name in sorted({each.file_name for each in virtual} - {"."}):
+            found |= dict.fromkeys(_found(folder, name, "HDF5_VDS_PREFIX"))
+        if own == file:
+            left += sorted({each.dset_name for each in virtual if each.file_name == "."})
+    return list(found)
 
 
-def _candidates(folder: str, name: str) -> list[str]:
-    """Where the library may find files of a name, in which "%b" is the number of a block."""
-    pattern = glob.escape(name).replace("%b", "*")
-    beside = glob.glob(os.path.join(glob.escape(folder), pattern))
-    return [*beside, *glob.glob(pattern)] or [name]
+def _found(folder: str, name: str, prefix: str) -> list[str]:
+    """The files that the library takes for a name, in which "%b" is the number of a block."""
+    base = os.path.basename(name) if os.path.isabs(name) else name
+    above = os.environ.get(prefix, "").replace("${ORIGIN}", folder)
+    places = [name] if os.path.isabs(name) else []
+    places += [os.path.join(where, base) for where in (above, folder) if where] + [base]
+    for place in places:
+        if found := sorted(glob.glob(glob.escape(place).replace("%b", "*"))):
+            return found
+    return [name]
 
 
 def _check_filters(data: Any, path: PathLike) -> None:
@@ -392,17 +405,25 @@ def _check_filters(data: Any, path: PathLike) -> None:
             )
 
 
+def _is_whole(stored: Any) -> bool:
+    """Whether the integers of an HDF5 type have all bits of their bytes."""
+    from h5py import h5t
+
+    if isinstance(stored, h5t.TypeCompoundID):
+        return all(_is_whole(stored.get_member_type(i)) for i in range(stored.get_nmembers()))
+    if isinstance(stored, (h5t.TypeArrayID, h5t.TypeEnumID)):
+        return _is_whole(stored.get_super())
+    return not isinstance(stored, h5t.TypeIntegerID) or (
+        stored.get_precision() == 8 * stored.get_size()
+    )
+
+
 def _places(data: Any) -> NDArray[np.uint64] | None:
     """Where each sample starts in the file; None if its bytes do not lie there unchanged."""
-    import h5py
-
     if data.dtype.hasobject or data.external or data.is_virtual:
         return None
     stored = data.id.get_type()
-    # The library cannot read opaque values that have a tag.
-    if stored.get_class() != h5py.h5t.OPAQUE and not stored.equal(
-        h5py.h5t.py_create(data.dtype, logical=True)
-    ):
+    if stored.get_size() != data.dtype.itemsize or not _is_whole(stored):
         return None  # NumPy has no such type: the library converts what it reads
     n = len(data)
     one = int(np.prod(data.shape[1:], dtype=np.int64)) * data.dtype.itemsize
