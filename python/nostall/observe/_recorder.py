@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +23,19 @@ from nostall.observe._stats import (
 )
 
 _log = logging.getLogger("nostall")
+
+# Held from reading a clock until what follows from it is there, so that sums never fall, whoever asks.
+# The consumer may ask too, in a handler of a signal.
+_lock = threading.RLock()
+
+
+def _begin_anew() -> None:
+    """In a forked child, whose parent's other threads may have held it."""
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
 
 _POOLS = ("ram_tier", "file_tier", "staging", "io_buffers", "decoding")
 
@@ -47,8 +62,8 @@ class Recorder:
         # Since when the consumer waits, and for which batch of the epoch: for other threads.
         self._waiting: tuple[float, int] | None = None
         self._batches = 0
-        # When it got the newest batch, and the longest step between two of the epoch.
-        self._got = self._longest = 0.0
+        # When it got the newest batch; the longest step between two of this epoch, and of one before.
+        self._got = self._longest = self._longest_before = 0.0
         # When the epoch's last step is taken to be over: who knows the length never asks for more.
         self._until = math.inf
         self.live: Callable[[Recorder, int, int, int], None] | None = None
@@ -65,11 +80,9 @@ class Recorder:
         return [*([add_up(earlier)] if len(earlier) > 1 else earlier), *epochs[-1:]]
 
     def _all(self) -> list[EpochStats]:
-        while True:
-            state = epochs, current = self._state
-            found = list(epochs) if current is None else [*epochs, self._frozen(current)]
-            if state is self._state:  # else the sums may be of the next epoch
-                return found
+        with _lock:
+            epochs, current = self._state
+            return list(epochs) if current is None else [*epochs, self._frozen(current)]
 
     def memory(self) -> dict[str, int]:
         """The most memory seen, by pool."""
@@ -78,7 +91,7 @@ class Recorder:
     def _frozen(self, running: _Running, over: bool = False) -> EpochStats:
         waiting, now = self._waiting, time.perf_counter()
         if not over:
-            now = min(now, self._until)  # which is set after any moment that counted before
+            now = min(now, self._until)
         number, batches, samples, stall, decode, origins, substituted = self._record.taken
         if waiting is not None and waiting[1] == batches:  # else that batch counts already
             stall += max(0.0, now - waiting[0])
@@ -102,11 +115,13 @@ class Recorder:
         if current is not None:
             self.end_epoch(current)
             epochs, _ = self._state
-        self._waiting, self._batches = None, 0
-        self._longest, self._until = 0.0, math.inf
-        self._record.begin(epoch)
-        running = _Running(time.perf_counter(), batches)
-        self._state = epochs, running
+        with _lock:
+            self._waiting, self._batches = None, 0
+            self._longest_before, self._longest = self._longest or self._longest_before, 0.0
+            self._until = math.inf
+            self._record.begin(epoch)
+            running = _Running(time.perf_counter(), batches)
+            self._state = epochs, running
         self._note_begun(epoch)
         return running
 
@@ -131,14 +146,16 @@ class Recorder:
         self, batch: _native.Batch, began: float, substituted: Sequence[tuple[int, int, str]]
     ) -> None:
         """The consumer, which asked for it at `began`, has got a batch."""
-        now = self._got = time.perf_counter()
-        self._batches += 1
-        self._record.add(batch, now - self._start, now - began)
-        for bad, _, _ in substituted:
-            self._record.substitute(bad)
-        running = self._state[1]
-        if running is not None and self._batches == running.batches:
-            self._until = time.perf_counter() + self._longest
+        with _lock:
+            now = self._got = time.perf_counter()
+            self._batches += 1
+            self._record.add(batch, now - self._start, now - began)
+            for bad, _, _ in substituted:
+                self._record.substitute(bad)
+            running, step = self._state[1], self._longest or self._longest_before
+            # Of epochs of one batch no step is known.
+            if running is not None and self._batches == running.batches and step > 0.0:
+                self._until = now + step
         if self.live is not None:
             self.live(self, batch.epoch, batch.index, batch.queue)
 
@@ -147,14 +164,16 @@ class Recorder:
 
         `over`: the consumer has asked for more, so that its last step has ended too.
         """
-        if self.is_current(running):
+        with _lock:
+            if not self.is_current(running):
+                return
             ended = self._frozen(running, over)
             epochs = [*self._state[0], ended]
             if len(epochs) > 2 * _EPOCHS:
                 epochs = [as_one(epochs[:-_EPOCHS]), *epochs[-_EPOCHS:]]
             self._state = epochs, None
-            if ended.substituted:
-                self._warn_of(ended)
+        if ended.substituted:
+            self._warn_of(ended)
 
     def _warn_of(self, epoch: EpochStats) -> None:
         first = epoch.substituted[0]

@@ -88,6 +88,19 @@ def test_what_follows_the_last_batch_of_an_open_iterator_is_not_of_its_epoch(
         next(batches)
         now += 50.0
         assert loader.stats().epochs[-1].seconds == 50.0  # two batches are left: it may be a step
+    with nostall.DataLoader(data, 12, tiers=[]) as loader:
+        batches = iter(loader)
+        next(batches)
+        now += 2.0
+        assert loader.stats().seconds == 2.0  # of one batch no step is known
+    with nostall.DataLoader(data, 4, tiers=[]) as loader:
+        for _ in loader:
+            now += 2.0
+        loader.load_state_dict({**loader.state_dict(), "epoch": 1, "batch": 2})
+        batches = iter(loader)
+        next(batches)
+        now += 9.0
+        assert loader.stats().epochs[-1].seconds == 2.0  # steps of the epoch before are
 
 
 def test_prometheus_sees_a_loader_while_it_runs(image_folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
@@ -142,11 +143,14 @@ def test_sums_never_fall_while_another_thread_asks_for_them(
         freeze = recorder._frozen
 
         def late(running: record._Running) -> record.EpochStats:
-            # The consumer goes on to its next epoch before this thread has read the sums.
+            # The consumer would go on to its next epoch before this thread has read the sums.
             monkeypatch.undo()
-            recorder.begin_epoch(2, 3)
+            consumer.start()
+            consumer.join(0.05)
+            assert consumer.is_alive()
             return freeze(running)
 
+        consumer = threading.Thread(target=recorder.begin_epoch, args=(2, 3))
         list(source)
         batches = iter(source)
         next(batches), next(batches)
@@ -154,6 +158,7 @@ def test_sums_never_fall_while_another_thread_asks_for_them(
         with pytest.MonkeyPatch.context() as monkeypatch:
             monkeypatch.setattr(recorder, "_frozen", late)
             total, _ = recorder.totals()
+        consumer.join()
     assert (before.batches, before.samples) == (total.batches, total.samples) == (5, 10)
 
 

@@ -237,8 +237,14 @@ def test_loaders_in_use_at_the_same_time_count_once() -> None:
     # A validation amid the first epoch, and one that outlasts the second.
     assert Rank(0, [train, one(1e9 + 3, [0.0, 22.0], 6.0)]).seconds == pytest.approx(21.0)
     assert Rank(0, [train, one(None, [0.0, 22.0], 6.0)]).seconds == 32.0  # of no known moment
+    # Waited for in two threads: no more than all of its time.
+    stats = train.stats
+    waits = replace(
+        train, stats=replace(stats, epochs=[replace(e, stall_seconds=9.0) for e in stats.epochs])
+    )
+    assert sum(Rank(0, [waits]).waits().values()) == pytest.approx(18.0)
+    assert sum(Rank(0, [waits, waits]).waits().values()) == pytest.approx(20.0)
     # Of an epoch that began before the first recorded batch it is not known either.
-    assert train.stats.batches is not None
     cut = BatchRecords(**{n: c[2:] for n, c in vars(train.stats.batches).items()})
     train = replace(train, stats=replace(train.stats, batches=cut))
     assert Rank(0, [train, one(1e9 + 23, [0.0], 2.0)]).seconds == 20.0

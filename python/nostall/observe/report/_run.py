@@ -135,7 +135,9 @@ class Rank:
                     continue
                 for cause, seconds in work.items():
                     out[cause] += epoch.stall_seconds * seconds / total
-        return out
+        # Two loaders may be waited for at the same time.
+        most = min(1.0, self.seconds / max(sum(out.values()), 1e-12))
+        return {cause: most * seconds for cause, seconds in out.items()}
 
     def phase(self, category: str) -> float | None:
         """Seconds in spans of a category; None if nothing was recorded."""
