@@ -359,8 +359,11 @@ class NodeCacheImpl final : public NodeCache {
     } catch (const std::bad_alloc&) {
       // The sample is not served, whether that could be logged or not.
     }
+    const TierKind where = kind(sample);
+    const uint64_t held = range_of(sample).size + record_overhead(where);
     if (state_of(words_[sample].exchange(word_of(State::failed))) == State::ready) {
-      header_->ram_bytes.fetch_sub(range_of(sample).size, std::memory_order_relaxed);
+      auto& used = where == TierKind::ram ? header_->ram_bytes : header_->file_bytes;
+      used.fetch_sub(held, std::memory_order_relaxed);
     }
     wake(sample);
   }
@@ -1614,7 +1617,7 @@ void NodeCacheImpl::write_manifest(size_t t, bool last) {
   std::vector<bool> kept(sizes_.size());
   uint64_t count = 0;
   for (uint64_t s = 0; s < sizes_.size(); ++s) {
-    // One without a checksum could not be decoded: the source may have a repaired one by the next job.
+    // One without a checksum could not be decoded: by the next job it may be repaired.
     kept[s] = tier_[s] == t && state(s) == State::ready && sums_.of(s) != 0;
     count += kept[s] ? 1 : 0;
   }
