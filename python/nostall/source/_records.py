@@ -133,7 +133,7 @@ class RecordStore(Source):
     ) -> None:
         """Takes the stored table if it still holds, else scans and stores. `sums` gives the
         checksums that the scan found, 0 where it found none; a table without their file does not
-        hold."""
+        hold where this user could have removed it."""
         places, stamped = records_paths(self.storage.paths, f"{kind} {database}", index), stamp()
 
         def source(table: _native.RecordTable) -> _native.RecordSource:
@@ -146,7 +146,8 @@ class RecordStore(Source):
                 self.native = source(table)
                 why = self._open_sums(place, places[-1])
                 kept = (f"{one}.sums" for one in (place, places[-1]))
-                if sums is not None and not any(map(os.path.exists, kept)):
+                removed = os.access(os.path.dirname(place) or ".", os.W_OK)
+                if sums is not None and removed and not any(map(os.path.exists, kept)):
                     why = "the checksums that were found with it are missing"
                 self.index_reused = not why
             if self.index_reused:
@@ -169,7 +170,7 @@ class RecordStore(Source):
             self.keep_sums()
             if self.index_file and not found.any():
                 with contextlib.suppress(OSError):  # then the next opening scans again
-                    Path(f"{self.index_file}.sums").touch()
+                    os.close(os.open(f"{self.index_file}.sums", os.O_CREAT | os.O_EXCL, 0o666))
 
     def _native_of(
         self,

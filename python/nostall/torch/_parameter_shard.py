@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from nostall.base._tensors import octets_of
 from nostall.errors import PeerError, UsageError
 from nostall.job._stream import Stream
 
@@ -37,7 +38,7 @@ MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a flat tensor."""
-    return memoryview(tensor.detach().view(torch.uint8).numpy())
+    return memoryview(octets_of(tensor.detach()).numpy())
 
 
 def _last_words(stream: Stream) -> str:
