@@ -40,8 +40,6 @@ from nostall.job._world import SECONDS_TO_MEET, AllGather, under_srun
 _log = logging.getLogger("nostall")
 _MEMBER_SECONDS = 10.0  # for a rank's message once it has proved the secret
 _RETRY_SECONDS = 0.05
-# For ranks to read the last file, which caches of NFS hide for a minute; one that ended never does.
-_LEAVE_SECONDS = 75.0
 _MPI_SECONDS = 0.002  # between two looks whether all ranks have come
 _LARGEST = 256 << 20
 
@@ -430,7 +428,6 @@ def _call(
         last = {"answers": [answers[r] for r in ranks], "parts": [parts[r] for r in ranks]}
         owned.write(f"{stem}-{number}-all", json.dumps(last).encode(), folder)
         # Each rank removes its file when it has read the last one.
-        deadline = min(deadline, time.monotonic() + _LEAVE_SECONDS)
         while others.keys() & set(os.listdir(folder)) and time.monotonic() < deadline:
             time.sleep(_RETRY_SECONDS)
     finally:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -232,19 +233,23 @@ def test_by_socket_tells_a_rank_that_counts_more_than_rank_0(
         came.set()
 
     monkeypatch.setattr(rendezvous, "_send", send)
+    later = 0.0
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + later, sleep=time.sleep)
+    monkeypatch.setattr(rendezvous, "time", clock)
 
-    def meet(rank: int, world: int, timeout: float = 60) -> Any:
-        gather = find_rendezvous(rank, world, "test", environment=env, timeout=timeout)
+    def meet(rank: int, world: int) -> Any:
+        gather = find_rendezvous(rank, world, "test", environment=env, timeout=60)
         assert gather is not None
         return gather(bytes([rank]))
 
     with ThreadPoolExecutor(3) as pool:
         first = pool.submit(meet, 0, 2)
-        other = pool.submit(meet, rank, 3, timeout=5)
+        other = pool.submit(meet, rank, 3)
         if rank == 2:
             assert came.wait(60)
             pool.submit(meet, 1, 2)
         assert first.result() == [b"\0", b"\1"]
+        later = 60.0  # no need to wait for it
         with pytest.raises(PeerError, match=f"rank {rank} cannot reach .* world size: .* the 3 "):
             other.result()
 
@@ -423,30 +428,6 @@ def test_by_files_names_who_is_missing(tmp_path: Path) -> None:
         with pytest.raises(PeerError, match="rank 1 waited in vain"):
             other.result()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_by_files_does_not_wait_long_for_a_rank_that_has_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its answer is there, and it never removes it."""
-    monkeypatch.setattr(rendezvous, "_LEAVE_SECONDS", 0.1)
-    real = owned.write
-
-    def write(name: str, data: bytes, folder: int) -> None:
-        real(name, data, folder)
-        if name.endswith("-1"):
-            raise SystemExit
-
-    monkeypatch.setattr(owned, "write", write)
-    monkeypatch.setattr(rendezvous, "_remove", lambda name, folder: None)
-    env = {"NOSTALL_RENDEZVOUS": str(tmp_path / "meet")}
-    first, second = (find_rendezvous(r, 2, "test", environment=env) for r in range(2))
-    assert first is not None and second is not None
-    with ThreadPoolExecutor(2) as pool:
-        meeting, other = pool.submit(first, b"0"), pool.submit(second, b"1")
-        with pytest.raises(SystemExit):
-            other.result()
-        assert meeting.result(timeout=60) == [b"0", b"1"]
 
 
 def test_by_files_waits_on_where_a_rank_gives_up_amid_a_look(
