@@ -351,7 +351,7 @@ class GradientSync:
             if not given:
                 parameter.grad = None
             elif parameter.grad is None:
-                parameter.grad = memory
+                parameter.grad = memory.to(parameter.dtype)  # it may be in the type that travels
             elif parameter.grad.data_ptr() != memory.data_ptr():
                 parameter.grad.copy_(memory)
 

@@ -152,9 +152,10 @@ def case_every_way_ends_with_the_bits_of_one_process() -> None:
 def case_graphs_that_differ_by_rank_and_step() -> None:
     import simdev
 
-    for staged in ({}, STAGED):
+    narrow = {"compression": "bf16"}
+    for options in ({}, STAGED, narrow, {**narrow, **STAGED}):
         model = net()
-        optimizer = made(model, lr=0.0, threshold=600, **staged)
+        optimizer = made(model, lr=0.0, threshold=600, **options)
         own: dict[str, torch.Tensor] = {}
         for name, p in model.named_parameters():
             p.register_hook(lambda g, own=own, name=name: own.__setitem__(name, g.cpu()))
@@ -173,7 +174,8 @@ def case_graphs_that_differ_by_rank_and_step() -> None:
                 if not parts:
                     assert p.grad is None, (step, name)
                 else:
-                    torch.testing.assert_close(p.grad.cpu(), sum(parts) / 2)
+                    near = {"rtol": 0.05, "atol": 0.01} if "compression" in options else {}
+                    torch.testing.assert_close(p.grad.cpu(), sum(parts) / 2, **near)
         assert optimizer.gradient_sync.replans >= 1
         assert simdev.reports() == []
 
