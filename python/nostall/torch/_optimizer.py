@@ -83,7 +83,7 @@ class GradientSync:
         self._forms = [_form(p) for p in self._parameters]
         self._names = [n for n, _ in named]
         signs = (*_SIGNS, NOT_FINITE) if options.check_finite else _SIGNS
-        self._signs = torch.zeros(len(signs), device="cpu")
+        self._signs = torch.zeros(len(signs), dtype=torch.float32, device="cpu")
         self._not_finite: list[int] = []
         tensors = [(n, p.numel(), str(p.dtype).removeprefix("torch.")) for n, p in named]
         self.engine: Any = None
