@@ -95,7 +95,7 @@ class Aborts:
     def refuse(self) -> None:
         """Raises PeerError if a rank is known to have aborted; does not ask the store."""
         if self.by is not None:
-            raise PeerError(f"rank {self.by} aborted the group; make a new one")
+            raise PeerError(f"rank {self._name(self.by)} aborted the group; make a new one")
 
     def learn(self) -> None:
         """Reads the store. If a rank has aborted, ends the waits here and raises PeerError."""
@@ -121,13 +121,17 @@ class Aborts:
         if told is None:
             raise error
         store = self._store if asks else None
-        here, what = self._name(self._rank), self._words(doing)
+        # Among a node's ranks only the leader is connected; it gives the others its error.
+        here = (
+            f"{'the node of ' if isinstance(error, PeerError) else ''}rank {self._name(self._rank)}"
+        )
+        what = self._words(doing)
         other = None if store is None else ends.rank_at(told, store, self._size)
         if other is None:
-            raise PeerError(f"rank {here} failed in {what}: {told}") from error
+            raise PeerError(f"{here} failed in {what}: {told}") from error
         there = self._name(other)
         raise PeerError(
-            f"rank {here} lost its connection to rank {there} in {what}: {told}; see what rank {there} "
+            f"{here} lost its connection to rank {there} in {what}: {told}; see what rank {there} "
             "says"
         ) from error
 

@@ -17,9 +17,12 @@ from typing import Any
 
 _ADDRESS = re.compile(r"\[([0-9a-fA-F.:]+)\]:(\d+)")
 # A message of the transport is "[.../gloo/transport/tcp/pair.cc:534] Connection closed by peer ...".
-# A wait that ends because another one timed out has a message without a place.
-_OTHERS = "Application timeout caused pair closure"
-_PLACE = re.compile(r"^\[[^]]*\bgloo/(?:transport|\w+\.\w+)[^]]*\] *")
+# A wait that ends because another one timed out has a message without a place. Ranks of a node that
+# are not its leader get these behind words of their communicator.
+_PLACE = re.compile(
+    r"^.*?(?:\[[^]]*\bgloo/(?:transport|\w+\.\w+)[^]]*\] *|"
+    r"(?=Application timeout caused pair closure))"
+)
 
 
 def publish(store: Any, rank: int) -> None:
@@ -28,9 +31,9 @@ def publish(store: Any, rank: int) -> None:
 
 
 def transport_error(error: BaseException) -> str | None:
-    """The message of Gloo's transport without the place in its source; None for another error."""
+    """The message of Gloo's transport without what is before it; None for another error."""
     text = str(error).partition("\n")[0]
-    if text != _OTHERS and not _PLACE.match(text):
+    if not _PLACE.match(text):
         return None
     return _PLACE.sub("", text).partition(". This is typically")[0]
 

@@ -16,6 +16,7 @@ import atexit
 import ctypes
 import os
 import queue
+import re
 import threading
 import time
 import types
@@ -84,6 +85,8 @@ _OLDER_NAMES = {
 }
 _MESSAGES = ("send", "recv", "recv_anysource")
 _BITWISE = ("band", "bor", "bxor")
+# Where errors of the node's communicator name ranks (native/collective).
+_RANKS_OF_NODE = re.compile(r"\b(rank |not arrived: )(\d+(?:, \d+)*)")
 # Between nodes a message travels in parts of this size, each as soon as its node has reduced it.
 _PART_BYTES = 4 << 20
 # Half of a process's address space: each process maps the bytes of all ranks of its node.
@@ -410,15 +413,18 @@ class Group(ProcessGroup):  # type: ignore[misc]
         store = HashStore() if size == 1 else PrefixStore(f"nostall {met.number}", store)
         self._store = store
         nodes = [part.decode() for part in met.parts]
-        local = [r for r in range(size) if nodes[r] == nodes[rank]]
-        self._node = Communicator(
-            f"{met.number} {local[0]}",
-            local.index(rank),
-            len(local),
-            order=options.order,
-            timeout=timeout.total_seconds(),
-            arena_bytes=int(options.shared_bytes),
-        )
+        local = self._local = [r for r in range(size) if nodes[r] == nodes[rank]]
+        try:
+            self._node = Communicator(
+                f"{met.number} {local[0]}",
+                local.index(rank),
+                len(local),
+                order=options.order,
+                timeout=timeout.total_seconds(),
+                arena_bytes=int(options.shared_bytes),
+            )
+        except PeerError as error:
+            raise self._renumbered(error) from error
         self._limit = timeout
         self._shared_bytes = options.shared_bytes
         # All ranks take part now. Later they need not: two of them may exchange a message.
@@ -530,7 +536,8 @@ class Group(ProcessGroup):  # type: ignore[misc]
         def work() -> list[torch.Tensor]:
             flat = _contiguous(tensors[0])
             is_root = self._rank == opts.rootRank
-            self._node._live().reduce(
+            self._on_node(
+                "reduce",
                 flat.data_ptr(),
                 flat.data_ptr() if is_root else 0,
                 flat.numel(),
@@ -554,8 +561,12 @@ class Group(ProcessGroup):  # type: ignore[misc]
 
         def work() -> list[torch.Tensor]:
             flat = _contiguous(tensors[0])
-            self._node._live().broadcast(
-                flat.data_ptr(), flat.nbytes, opts.rootRank, _TYPES.get(flat.dtype, "")
+            self._on_node(
+                "broadcast",
+                flat.data_ptr(),
+                flat.nbytes,
+                opts.rootRank,
+                _TYPES.get(flat.dtype, ""),
             )
             _copy_back(tensors[0], flat)
             return list(tensors)
@@ -585,7 +596,8 @@ class Group(ProcessGroup):  # type: ignore[misc]
             targets = [_contiguous(t) for t in flat_outputs]
             for r, target in enumerate(targets):
                 source = _apart(source, target, 0 if r == self._rank else None)
-            self._node._live().allgatherv(
+            self._on_node(
+                "allgatherv",
                 source.data_ptr(),
                 [t.data_ptr() for t in targets],
                 [t.nbytes for t in targets],
@@ -654,7 +666,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
             for each in before:
                 each.wait_for_result()
             if among is None:
-                self._node.barrier()
+                self._on_node("barrier")
             else:
                 among.wait()
             return []
@@ -816,9 +828,10 @@ class Group(ProcessGroup):  # type: ignore[misc]
             self._allreduce(wide, op)
             flat.copy_(wide)
             return
-        node, reducer, address = self._node._live(), self._reducer(op, flat), flat.data_ptr()
+        count, reducer, address = flat.numel(), self._reducer(op, flat), flat.data_ptr()
         if self._one_node:
-            node.allreduce(address, address, flat.numel(), reducer, "cooperative", self._fixed)
+            arguments = address, address, count, reducer, "cooperative", self._fixed
+            self._on_node("allreduce", *arguments)
             return
         leaders = None
         if self._leaders is not None:
@@ -826,7 +839,9 @@ class Group(ProcessGroup):  # type: ignore[misc]
             among.reduceOp = next(k for k, v in _OPERATIONS.items() if v == op)
             among.timeout = self._limit
             leaders = LeaderTensor(flat, lambda part: self._leaders.allreduce([part], among))
-        node.two_level_allreduce(leaders, address, flat.numel(), reducer, self._fixed, _PART_BYTES)
+        self._on_node(
+            "two_level_allreduce", leaders, address, count, reducer, self._fixed, _PART_BYTES
+        )
 
     def _scatter_single(
         self, name: str, outputs: Tensors, inputs: Tensors, opts: Any, *arguments: Any
@@ -856,8 +871,14 @@ class Group(ProcessGroup):  # type: ignore[misc]
                 flat, target = _contiguous(source), _contiguous(output)
                 before = sum(counts[: self._rank]) if len(counts) > 1 else self._rank * counts[0]
                 flat = _apart(flat, target, -before * flat.element_size())
-                self._node._live().reduce_scatter(
-                    flat.data_ptr(), target.data_ptr(), counts, self._reducer(op, flat), self._fixed
+                reducer = self._reducer(op, flat)
+                self._on_node(
+                    "reduce_scatter",
+                    flat.data_ptr(),
+                    target.data_ptr(),
+                    counts,
+                    reducer,
+                    self._fixed,
                 )
                 if average:
                     _divide(target, self._size)
@@ -906,8 +927,12 @@ class Group(ProcessGroup):  # type: ignore[misc]
                 f"{self._size} ranks give {source.numel()} of {source.dtype} each"
             )
         source = _apart(source, output, self._rank * source.nbytes)
-        self._node._live().allgather(
-            source.data_ptr(), output.data_ptr(), source.nbytes, _TYPES.get(source.dtype, "")
+        self._on_node(
+            "allgather",
+            source.data_ptr(),
+            output.data_ptr(),
+            source.nbytes,
+            _TYPES.get(source.dtype, ""),
         )
 
     def _delegate(
@@ -940,6 +965,23 @@ class Group(ProcessGroup):  # type: ignore[misc]
             )
             self._delegated.add(delegated)
         return delegated
+
+    def _on_node(self, call: str, *arguments: Any) -> None:
+        """A call of the node's communicator, whose errors name ranks as the job does."""
+        try:
+            getattr(self._node._live(), call)(*arguments)
+        except (PeerError, UsageError) as error:
+            raise self._renumbered(error) from error
+
+    def _renumbered(self, error: PeerError | UsageError) -> PeerError | UsageError:
+        """An error of the node's communicator, which numbers the node's ranks from 0, in the job's
+        numbers."""
+        numbers = {str(i): str(self._global_rank(rank)) for i, rank in enumerate(self._local)}
+
+        def number(match: re.Match[str]) -> str:
+            return match[1] + ", ".join(numbers.get(r, r) for r in match[2].split(", "))
+
+        return type(error)(_RANKS_OF_NODE.sub(number, str(error)))
 
     def _global_rank(self, rank: int) -> int:
         """The number in the job of a rank of this group."""

@@ -148,6 +148,11 @@ def test_ranks_lost_between_nodes_are_named() -> None:
     assert ended.statuses == [0, 0, -signal.SIGKILL], ended.stderr
 
 
+def test_errors_name_ranks_by_their_numbers_in_the_job() -> None:
+    ended = run("numbered", 4, NODES="2")
+    assert ended.statuses == [0, 0, -signal.SIGKILL, 0], ended.stderr
+
+
 def test_tensors_in_shared_memory_give_the_same_bits() -> None:
     check("shared", 2)
 

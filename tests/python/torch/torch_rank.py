@@ -1255,13 +1255,46 @@ def lost_over_gloo() -> None:
     os._exit(0)
 
 
+def numbered() -> None:
+    """Errors name ranks by their numbers in the job: of a node, of some ranks, and of all."""
+    store = dist.distributed_c10d._get_default_store()
+    one = torch.ones(1)
+    differing, late, aborted = (dist.new_group([2, 3]) for _ in range(3))
+    if rank > 1:
+        told = fail(lambda: dist.all_reduce(torch.ones(rank), group=differing))
+        assert "rank 2 calls allreduce of 2 " in told and "rank 3 calls allreduce of 3 " in told, (
+            told
+        )
+    if rank == 3:
+        late.set_timeout(timedelta(milliseconds=100))
+        told = fail(lambda: dist.all_reduce(one, group=late))
+        assert told.startswith("rank 3 waited 0.1"), told
+        assert "for ranks that have not arrived: 2;" in told, told
+        aborted.abort()
+    if rank == 2:
+        told = fail(lambda: dist.recv(one, 3, group=aborted))
+        assert told == "rank 3 aborted the group; make a new one", told
+        store.wait([f"waits {other}" for other in (0, 1, 3)])
+        os.kill(os.getpid(), signal.SIGKILL)
+    told = fail(lambda: dist.all_reduce(one), f"waits {rank}")
+    lost = (
+        "lost its connection to rank 2 in allreduce of ranks 0, 1, 2, 3: Connection closed by peer"
+    )
+    expected = {0: f"rank 0 {lost}", 1: f"the node of rank 1 {lost}", 3: "rank 2 (process "}
+    assert told.startswith(expected[rank]), told
+    if rank == 0:
+        store.wait(["told 1", "told 3"])  # whose Gloo has a connection to this rank
+    store.set(f"told {rank}", "")
+    os._exit(0)
+
+
 def fail(call: Callable[[], object], begun: str = "") -> str:
     """What a call raises."""
     if begun:
         dist.distributed_c10d._get_default_store().set(begun, "")
     try:
         call()
-    except PeerError as error:
+    except (PeerError, UsageError) as error:
         return str(error)
     raise AssertionError("it ended well")
 
