@@ -250,13 +250,17 @@ class _Delegated(dist.Work):  # type: ignore[misc]
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         limit = timeout if _is_set(timeout) else self._limit
-        done = True
+        done, began = True, time.monotonic()
         with self._calls.if_open() as is_open:
             if is_open:
-                with self._aborts.watching(self._doing), Wait(self._doing.name):
-                    done = bool(self._work.wait() if limit is None else self._work.wait(limit))
-                if self._unfinished is not None:
-                    self._unfinished.discard(self)
+                try:
+                    with self._aborts.watching(self._doing), Wait(self._doing.name):
+                        done = bool(self._work.wait() if limit is None else self._work.wait(limit))
+                finally:
+                    # It goes on if only the wait ended. Not all that failed say that they are complete.
+                    goes_on = limit and time.monotonic() - began >= limit.total_seconds()
+                    if self._unfinished is not None and not goes_on:
+                        self._unfinished.discard(self)
             elif not self.is_success():
                 raise ended_with_program()
         self._finish()

@@ -71,6 +71,10 @@ def test_a_barrier_ends_what_was_begun_before_it(nodes: int) -> None:
     check("barred", 2, NODES=str(nodes))
 
 
+def test_a_barrier_is_well_after_what_failed_over_gloo() -> None:
+    check("barred_after_an_error", 2, NODES="2")
+
+
 def test_groups_of_some_ranks_leave_the_names_of_others_alone() -> None:
     check("counted_apart", 3)
 

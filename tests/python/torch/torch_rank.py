@@ -450,6 +450,20 @@ def barred() -> None:
     del group._allreduce  # with what it holds
 
 
+def barred_after_an_error() -> None:
+    """A collective of Gloo that failed is not waited for again."""
+    for limits in ((), (timedelta(seconds=60),)):
+        work = dist.reduce_scatter_tensor(
+            torch.empty(1, dtype=torch.int16), torch.ones(size, dtype=torch.int16), async_op=True
+        )
+        try:
+            work.wait(*limits)
+            raise AssertionError("Gloo has come to add int16")
+        except RuntimeError as error:
+            assert "Invalid scalar type" in str(error), error
+        dist.barrier()
+
+
 def called_back() -> None:
     """Callbacks wait for later operations of the same group, and their callbacks do too."""
     store = dist.distributed_c10d._get_default_store()
