@@ -403,6 +403,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
         super().__init__(rank, size)
         _had_groups.set()
         self._rank, self._size, self._timeout = rank, size, timeout
+        self._options = options
         self._name = ""
         self._process = os.getpid()
         self._reducers: dict[tuple[str, str], _native.Reducer] = {}
@@ -432,7 +433,6 @@ class Group(ProcessGroup):  # type: ignore[misc]
         except PeerError as error:
             raise self._renumbered(error) from error
         self._limit = timeout
-        self._shared_bytes = options.shared_bytes
         # All ranks take part now. Later they need not: two of them may exchange a message.
         self._inner: dict[str, Any] = {}
         self._registered: list[Any] = []
@@ -498,7 +498,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
         if memory is None:
             raise UsageError(
                 f"no room for {size} bytes of shared memory; raise the group's "
-                f"GroupOptions(shared_bytes=...), now {self._shared_bytes}"
+                f"GroupOptions(shared_bytes=...), now {self._options.shared_bytes}"
             )
         return torch.from_numpy(memory).view(kind).view(shape)
 
@@ -1196,7 +1196,8 @@ _hide_from_compiler()
 
 def _create(options: Any, backend_options: object | None) -> Group:
     if backend_options is None:
-        backend_options = Options()
+        default = dist.group.WORLD
+        backend_options = default._options if isinstance(default, Group) else Options()
     if not isinstance(backend_options, Options):
         raise UsageError(
             f"pg_options of the backend nostall are nostall.torch.GroupOptions, not "

@@ -75,6 +75,10 @@ def test_a_barrier_is_well_after_what_failed_over_gloo() -> None:
     check("barred_after_an_error", 2, NODES="2")
 
 
+def test_groups_of_some_ranks_have_the_options_of_all() -> None:
+    check("inherited", 2)
+
+
 def test_groups_of_some_ranks_leave_the_names_of_others_alone() -> None:
     check("counted_apart", 3)
 

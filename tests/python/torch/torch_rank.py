@@ -464,6 +464,19 @@ def barred_after_an_error() -> None:
         dist.barrier()
 
 
+def inherited() -> None:
+    """Groups of some ranks have the options of the group of all, unless they are given their own."""
+    store = dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    where = {"store": store, "rank": rank, "world_size": size}
+    fixed, free = map(nostall.torch.GroupOptions, ("fixed", "any"))
+    dist.init_process_group("nostall", timeout=limit, pg_options=fixed, **where)
+    for options, calls in ((None, 2), (free, 0)):
+        group = dist.new_group([0, 1], pg_options=options)
+        told = fail(lambda group=group: dist.all_reduce(torch.ones(1 + rank), group=group))
+        assert told.count("in fixed order") == calls, told
+
+
 def called_back() -> None:
     """Callbacks wait for later operations of the same group, and their callbacks do too."""
     store = dist.distributed_c10d._get_default_store()
