@@ -72,6 +72,16 @@ class DistributedDataParallel(parallel.DistributedDataParallel):  # type: ignore
             super().__init__(module, **named)
         self._shared = shared
 
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()
+        del state["_shared"]  # its group belongs to this process
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._shared = _InSharedMemory(_ours(None))  # torch takes the default group too
+        with self._shared:
+            super().__setstate__(state)
+
     def forward(self, *inputs: Any, **named: Any) -> Any:
         # Once torch has seen the order of gradients, it makes the buckets anew, in its
         # forward. This does it just before, if there are buckets and no message to other ranks is due.

@@ -5,9 +5,11 @@ Started by torch_job.py, or as a program under a launcher, with the function's n
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import functools
 import gc
+import io
 import itertools
 import os
 import random
@@ -807,6 +809,17 @@ def shared() -> None:
         assert torch.equal(a, optimized)
         assert in_shared_memory(a.grad)
         assert not in_shared_memory(b.grad)
+    whole = nostall.torch.DistributedDataParallel(torch.nn.Linear(64, 64))
+    saved = io.BytesIO()
+    torch.save(whole, saved)
+    saved.seek(0)
+    for copied in (copy.deepcopy(whole), torch.load(saved, weights_only=False)):
+        for model in (whole, copied):
+            model(torch.ones(2, 64) * (1 + rank)).sum().backward()
+        for a, b in zip(whole.parameters(), copied.parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad)
+        assert in_shared_memory(copied.module.weight.grad)
+        whole.zero_grad()
     uneven = nostall.torch.DistributedDataParallel(torch.nn.Linear(64, 64))
     with uneven.join():
         for _ in range(1 + 3 * rank):
