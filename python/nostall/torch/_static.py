@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -30,11 +31,13 @@ def copy_into(buffers: Any, batch: Any) -> Any:
             )
         return buffers.copy_(batch, non_blocking=True)
     if isinstance(batch, dict) and isinstance(buffers, dict) and batch.keys() == buffers.keys():
-        return type(batch)((key, copy_into(buffers[key], batch[key])) for key in batch)
+        made = copy.copy(batch)  # it may have more than its items
+        made.update({key: copy_into(buffers[key], batch[key]) for key in batch})
+        return made
     if isinstance(batch, list | tuple) and type(batch) is type(buffers):
         if len(batch) == len(buffers):
-            made = [copy_into(*pair) for pair in zip(buffers, batch, strict=True)]
-            return type(batch)(*made) if hasattr(batch, "_fields") else type(batch)(made)
+            each = [copy_into(*pair) for pair in zip(buffers, batch, strict=True)]
+            return type(batch)(*each) if hasattr(batch, "_fields") else type(batch)(each)
     elif not isinstance(batch, torch.Tensor | dict | list | tuple):
         return batch
     raise UsageError(

@@ -609,6 +609,9 @@ def case_batches_in_memory_that_stays() -> None:
     made = copy_into(buffers, {"a": torch.ones(2), "b": (torch.full((1,), 2.0), "text")})
     assert made["a"] is buffers["a"] and made["a"].tolist() == [1, 1]
     assert made["b"][0] is buffers["b"][0] and made["b"][0].item() == 2 and made["b"][1] == "text"
+    lists = defaultdict(list, a=torch.zeros(2, device="simdev"))
+    made = copy_into(lists, defaultdict(list, a=torch.ones(2)))
+    assert made["a"] is lists["a"] and made["a"].tolist() == [1, 1] and made["none"] == []
     for wrong, why in (
         ({"a": torch.ones(3), "b": (torch.ones(1), 3)}, "pass drop_last=True"),
         ({"a": torch.ones(2, dtype=torch.int8), "b": (torch.ones(1), 3)}, "torch.int8 of shape"),
