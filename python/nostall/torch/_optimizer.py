@@ -21,7 +21,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -645,6 +645,13 @@ class _Distributed:
     gradient_sync: GradientSync
     _nostall_skip: bool
     _nostall_overlap: bool
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """For copy.deepcopy and torch.save."""
+        raise UsageError(
+            "a DistributedOptimizer is neither copied nor saved whole, for a copy would not reduce "
+            "gradients: take its state_dict(), and load it into a new optimizer"
+        )
 
     def synchronize(self) -> None:
         """Waits until all gradients are reduced; for clipping, or a GradScaler, before `step`."""

@@ -348,7 +348,9 @@ result["steps"] = max(
 )
 result["wrong"] = []
 for wrong in (lambda: nt.DistributedOptimizer(ordinary, plain.parameters()),
-              lambda: nt.DistributedOptimizer(plain)):
+              lambda: nt.DistributedOptimizer(plain),
+              lambda: copy.deepcopy(optimizer),
+              lambda: torch.save(optimizer, io.BytesIO())):
     try:
         wrong()
     except Exception as error:
@@ -366,7 +368,7 @@ except Exception as error:
 
 @pytest.mark.multi
 def test_what_an_optimizer_offers() -> None:
-    first, second = run_ranks(2, "import contextlib\n" + MODEL + DETAILS)
+    first, second = run_ranks(2, "import contextlib, copy, io\n" + MODEL + DETAILS)
     for result in (first, second):
         planned, seen, analysed = result["order"]
         assert planned == seen
@@ -382,6 +384,8 @@ def test_what_an_optimizer_offers() -> None:
             "UsageError" in result["wrong"][0] and "model.named_parameters()" in result["wrong"][0]
         )
         assert "UsageError" in result["wrong"][1] and "not a Net" in result["wrong"][1]
+        for told in result["wrong"][2:]:
+            assert told.startswith("UsageError: ") and "take its state_dict()" in told
     assert first["not finite"] == "gradient weight of rank 0 is not finite"
     assert second["not finite"].startswith("a gradient of another rank is not finite")
     (by_passes, by_context), other = first["accumulated"], second["accumulated"]
