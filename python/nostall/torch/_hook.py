@@ -110,8 +110,10 @@ def reduce_bucket(
 ) -> torch.futures.Future[torch.Tensor]:
     """The mean of a bucket over the ranks, as DistributedDataParallel asks for it.
 
-    Each rank's part is scaled before it is added, as DistributedDataParallel itself does: without
-    compression and with the same order of sums, the bits are the same as without a hook.
+    Each rank's part is multiplied by 1/ranks before it is added, as by DistributedDataParallel: without
+    compression and with the same order of sums, the bits are the same as without a hook. With
+    ``gradient_as_bucket_view=True`` torch divides instead, which gives the same bits for 2, 4, 8, ...
+    ranks.
     """
     gradients: torch.Tensor = bucket.buffer()
     wire = reducer.wire if gradients.dtype in (torch.float32, torch.float64) else None
