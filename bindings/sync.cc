@@ -237,6 +237,7 @@ void bind_options(nb::module_& m) {
       .def_rw("cores", &GradientOptions::cores)
       .def_rw("timeline", &GradientOptions::timeline)
       .def_rw("shapes", &GradientOptions::shapes)
+      .def_rw("numbers", &GradientOptions::numbers)
       .def_rw("global_sleep_every", &GradientOptions::global_sleep_every)
       .def_rw("nonblocking", &GradientOptions::nonblocking);
   bind_seconds<&GradientOptions::warn>(options, "warn");

@@ -52,6 +52,8 @@ class Collectives {
   virtual int64_t own_cpu_ns() const = 0;
   // Nanoseconds in which calls so far waited for other ranks; 0 where that is not known.
   virtual int64_t waited_ns() const { return 0; }
+  // Whether the rank may be missing because it waits for ranks of other nodes.
+  virtual bool may_wait_elsewhere(uint32_t /*rank*/) const { return false; }
   // Calls `callback` once in every wait that lasts longer than `after`, with the ranks that are
   // missing, on the thread that waits; never where that is not known.
   virtual void on_late(std::chrono::nanoseconds /*after*/,

@@ -122,13 +122,25 @@ void GradientEngine::compare_tensors() {
                 "rank " + std::to_string(step_->collectives->rank()) + " has gradient " +
                     line(mine, at) + " where rank " + std::to_string(r) + " has " +
                     line(theirs, at) +
-                    ": all ranks must build the same model, with the same options");
+                    ": all ranks must build the same model, with the same options" +
+                    step_->options.numbers);
+  }
+}
+
+// Errors of `call` that name ranks say whose numbers these are.
+template <typename Call>
+auto GradientEngine::numbered(Call&& call) const -> decltype(call()) {
+  try {
+    return call();
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::peer || step_->options.numbers.empty()) throw;
+    throw Error(ErrorKind::peer, error.what() + step_->options.numbers);
   }
 }
 
 void GradientEngine::set_plan(ReductionPlan plan) {
   check_usable("set_plan");
-  coordinator_->set_plan(std::move(plan));
+  numbered([&] { coordinator_->set_plan(std::move(plan)); });
 }
 
 std::vector<std::byte> GradientEngine::broadcast(std::span<const std::byte> bytes, uint32_t root) {
@@ -136,7 +148,7 @@ std::vector<std::byte> GradientEngine::broadcast(std::span<const std::byte> byte
   const trace::Span span(kExchange);
   const MutexLock lock(step_->mutex);
   check_quiet("broadcast");
-  return step_->collectives->broadcast(bytes, root);
+  return numbered([&] { return step_->collectives->broadcast(bytes, root); });
 }
 
 std::vector<std::vector<std::byte>> GradientEngine::all_gather(std::span<const std::byte> bytes) {
@@ -144,7 +156,7 @@ std::vector<std::vector<std::byte>> GradientEngine::all_gather(std::span<const s
   const trace::Span span(kExchange);
   const MutexLock lock(step_->mutex);
   check_quiet("all_gather");
-  return step_->collectives->all_gather(bytes);
+  return numbered([&] { return step_->collectives->all_gather(bytes); });
 }
 
 // The control plane is the progress thread's while it negotiates.
@@ -284,11 +296,13 @@ void GradientEngine::run() noexcept {
   pthread_setname_np(pthread_self(), "nostall-sync");
   try {
     cores_.take(step_->options.cores);
-    while (true) {
-      const Coordinator::Turn turn = coordinator_->next();
-      if (!turn.bucket) break;
-      reduce(turn);
-    }
+    numbered([this] {
+      while (true) {
+        const Coordinator::Turn turn = coordinator_->next();
+        if (!turn.bucket) break;
+        reduce(turn);
+      }
+    });
   } catch (...) {
     step_->collectives->hang_up();
     const MutexLock lock(step_->mutex);
@@ -380,6 +394,8 @@ bool GradientEngine::record(const Bucket& bucket, const Moments& at, int64_t wai
 
 // This rank waits for others, in a reduction or in an agreement.
 void GradientEngine::warn_of_late(std::span<const uint32_t> missing) const {
+  const bool elsewhere =
+      missing.size() == 1 && step_->collectives->may_wait_elsewhere(missing.front());
   std::string ranks;
   for (const uint32_t r : missing) ranks += (ranks.empty() ? "" : ", ") + std::to_string(r);
   log(LogLevel::warning,
@@ -387,7 +403,9 @@ void GradientEngine::warn_of_late(std::span<const uint32_t> missing) const {
           std::to_string(step_->options.warn.count() / 1'000'000'000) + " s for rank " + ranks +
           (in_reduction_.empty()
                ? std::string(", which does not take part in an agreement")
-               : ", which has not submitted all of " + step_->names(in_reduction_)));
+               : ", which has not submitted all of " + step_->names(in_reduction_) +
+                     (elsewhere ? ", or waits for other nodes" : "")) +
+          step_->options.numbers);
 }
 
 }  // namespace nostall::sync

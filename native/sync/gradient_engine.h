@@ -103,6 +103,8 @@ class GradientEngine {
   void check_quiet(const char* call) const NOSTALL_REQUIRES(step_->mutex);
   bool ends_until(std::chrono::steady_clock::time_point deadline);
   void compare_tensors();
+  template <typename Call>
+  auto numbered(Call&& call) const -> decltype(call());
   void check_finite(uint32_t tensor, const void* gradient) const;
   Coordinator::Place enter(uint32_t tensor, void* result, const void* gradient, bool present);
   void fill(uint32_t tensor, const Coordinator::Place& place, const void* gradient);

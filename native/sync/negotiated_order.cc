@@ -170,7 +170,7 @@ void NegotiatedOrder::name_lacking(const Mine& mine) {
       "rank " + std::to_string(step_.collectives->rank()) + " has waited for " +
       std::to_string((now_ns() - mine.oldest) / 1'000'000'000) + " s: " + text;
   if (mine.expired) throw Error(ErrorKind::peer, waited);
-  log(LogLevel::warning, waited);
+  log(LogLevel::warning, waited + step_.options.numbers);
 }
 
 // Tensors that are not known yet: all ranks announce them to rank 0, which keeps the announcements

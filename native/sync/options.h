@@ -22,6 +22,7 @@ struct GradientOptions {
   std::vector<int> cores;  // for the progress thread alone (sync/cores.h); empty: no partition
   std::string timeline;    // rank 0's file of it (sync/timeline_writer.h); empty: none
   std::vector<std::string> shapes;  // of the first tensors: compared, and for the timeline
+  std::string numbers;  // ends messages whose ranks do not have the job's numbers: whose they are
 
   // Mode negotiated (sync/negotiated_order.h).
   std::chrono::nanoseconds cycle = std::chrono::milliseconds(5);         // HOROVOD_CYCLE_TIME

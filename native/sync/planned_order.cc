@@ -158,7 +158,8 @@ void PlannedOrder::check_for_stall() {
   if (waited > step_.options.warn.count() && warned_ != since) {
     warned_ = since;
     log(LogLevel::warning, rank + " has not submitted " + step_.names(missing) + " for " + seconds +
-                               ": the other gradients, and all ranks, wait for it");
+                               ": the other gradients, and all ranks, wait for it" +
+                               step_.options.numbers);
   }
 }
 

@@ -81,6 +81,7 @@ class TwoLevelCollectives : public Collectives {
   void hang_up() noexcept override { network_->end(); }
   int64_t own_cpu_ns() const override { return 0; }
   int64_t waited_ns() const override { return node_.stats().wait_ns; }
+  bool may_wait_elsewhere(uint32_t rank) const override { return rank == network_->node().front(); }
   void on_late(std::chrono::nanoseconds after,
                std::function<void(std::span<const uint32_t>)> callback) override {
     node_.on_late(after, [this, callback = std::move(callback)](std::span<const uint32_t> local) {

@@ -113,12 +113,16 @@ class Network(Protocol):
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that take part, this rank's place, and their network (None: shared memory)."""
+    """The ranks that take part, this rank's place, and their network (None: shared memory).
+
+    `numbers` tells whose numbers errors have, where ranks have others in the job.
+    """
 
     rank: int
     ranks: int
     job: str
     network: Network | None = field(default=None, compare=False)
+    numbers: str = ""
 
 
 #: From the engine's name, the same on all its ranks, this rank and the number of ranks.
@@ -149,7 +153,11 @@ def find_ranks(process_set: Sequence[int] | None = None, world: World | None = N
     name = f"gradients {number} {'-'.join(map(str, members))}"
     rank, ranks = members.index(world.rank), len(members)
     network = _network_of(name, rank, ranks) if world.local_world_size < world.world_size else None
-    return Ranks(rank, ranks, f"{world.job} {name}", network)
+    numbers = ""
+    if members != list(range(ranks)):
+        listed = ", ".join(map(str, members))
+        numbers = f" (in numbers of this process_set, whose ranks are {listed} of the job)"
+    return Ranks(rank, ranks, f"{world.job} {name}", network, numbers)
 
 
 def members_of(process_set: Sequence[int] | None, world: World) -> list[int]:
@@ -205,6 +213,7 @@ def make_engine(
     native.check_finite = options.check_finite
     native.timeline = _timeline_file(options) if ranks.rank == 0 else ""
     native.shapes = [str(list(shape)) for shape in shapes]
+    native.numbers = ranks.numbers
     job, rank, size, network = ranks.job, ranks.rank, ranks.ranks, ranks.network
     if network is not None:
         network.set_timeout(options.timeout)
@@ -251,7 +260,8 @@ class GradientReducer:
         arrays = {name: np.asarray(value) for name, value in example.items()}
         self._shapes = {name: (a.shape, a.dtype) for name, a in arrays.items()}
         options, ranks = options or SyncOptions(), find_ranks(process_set)
-        self._rank, self._ranks, self._checks = ranks.rank, ranks.ranks, options.check_finite
+        self._rank, self._ranks = find_world().rank, ranks.ranks
+        self._checks = options.check_finite
         self._compression = options.compression
         self._sign = np.zeros(1, np.float32)
         tensors = [(name, a.size, _type_name(name, a.dtype)) for name, a in arrays.items()]

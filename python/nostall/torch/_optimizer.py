@@ -318,7 +318,7 @@ class GradientSync:
         self._settle()
         if mine:
             raise UsageError(
-                f"gradient {self._names[mine[0]]} of rank {self.ranks.rank} is not finite"
+                f"gradient {self._names[mine[0]]} of rank {self.members[self.ranks.rank]} is not finite"
             )
         raise UsageError(
             "a gradient of another rank is not finite: the error of that rank names it"
@@ -531,8 +531,9 @@ class GradientSync:
         for other, theirs in enumerate(self._gathered(kinds)):
             if theirs != kinds:
                 raise PeerError(
-                    f"the optimizer of rank {self.ranks.rank} has a state of {len(kinds)} tensors, and "
-                    f"that of rank {other} one of {len(theirs)}, or of other shapes, types or devices: "
+                    f"the optimizer of rank {self.members[self.ranks.rank]} has a state of "
+                    f"{len(kinds)} tensors, and that of rank {self.members[other]} one of "
+                    f"{len(theirs)}, or of other shapes, types or devices: "
                     "load the same state on all ranks, or on none"
                 )
         self._broadcast([*parameters, *state])

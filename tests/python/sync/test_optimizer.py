@@ -639,14 +639,34 @@ if rank:
         loss_of(model(data(step, rank)[0]), data(step, rank)[1]).backward()
         optimizer.step()
     result = [optimizer.join(), weights(model)]
+    options = nt.SyncOptions(check_finite=True)
+    optimizer = nt.DistributedOptimizer(optimizer, None, options, process_set=[1, 2])
+    (model(data(0, rank)[0]).sum() * (float("inf") if rank == 2 else 1)).backward()
+    try:
+        optimizer.step()
+    except nostall.errors.UsageError as error:
+        result.append(str(error))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer.zero_grad()
+    if rank == 2:
+        loss_of(model(data(0, rank)[0]), data(0, rank)[1]).backward()
+        optimizer.step()
+    try:
+        nt.DistributedOptimizer(optimizer, process_set=[1, 2])
+    except nostall.errors.PeerError as error:
+        result.append(str(error))
 """
 
 
 @pytest.mark.multi
-def test_the_last_rank_of_a_process_set_has_its_number_in_the_job() -> None:
-    _, first, second = run_ranks(3, MODEL + APART)
-    assert first == second
+def test_the_ranks_of_a_process_set_have_their_numbers_in_the_job() -> None:
+    _, first, second = run_ranks(3, "import nostall\n" + MODEL + APART)
+    assert first[:2] == second[:2]
     assert first[0] == 2
+    assert second[2].startswith("gradient ") and second[2].endswith("of rank 2 is not finite")
+    assert first[3].startswith(
+        "the optimizer of rank 1 has a state of 0 tensors, and that of rank 2"
+    )
 
 
 EMPTY = """

@@ -83,6 +83,60 @@ result = reducer({"x": np.full(2, float(rank))})["x"].tolist()
 
 
 @pytest.mark.multi
+def test_errors_and_warnings_of_a_process_set_say_whose_numbers_they_have() -> None:
+    code = """
+import logging, time
+import numpy as np
+from nostall.errors import PeerError
+from nostall.sync import GradientReducer, SyncOptions
+result = []
+told = logging.Handler()
+told.emit = lambda record: result.append(record.getMessage())
+logging.getLogger("nostall").addHandler(told)
+if rank:
+    options = SyncOptions(warn=0.3, timeout=1)
+    reducer = GradientReducer({"x": np.zeros(2)}, options, process_set=[1, 2])
+    if rank == 1:
+        time.sleep(3)
+    else:
+        try:
+            reducer({"x": np.zeros(2)})
+        except PeerError as error:
+            result.append(str(error))
+"""
+    _, _, (warned, failed) = run_ranks(3, code)
+    whose = "(in numbers of this process_set, whose ranks are 1, 2 of the job)"
+    assert warned.startswith("rank 1 has waited for 0 s for rank 0, which has not"), warned
+    assert warned.endswith(whose) and "ranks that have not arrived: 0;" in failed, failed
+    assert failed.endswith(whose), failed
+
+
+@pytest.mark.multi
+def test_a_leader_may_be_late_because_it_waits_for_other_nodes(tmp_path: Path) -> None:
+    code = f"""
+import logging, os, time
+os.environ.update(NOSTALL_NODE=f"node {{rank // 2}}", LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2")
+import numpy as np
+import torch.distributed as dist
+import nostall.torch
+from nostall.sync import GradientReducer, SyncOptions
+dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=rank, world_size=4)
+result = []
+told = logging.Handler()
+told.emit = lambda record: result.append(record.getMessage())
+logging.getLogger("nostall").addHandler(told)
+reducer = GradientReducer({{"x": np.zeros(2)}}, SyncOptions(warn=0.3))
+if rank > 1:
+    time.sleep(2)
+reducer({{"x": np.zeros(2)}})
+dist.barrier()
+"""
+    _, (warned,), *_ = run_ranks(4, code)
+    late = "rank 1 has waited for 0 s for rank 0, which has not submitted all of x"
+    assert warned == f"{late}, or waits for other nodes"
+
+
+@pytest.mark.multi
 def test_several_nodes_reduce_in_two_levels(tmp_path: Path) -> None:
     code = f"""
 import json, os
