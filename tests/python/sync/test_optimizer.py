@@ -332,6 +332,11 @@ model = Net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 optimizer = nt.DistributedOptimizer(optimizer, model.named_parameters())
 result["start"] = weights(model)
+torch.set_default_dtype(torch.float16)
+half = nt.DistributedOptimizer(torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1))
+torch.set_default_dtype(torch.float32)
+# What the engine reads as float32 beside the gradients.
+result["bytes"] = half.gradient_sync._signs.nbytes // len(half.gradient_sync._signs)
 
 # Another step without another backward is another step.
 plain = Net()
@@ -378,6 +383,7 @@ def test_what_an_optimizer_offers() -> None:
         assert result["by group"]
         assert result["narrow"] < 0.1
         assert result["joined"] == 1
+        assert result["bytes"] == 4
         assert "backward_passes_per_step" in result["misuse"]
         assert result["steps"] < 1e-6
         assert (
