@@ -150,7 +150,9 @@ def test_a_sweep_that_is_ended_leaves_no_process(
     process = subprocess.Popen(
         [sys.executable, "-m", "nostall", *words], env=ENVIRONMENT, start_new_session=True
     )
-    while process.poll() is None and not (list(tmp_path.glob("*.pid")) and state.exists()):
+    while process.poll() is None and not (
+        list(tmp_path.glob("*.pid")) and state.exists() and "\n" in state.read_text()
+    ):
         time.sleep(0.01)
     # Ctrl-C at a terminal goes to the whole group.
     (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
