@@ -20,7 +20,6 @@ import os
 import secrets
 import socket
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -33,10 +32,6 @@ _GRACE = 10.0
 _NAMED = 8
 
 _CONNECT = 10.0  # seconds for a connection to torch's server
-# Servers, by host and port, that took no further connection.
-_refusing: set[tuple[str, int]] = set()
-# By process, host and port.
-_common: weakref.WeakValueDictionary[tuple[int, str, int], Any] = weakref.WeakValueDictionary()
 
 # Torch's server closes the connection of who sends a value of more than 8 MiB.
 _PIECE = 4 << 20
@@ -64,56 +59,17 @@ def own_connection(store: Any, seconds: float) -> Any:
     """The store by a connection of its own: while a thread waits in one, no other thread can use it.
 
     Releases of torch without Store.clone, and stores written in Python, share what they have. So does
-    one whose server takes no connection in `seconds`, and every later one of that server: a clone
-    tries for the store's own time limit, and what is shared fails at once.
+    one whose server takes no connection in `seconds`: a clone tries for the store's own time limit,
+    and what is shared fails at once.
     """
     inner = innermost(store)
     try:
         if host := getattr(inner, "host", ""):
-            if (server := (host, inner.port)) in _refusing:
-                return store
             limit = max(0.001, min(_CONNECT, seconds))
-            socket.create_connection(server, limit).close()
-            made = _connected(inner, limit)
-            if store is inner:
-                return made
+            socket.create_connection((host, inner.port), limit).close()
         return store.clone()
     except (AttributeError, OSError, RuntimeError):
         return store
-
-
-def _connected(store: Any, limit: float) -> Any:
-    """Another connection to the server of torch's TCPStore, which answers by it."""
-    from torch.distributed import TCPStore
-
-    host, port = store.host, store.port
-    try:
-        made = TCPStore(host, port, None, False, timeout=timedelta(seconds=limit))
-    except RuntimeError:  # a server without descriptors takes connections, and does not answer
-        _refusing.add((host, port))
-        raise
-    made.set_timeout(store.timeout)
-    return made
-
-
-def common_connection(store: Any, seconds: float) -> Any:
-    """As own_connection, but one for all of this process that use that server, who never wait in it.
-
-    Keys have none of the store's prefixes.
-    """
-    inner = innermost(store)
-    if not (host := getattr(inner, "host", "")):
-        return own_connection(inner, seconds)
-    place = os.getpid(), host, inner.port
-    made = _common.get(place)
-    try:
-        if made is not None:
-            made.check(["nostall"])  # another server may have come to that port
-            return made
-    except RuntimeError:
-        pass
-    made = _common[place] = own_connection(inner, seconds)
-    return made
 
 
 def meet(store: Any, rank: int, size: int, name: str, mine: bytes, timeout: float) -> Met:

@@ -381,8 +381,10 @@ def _others_of(file: Any, dataset: str) -> list[str]:
 
 def _found(folder: str, name: str, prefix: str) -> list[str]:
     """The files that the library takes for a name, in which "%b" is the number of a block."""
-    base = os.path.basename(name) if os.path.isabs(name) else name
     above = os.environ.get(prefix, "").replace("${ORIGIN}", folder)
+    if prefix == "HDF5_EXTFILE_PREFIX":  # of values without a structure
+        return [os.path.join(above, name)]
+    base = os.path.basename(name) if os.path.isabs(name) else name
     places = [name] if os.path.isabs(name) else []
     places += [os.path.join(where, base) for where in (above, folder) if where] + [base]
     for place in places:
@@ -406,13 +408,15 @@ def _check_filters(data: Any, path: PathLike) -> None:
 
 
 def _is_whole(stored: Any) -> bool:
-    """Whether the integers of an HDF5 type have all bits of their bytes."""
+    """Whether the bytes of an HDF5 type are NumPy's: integers of all bits, texts that fill them."""
     from h5py import h5t
 
     if isinstance(stored, h5t.TypeCompoundID):
         return all(_is_whole(stored.get_member_type(i)) for i in range(stored.get_nmembers()))
     if isinstance(stored, (h5t.TypeArrayID, h5t.TypeEnumID)):
         return _is_whole(stored.get_super())
+    if isinstance(stored, h5t.TypeStringID):
+        return bool(stored.get_strpad() == h5t.STR_NULLPAD)
     return not isinstance(stored, h5t.TypeIntegerID) or (
         stored.get_precision() == 8 * stored.get_size()
     )

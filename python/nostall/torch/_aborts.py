@@ -11,10 +11,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from torch.distributed import PrefixStore
 from torch.futures import Future
 
 from nostall.errors import PeerError
+from nostall.job._meeting import own_connection
 from nostall.torch import _ends as ends
 
 _KEY = "nostall aborted"
@@ -41,21 +41,20 @@ class Aborts:
     group. Short waits cost no request.
 
     `end` and `name` (the number of a rank in the job) are methods of the group, held weakly, so that
-    the thread keeps no group alive. `connection` is to the store, and nobody waits in it for long:
-    where it cannot be apart, an abort is detected later.
+    the thread keeps no group alive. `seconds` limits the wait for a connection to the store.
     """
 
     def __init__(
         self,
-        connection: Any,
-        prefix: str,
+        store: Any,
         rank: int,
         size: int,
         end: Callable[[], None],
         name: Callable[[int], int],
+        seconds: float,
     ) -> None:
-        self._connection = connection  # which other groups find as long as one holds it
-        self._store: Any = PrefixStore(prefix, connection)
+        # Where it cannot be apart, an abort is detected later.
+        self._store = own_connection(store, seconds)
         self._rank, self._size = rank, size
         self._end = weakref.WeakMethod(end)
         self._name_of = weakref.WeakMethod(name)
@@ -87,7 +86,7 @@ class Aborts:
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(_ANSWER)  # it may have asked a store that does not answer
-        self._store = self._connection = None
+        self._store = None
 
     def is_waiting(self) -> bool:
         """Whether a wait is under way."""

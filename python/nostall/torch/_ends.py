@@ -20,7 +20,7 @@ _ADDRESS = re.compile(r"\[([0-9a-fA-F.:]+)\]:(\d+)")
 # A wait that ends because another one timed out has a message without a place. Ranks of a node that
 # are not its leader get these behind words of their communicator.
 _PLACE = re.compile(
-    r"^.*?(?:\[[^]]*\bgloo/(?:transport|\w+\.\w+)[^]]*\] *|"
+    r"^(?:this communicator is broken: .*?)?(?:\[[^]]*\bgloo/(?:transport|\w+\.\w+)[^]]*\] *|"
     r"(?=Application timeout caused pair closure))"
 )
 

@@ -39,7 +39,7 @@ from nostall.base._options import in_force
 from nostall.collective import Communicator
 from nostall.errors import PeerError, UsageError
 from nostall.job._cluster import node_identity
-from nostall.job._meeting import common_connection, meet
+from nostall.job._meeting import meet
 from nostall.torch import _ends as ends
 from nostall.torch._aborts import Aborts, Doing
 from nostall.torch._between import LeaderTensor
@@ -415,9 +415,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
             raise PeerError(f"{error}, or give init_process_group a longer timeout") from error
         # Torch gives one name, and hence one store, to groups whose ranks do not know each other. And
         # it may have entries of earlier groups of this name.
-        prefix = f"nostall {met.number}"
-        beside = HashStore() if size == 1 else common_connection(store, timeout.total_seconds())
-        store = HashStore() if size == 1 else PrefixStore(prefix, store)
+        store = HashStore() if size == 1 else PrefixStore(f"nostall {met.number}", store)
         self._store = store
         nodes = [part.decode() for part in met.parts]
         local = self._local = [r for r in range(size) if nodes[r] == nodes[rank]]
@@ -442,13 +440,15 @@ class Group(ProcessGroup):  # type: ignore[misc]
         self._fixed = options.order == "fixed"
         leaders = [nodes.index(name) for name in dict.fromkeys(nodes)]
         self._one_node = len(leaders) == 1
-        self._aborts = Aborts(beside, prefix, rank, size, self._end_waiting, self._global_rank)
+        self._aborts = Aborts(
+            store, rank, size, self._end_waiting, self._global_rank, timeout.total_seconds()
+        )
         self._leaders: Any = None
         if not self._one_node and rank in leaders:
             among = PrefixStore("nostall leaders", store)
             self._leaders = connect(among, leaders.index(rank), len(leaders), timeout)
         if size > 1:
-            ends.publish(PrefixStore(prefix, beside), rank)
+            ends.publish(store, rank)
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._under_way: deque[None] = deque()  # an entry for each operation of ours
         # Both allow for a signal's handler that uses or destroys the group while a call is inside.

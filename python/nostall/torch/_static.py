@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -31,13 +31,14 @@ def copy_into(buffers: Any, batch: Any) -> Any:
             )
         return buffers.copy_(batch, non_blocking=True)
     if isinstance(batch, dict) and isinstance(buffers, dict) and batch.keys() == buffers.keys():
-        made = copy.copy(batch)  # it may have more than its items
-        made.update({key: copy_into(buffers[key], batch[key]) for key in batch})
-        return made
+        each = ((key, copy_into(buffers[key], batch[key])) for key in batch)
+        if isinstance(batch, defaultdict):
+            return type(batch)(batch.default_factory, each)
+        return type(batch)(each)
     if isinstance(batch, list | tuple) and type(batch) is type(buffers):
         if len(batch) == len(buffers):
-            each = [copy_into(*pair) for pair in zip(buffers, batch, strict=True)]
-            return type(batch)(*each) if hasattr(batch, "_fields") else type(batch)(each)
+            made = [copy_into(*pair) for pair in zip(buffers, batch, strict=True)]
+            return type(batch)(*made) if hasattr(batch, "_fields") else type(batch)(made)
     elif not isinstance(batch, torch.Tensor | dict | list | tuple):
         return batch
     raise UsageError(

@@ -341,6 +341,19 @@ def test_integers_of_fewer_bits_are_converted(tmp_path: Path, precision: int, of
     check_source(source, [v.tobytes() for v in values], [0] * 4)
 
 
+@pytest.mark.parametrize("pad", [h5py.h5t.STR_NULLTERM, h5py.h5t.STR_SPACEPAD])
+def test_texts_that_end_within_their_bytes_are_converted(tmp_path: Path, pad: int) -> None:
+    ended = h5py.h5t.C_S1.copy()
+    ended.set_size(6)
+    ended.set_strpad(pad)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        data = h5py.h5d.create(file.id, b"x", ended, h5py.h5s.create_simple((2,)))
+        behind = b"\0xyz" if pad == h5py.h5t.STR_NULLTERM else b"    "
+        data.write(h5py.h5s.ALL, h5py.h5s.ALL, np.array([b"ab" + behind, b"cd"], "S6"), ended)
+    source = nostall.HDF5(tmp_path / "a.h5", "x")
+    check_source(source, [b"ab\0\0\0\0", b"cd\0\0\0\0"], [0] * 2)
+
+
 def test_types_that_numpy_has_are_read_from_the_file(tmp_path: Path) -> None:
     named = np.dtype([("id", "<i2"), ("at", ">f4", (2,)), ("ok", "?")], align=True)
     kinds: dict[str, Any] = {
@@ -360,19 +373,14 @@ def test_types_that_numpy_has_are_read_from_the_file(tmp_path: Path) -> None:
         h5py.h5d.create(file.id, b"tagged", tagged, h5py.h5s.create_simple((3,))).write(
             h5py.h5s.ALL, h5py.h5s.ALL, np.zeros(3, "V5"), tagged
         )
-        # As C programs and other languages write them.
-        ended = h5py.h5t.C_S1.copy()
-        ended.set_size(6)
-        held = h5py.h5t.create(h5py.h5t.COMPOUND, 6 + 5 + 1)
-        held.insert(b"name", 0, ended)
-        held.insert(b"tagged", 6, tagged)
-        held.insert(b"flags", 11, h5py.h5t.STD_B8LE)
-        of_c = {"ended": ended, "flags": h5py.h5t.STD_B16LE, "held": held}
+        held = h5py.h5t.create(h5py.h5t.COMPOUND, 5 + 1)
+        held.insert(b"tagged", 0, tagged)
+        held.insert(b"flags", 5, h5py.h5t.STD_B8LE)
         there = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         there.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-        for name, kind in of_c.items():
+        for name, kind in {"held": held, "flags": h5py.h5t.STD_B16LE}.items():
             h5py.h5d.create(file.id, name.encode(), kind, h5py.h5s.create_simple((3,)), there)
-    for name in [*kinds, "tagged", *of_c]:
+    for name in [*kinds, "tagged", "held", "flags"]:
         assert not nostall.HDF5(tmp_path / "a.h5", name).through_library, name
 
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import resource
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,7 +18,7 @@ from threads import each
 
 from nostall.errors import PeerError, UsageError
 from nostall.job import _meeting as meeting
-from nostall.job._meeting import Met, common_connection, meet, own_connection
+from nostall.job._meeting import Met, meet, own_connection
 
 RANKS = 16
 KINDS = [
@@ -512,44 +509,6 @@ def test_the_server_warns_of_no_connection(server: tuple[prefork.Process, Any]) 
     assert store.check(["key"])
     process.kill()
     assert process.communicate(timeout=60)[1] == ""
-
-
-def test_connections_that_the_server_does_not_answer_are_tried_once(
-    server: tuple[prefork.Process, Any],
-) -> None:
-    process, store = server
-    files = len(os.listdir(f"/proc/{process.pid}/fd"))
-    resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (files, files))
-    begin = time.monotonic()
-    assert own_connection(store, 1) is store
-    assert own_connection(store, 60) is store
-    assert time.monotonic() - begin < 30
-    store.set("key", "")
-
-
-def test_a_process_has_one_connection_for_short_requests(
-    server: tuple[prefork.Process, Any],
-) -> None:
-    process, store = server
-    files = Path(f"/proc/{process.pid}/fd")
-
-    def settled(count: int) -> bool:
-        deadline = time.monotonic() + 60
-        while len(os.listdir(files)) != count and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return len(os.listdir(files)) == count
-
-    before = len(os.listdir(files))
-    first = common_connection(store, 60)
-    first.set("key", "")
-    assert common_connection(dist.PrefixStore("other", store), 60) is first
-    assert settled(before + 1)
-    del first
-    assert settled(before)
-    with ThreadPoolExecutor(1) as pool:
-        waits = pool.submit(store.get, "late")
-        common_connection(store, 60).set("of/in/late", "came")
-        assert waits.result(60) == b"came"
 
 
 class Answering(Around):

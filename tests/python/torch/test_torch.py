@@ -398,8 +398,8 @@ def test_a_wait_is_watched_again_after_a_thread_was_refused(
             return rank
 
     store, mine, theirs = HashStore(), Group(), Group()
-    aborts = Aborts(store, "", 0, 2, mine.end, mine.name)
-    other = Aborts(store, "", 1, 2, theirs.end, theirs.name)
+    aborts = Aborts(store, 0, 2, mine.end, mine.name, 60)
+    other = Aborts(store, 1, 2, theirs.end, theirs.name, 60)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         with aborts.watching(Doing("barrier")):
