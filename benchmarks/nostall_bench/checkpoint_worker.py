@@ -73,7 +73,7 @@ class Method:
         """Until everything is durable."""
 
     def path(self, number: int) -> Path:
-        """Where a checkpoint goes. The second last is removed behind, as nostall removes its own."""
+        """Where a checkpoint goes. A thread removes the one before the last, as nostall's does."""
         old = self.directory / f"checkpoint-{number - 2}"
         threading.Thread(target=_remove, args=(old,)).start()
         return self.directory / f"checkpoint-{number}"

@@ -366,26 +366,25 @@ def _others_of(file: Any, dataset: str) -> list[str]:
         folder = os.path.dirname(own.filename)
         if own != file:  # behind an external link
             found[own.filename] = None
-        found |= dict.fromkeys(
-            each
-            for name, _, _ in data.external or ()
-            for each in _found(folder, name, "HDF5_EXTFILE_PREFIX")
-        )
+        above = _prefix("HDF5_EXTFILE_PREFIX", folder)
+        found |= {os.path.join(above, name): None for name, _, _ in data.external or ()}
         virtual = data.virtual_sources() if data.is_virtual else []
         for name in sorted({each.file_name for each in virtual} - {"."}):
-            found |= dict.fromkeys(_found(folder, name, "HDF5_VDS_PREFIX"))
+            found |= dict.fromkeys(_parts(folder, name))
         if own == file:
             left += sorted({each.dset_name for each in virtual if each.file_name == "."})
     return list(found)
 
 
-def _found(folder: str, name: str, prefix: str) -> list[str]:
-    """The files that the library takes for a name, in which "%b" is the number of a block."""
-    above = os.environ.get(prefix, "").replace("${ORIGIN}", folder)
-    if prefix == "HDF5_EXTFILE_PREFIX":  # of values without a structure
-        return [os.path.join(above, name)]
+def _prefix(variable: str, folder: str) -> str:
+    return os.environ.get(variable, "").replace("${ORIGIN}", folder)
+
+
+def _parts(folder: str, name: str) -> list[str]:
+    """The files that the library takes for a virtual dataset's name, in which "%b" numbers blocks."""
     base = os.path.basename(name) if os.path.isabs(name) else name
     places = [name] if os.path.isabs(name) else []
+    above = _prefix("HDF5_VDS_PREFIX", folder)
     places += [os.path.join(where, base) for where in (above, folder) if where] + [base]
     for place in places:
         if found := sorted(glob.glob(glob.escape(place).replace("%b", "*"))):

@@ -146,8 +146,8 @@ class RecordStore(Source):
                 self.native = source(table)
                 why = self._open_sums(place, places[-1])
                 kept = (f"{one}.sums" for one in (place, places[-1]))
-                removed = os.access(os.path.dirname(place) or ".", os.W_OK)
-                if sums is not None and removed and not any(map(os.path.exists, kept)):
+                removable = os.access(os.path.dirname(place) or ".", os.W_OK)
+                if sums is not None and removable and not any(map(os.path.exists, kept)):
                     why = "the checksums that were found with it are missing"
                 self.index_reused = not why
             if self.index_reused:
