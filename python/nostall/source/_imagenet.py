@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Never
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from nostall import _native
 from nostall.base._paths import path_of
 from nostall.errors import CorruptionError, IoError, UsageError
-from nostall.source._source import IMAGE_EXTENSIONS, FileList, ImageFolder, Source
+from nostall.source._source import IMAGE_EXTENSIONS, FileList, ImageFolder, Source, refuse_more
 
 _DEVKIT = "ILSVRC2012_devkit_t12"
 _META = Path("data", "meta.mat")
@@ -48,10 +48,12 @@ class ImageNet(Source):
         self,
         root: str | os.PathLike[str],
         split: Literal["train", "val"] = "train",
-        *,
+        *more: Never,
         devkit: str | os.PathLike[str] | None = None,
         index: bool | str | os.PathLike[str] = True,
+        **of_torch: Never,
     ) -> None:
+        refuse_more(ImageNet, more, of_torch)
         if split not in ("train", "val"):
             raise UsageError(f'split must be "train" or "val", not {split!r}')
         top = Path(path_of(root, "root")).absolute()

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Never
 from xml.etree import ElementTree
 
 import numpy as np
@@ -26,6 +26,7 @@ from nostall.errors import CorruptionError, IoError, UsageError
 from nostall.fields import Array, Boxes, Json, Keypoints, Kind, Mask, Scalar, Text
 from nostall.fields._kinds import exact
 from nostall.source._files import Files, PathLike
+from nostall.source._source import refuse_more
 
 _THREADS = 16
 _log = logging.getLogger("nostall")
@@ -309,8 +310,14 @@ class COCO(Files):
     """
 
     def __init__(
-        self, images: PathLike, annotations: PathLike, *, segmentation: bool = False
+        self,
+        images: PathLike,
+        annotations: PathLike,
+        *more: Never,
+        segmentation: bool = False,
+        **of_torch: Never,
     ) -> None:
+        refuse_more(COCO, more, of_torch)
         text = _text(annotations)
         try:
             data = json.loads(text)
@@ -498,10 +505,12 @@ class VOC(Files):
         self,
         root: PathLike,
         split: str = "train",
-        *,
+        *more: Never,
         task: Literal["detection", "segmentation"] = "detection",
         classes: Sequence[str] = VOC_CLASSES,
+        **of_torch: Never,
     ) -> None:
+        refuse_more(VOC, more, of_torch)
         if task not in ("detection", "segmentation"):
             raise UsageError(f'task must be "detection" or "segmentation", not {task!r}')
         folder = Path(path_of(root, "root")).absolute()

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Never, NoReturn, Protocol
 
 import numpy as np
 
 from nostall import _native
 from nostall.base import _checks as checks
+from nostall.base._options import suggestion
 from nostall.base._paths import path_of
 from nostall.base._sizes import format_bytes
 from nostall.base._words import counted
@@ -28,6 +30,16 @@ if TYPE_CHECKING:
 _log = logging.getLogger("nostall")
 
 _LOADERS = {("nostall.loader._loader", name) for name in ("DataLoader", "Epoch")}
+
+_STEPS = "pass the steps as transforms= to nostall.DataLoader"
+# What data sets of torchvision take, and where it goes.
+_OF_TORCHVISION = {
+    "transform": _STEPS,
+    "transforms": _STEPS,
+    "target_transform": "labels stay as they are: change those of a batch in the loop",
+    "loader": "pass a function of the bytes as transforms= to nostall.DataLoader",
+    "is_valid_file": "pass the files that count to nostall.FileList",
+}
 
 #: torchvision's IMG_EXTENSIONS, so that both see the same files.
 IMAGE_EXTENSIONS = (
@@ -366,16 +378,22 @@ class ImageFolder(Source):
     def __init__(
         self,
         root: str | os.PathLike[str],
-        *,
+        *more: Never,
         index: bool | str | os.PathLike[str] = True,
         allow_empty: bool = False,
         extensions: Sequence[str] = IMAGE_EXTENSIONS,
+        **of_torch: Never,
     ) -> None:
-        self._arguments = arguments_of(locals())
+        refuse_more(ImageFolder, more, of_torch)
         self.root = path_of(root, "root")
         if "://" in self.root:
             raise UsageError(f"{self.root} is no folder: nostall.ObjectFolder reads those of URLs")
-        self._arguments["root"] = str(Path(self.root).absolute())
+        self._arguments = {
+            "root": str(Path(self.root).absolute()),
+            "index": index,
+            "allow_empty": allow_empty,
+            "extensions": extensions,
+        }
         endings = [e.lower() for e in extensions]
         stored = index_path(self.root, index)
         listing = listing_of(self.root, index, endings)
@@ -549,6 +567,24 @@ def whole_numbers(labels: Any, what: str) -> NDArray[np.int64]:
     if found.dtype.kind == "u" and found.size and int(found.max()) >= 2**63:
         raise UsageError(f"{what} must be less than 2**63, not {int(found.max())}")
     return found.astype(np.int64)
+
+
+def refuse_more(kind: type[Source], placed: Sequence[object], named: Mapping[str, object]) -> None:
+    """Raises UsageError for arguments that `kind` lacks; of those of torchvision it says the way."""
+    if not placed and not named:
+        return
+    parameters = inspect.signature(kind).parameters.values()
+    if placed and not callable(placed[0]):
+        last = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][-1]
+        raise UsageError(
+            f"{kind.__name__} takes arguments after {last} by their names, not {placed[0]!r}"
+        )
+    name = "transform" if placed else next(iter(named))
+    if name in _OF_TORCHVISION:
+        hint = f": {_OF_TORCHVISION[name]}"
+    else:
+        hint = suggestion(name, [p.name for p in parameters if p.annotation != "Never"], "{}=")
+    raise UsageError(f"{kind.__name__} has no option {name}{hint}")
 
 
 def arguments_of(given: dict[str, Any], but: str = "") -> dict[str, Any]:

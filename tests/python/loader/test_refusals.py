@@ -69,6 +69,49 @@ def test_nonsense_is_refused_in_a_sentence(
     assert "\n" not in str(caught.value)
 
 
+_WAY = "pass the steps as transforms= to nostall.DataLoader"
+
+
+@pytest.mark.parametrize(
+    ("open_it", "told"),
+    [
+        (
+            lambda: nostall.ImageFolder("/", transform=str),
+            f"ImageFolder has no option transform: {_WAY}",
+        ),
+        (lambda: nostall.ImageFolder("/", str), f"ImageFolder has no option transform: {_WAY}"),
+        (
+            lambda: nostall.ImageFolder("/", target_transform=str),
+            "change those of a batch in the loop",
+        ),
+        (
+            lambda: nostall.ImageFolder("/", loader=str),
+            "pass a function of the bytes as transforms=",
+        ),
+        (
+            lambda: nostall.ImageFolder("/", is_valid_file=str),
+            "pass the files that count to nostall.FileList",
+        ),
+        (
+            lambda: nostall.ImageFolder("/", False),
+            "takes arguments after root by their names, not False",
+        ),
+        (lambda: nostall.ImageFolder("/", extension=1), r"extension: did you mean extensions=\?"),
+        (
+            lambda: nostall.ImageNet("/", "val", transform=str),
+            f"ImageNet has no option transform: {_WAY}",
+        ),
+        (lambda: nostall.COCO("/", "a.json", str), f"COCO has no option transform: {_WAY}"),
+        (lambda: nostall.VOC("/", transforms=str), f"VOC has no option transforms: {_WAY}"),
+    ],
+)
+def test_arguments_of_torchvision_are_refused_with_the_way(
+    open_it: Callable[[], Any], told: str
+) -> None:
+    with pytest.raises(UsageError, match=told):
+        open_it()
+
+
 @pytest.mark.parametrize(
     "open_it",
     [

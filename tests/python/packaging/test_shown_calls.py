@@ -61,6 +61,8 @@ def signature_of(call):
     parameters = []
     for p in found.parameters.values():
         target = call.__init__ if inspect.isclass(call) else call
+        if p.annotation in ("Never", typing.Never):
+            continue  # taken for its error's sake alone
         if p.kind is p.VAR_KEYWORD:
             hint = typing.get_type_hints(target).get(p.name)
             if typing.get_origin(hint) is typing.Unpack:
@@ -71,8 +73,6 @@ def signature_of(call):
                     if name not in found.parameters
                 ]
                 continue
-        if p.kind is p.VAR_POSITIONAL and p.annotation in ("Never", typing.Never):
-            continue  # taken for its error's sake alone
         parameters.append(p)
     return found.replace(parameters=parameters)
 
