@@ -674,7 +674,9 @@ class Checkpointer:
         elif self.rank == 0:
             _log.warning(
                 "the training goes on from step %d: what was saved after it is superseded, and stays "
-                "until restore(step) or `nostall checkpoints branch` goes back to it",
+                "by the rules of keep= for each branch (with Keep(superseded=n) the newest n); "
+                "restore(step) or `nostall checkpoints branch` goes back to it, `nostall checkpoints "
+                "rm --superseded` removes it",
                 manifest.step,
             )
 

@@ -371,12 +371,13 @@ def _check_array(value: Any, saved: Any, place: str) -> None:
     if not is_array(saved):
         raise UsageError(
             f"{place} is an array of shape {tuple(value.shape)}, the checkpoint has a "
-            f"{type(saved).__name__} there: None in its place takes it"
+            f"{type(saved).__name__} there: None in its place takes whatever was saved"
         )
     if not fits(value, saved):
         raise UsageError(
             f"{place} is of shape {tuple(value.shape)} and type {_kind(value)}, the checkpoint has "
-            f"shape {tuple(saved.shape)} and type {_kind(saved)} there: None in its place takes it"
+            f"shape {tuple(saved.shape)} and type {_kind(saved)} there: make it of this shape and "
+            "type, or give None in its place, which takes whatever was saved"
         )
 
 

@@ -117,6 +117,7 @@ def test_going_back_is_durable_before_the_next_save(
     run(tmp_path, range(1, 6))
     run(tmp_path, (), back_to=3)
     assert "goes on from step 3" in caplog.text and "superseded" in caplog.text
+    assert "`nostall checkpoints rm --superseded` removes it" in caplog.text
     assert newest(tmp_path) == (3, 0)
     caplog.clear()
     run(tmp_path, (), back_to=3)  # nothing is given up by that

@@ -2294,6 +2294,10 @@ def test_arrays_and_tensors_are_filled_where_they_are(tmp_path: Path) -> None:
     [
         (np.zeros(7), r"state\['x'\]\['w'\] is of shape \(7,\).*has shape \(3,\)"),
         (np.zeros(3, np.float32), "type float32, the checkpoint has shape .* type float64"),
+        (
+            np.zeros(7),
+            "make it of this shape and type, or give None in its place, which takes whatever",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_and_nothing_changes(
