@@ -257,7 +257,8 @@ def findings() -> Iterator[tuple[str, str]]:
     fuse = _FUSE.exists() and (shutil.which("fusermount3") or os.geteuid() == 0)
     yield "FUSE", "there" if fuse else "missing: the demo's slow storage needs fuse3 and /dev/fuse"
     problem = _ucx_problem()
-    yield "UCX", problem or "there: samples can travel between nodes"
+    missing = f"for several nodes only: {problem}"
+    yield "UCX", missing if problem else "there: samples can travel between nodes"
     absent = _absent()
     for package, (use, remedy) in _PARTS.items():
         if package in absent:

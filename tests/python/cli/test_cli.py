@@ -374,7 +374,7 @@ def test_doctor_says_once_what_brings_ucx(
     monkeypatch.setattr("nostall._native.PeerTransport", transport)
     assert main(["doctor"]) == 0
     line = re.search(r"^UCX +(.*)$", capsys.readouterr().out, re.M)
-    assert line and line[1].startswith(f"{problem} (samples between nodes)")
+    assert line and line[1].startswith(f"for several nodes only: {problem} (samples between nodes)")
     assert line[1].count("nostall[cluster]") == 1
 
 
