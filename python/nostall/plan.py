@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -314,6 +314,24 @@ def whole_of_state(owner: str, state: Mapping[str, Any], *names: str) -> list[in
                 "on"
             )
     return [int(state[name]) for name in names]
+
+
+def refuse_other_state(
+    owner: str,
+    state: Mapping[str, Any],
+    mine: Mapping[str, Any],
+    names: Sequence[str],
+    hint: Callable[[str], str] = lambda name: "",
+) -> None:
+    """Raises UsageError if a saved state differs from that of `owner` in one of `names`, with all."""
+    if differ := [name for name in names if state.get(name) != mine[name]]:
+        theirs = ", ".join(f"{name}={state.get(name)}" for name in differ)
+        ours = ", ".join(f"{name}={mine[name]}" for name in differ)
+        hints = "; ".join(filter(None, map(hint, differ)))
+        raise UsageError(
+            f"the {owner}'s state was saved with {theirs}, but this {owner} has {ours}"
+            + (f": {hints}" if hints else "")
+        )
 
 
 def _array(values: Any) -> NDArray[Any]:

@@ -50,6 +50,7 @@ from nostall.plan import (
     RepeatedAugmentation,
     SubBatches,
     order_name,
+    refuse_other_state,
     whole_of_state,
 )
 from nostall.source._source import Source, way_from
@@ -821,26 +822,11 @@ class DataLoader:
         if self._seed_drawn:
             mine["seed"] = seed
         mine["order"] = self._order_before(epoch, batch)
-        extent = self.dataset.extent
-        for key in ("seed", "global_batch", *extent, "samples", "dataset", "drop_last", "order"):
-            if state.get(key) != mine[key]:
-                hint = ""
-                if key in extent and key in state:
-                    grew = extent[key] - state[key]
-                    hint = f": the files {'grew' if grew > 0 else 'shrank'} by {abs(grew)} {key}"
-                if key == "global_batch" and key in state:
-                    each, rest = divmod(state[key], self.world.world_size)
-                    hint = f": on {counted(self.world.world_size, 'rank')} pass " + (
-                        f"global_batch_size={state[key]}"
-                        if rest or self._options.global_batch_size is not None
-                        else f"batch_size={each}"
-                    )
-                if key == "dataset" and not self.dataset._pairs:
-                    hint = ": it is another data set, or was opened with other options or fields="
-                raise UsageError(
-                    f"the loader's state was saved with {key}={state.get(key)}, but this loader has "
-                    f"{key}={mine[key]}{hint}"
-                )
+        # Of the numbers of a data set the first that differs: the others follow from it.
+        data = (*self.dataset.extent, "samples", "dataset")
+        first = [key for key in data if state.get(key) != mine[key]][:1]
+        keys = ("seed", "global_batch", *first, "drop_last", "order")
+        refuse_other_state("loader", state, mine, keys, lambda key: self._hint_of(key, state))
         # By the order that goes on: RepeatedAugmentation has as many batches as its ranks allow.
         order = {"seed": seed, "order_world": order_world}
         plan = Plan(**self._planned | order).native
@@ -866,6 +852,22 @@ class DataLoader:
         self._resumed = True
         if self.world.rank == 0:
             self._warn_of_empty_shares()
+
+    def _hint_of(self, key: str, state: Mapping[str, Any]) -> str:
+        """What to say of an entry in which `state` differs; "" for nothing."""
+        extent = self.dataset.extent
+        if key in extent and key in state:
+            grew = extent[key] - state[key]
+            return f"the files {'grew' if grew > 0 else 'shrank'} by {abs(grew)} {key}"
+        if key == "global_batch":
+            each, rest = divmod(state[key], self.world.world_size)
+            whole = rest or self._options.global_batch_size is not None
+            return f"on {counted(self.world.world_size, 'rank')} pass " + (
+                f"global_batch_size={state[key]}" if whole else f"batch_size={each}"
+            )
+        if key == "dataset" and not self.dataset._pairs:
+            return "it is another data set, or was opened with other options or fields="
+        return ""
 
     def _warn_of_empty_shares(self) -> None:
         """With ``batch_size=`` they come after a resume on more ranks alone: nobody expects them."""

@@ -9,7 +9,7 @@ from typing import Any
 from nostall.base._words import counted
 from nostall.errors import UsageError
 from nostall.job._world import find_world, refuse_late_group
-from nostall.plan import ClassBalanced, Order, Plan, order_name, whole_of_state
+from nostall.plan import ClassBalanced, Order, Plan, order_name, refuse_other_state, whole_of_state
 
 _STATE_VERSION = 2
 
@@ -142,12 +142,8 @@ class BatchSampler:
         if not isinstance(state, Mapping):
             raise UsageError(f"not a state of a sampler, from its state_dict(): {state!r:.100}")
         mine = self.state_dict()
-        for key in ("version", "global_batch", "samples", "seed", "drop_last", "order"):
-            if state.get(key) != mine[key]:
-                raise UsageError(
-                    f"the sampler's state was saved with {key}={state.get(key)}, but this sampler "
-                    f"has {key}={mine[key]}"
-                )
+        keys = ("version", "global_batch", "samples", "seed", "drop_last", "order")
+        refuse_other_state("sampler", state, mine, keys)
         epoch, batch, order_world = whole_of_state(
             "sampler", state, "epoch", "batch", "order_world"
         )

@@ -413,6 +413,14 @@ def test_a_state_of_another_job_is_refused(image_folder: Path) -> None:
         pytest.raises(nostall.errors.UsageError, match="batch_size=8"),
     ):
         other.load_state_dict(state)
+    both = (
+        "saved with seed=3, global_batch=8, but .* has seed=4, global_batch=9: on 1 rank pass batch"
+    )
+    with (
+        nostall.DataLoader(folder, 9, epochs=2, seed=4, tiers=[]) as other,
+        pytest.raises(nostall.errors.UsageError, match=both),
+    ):
+        other.load_state_dict(state)
 
 
 def test_set_epoch_goes_where_it_is_told(image_folder: Path) -> None:

@@ -113,6 +113,9 @@ def test_sampler_resumes_on_another_world() -> None:
         assert sorted(itertools.chain(*batch)) == sorted(whole[0][i] + whole[1][i])
     with pytest.raises(UsageError, match="seed"):
         nostall.torch.BatchSampler(52, 12, seed=4, rank=0, world_size=1).load_state_dict(state)
+    both = "saved with global_batch=12, seed=3, but this sampler has global_batch=6, seed=4$"
+    with pytest.raises(nostall.errors.UsageError, match=both):
+        nostall.torch.BatchSampler(52, 6, seed=4, rank=0, world_size=1).load_state_dict(state)
 
 
 @pytest.mark.parametrize("samples", range(24, 36))
