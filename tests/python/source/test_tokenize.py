@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import prefork
 import pytest
 from object_server import Proxy, upload
 
@@ -794,3 +796,20 @@ def test_no_text_is_cut_or_filled_up_as_a_model_needs_it(tmp_path: Path) -> None
     )
     assert documents(tokens) == expected()
     assert cutting.truncation is not None  # it is the user's
+
+
+def test_the_first_example_of_the_guide_runs_without_a_package(tmp_path: Path) -> None:
+    guide = (Path(__file__).parents[3] / "docs" / "guide" / "tokens.md").read_text()
+    texts = guide.partition("\n## Texts\n")[2]
+    example = "import nostall\n" + re.findall(r"```python\n(.*?)```", texts, re.S)[0]
+    (tmp_path / "book.txt").write_text("\n\n".join(TEXTS * 20))
+    hidden = (
+        "import sys\nsys.modules |= dict.fromkeys(('tokenizers', 'transformers', 'tiktoken'))\n"
+    )
+    run = prefork.run(["-c", hidden + example], cwd=tmp_path, timeout=800)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines()[0].count("8, 256") == 2, run.stdout
+    (kept,) = (tmp_path / "tokens").rglob("*.bin")
+    assert np.fromfile(kept, np.int32).tolist() == [
+        i for text in TEXTS * 20 if text for i in (*text.encode(), 0)
+    ]
