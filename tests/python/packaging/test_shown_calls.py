@@ -247,6 +247,28 @@ def test_a_job_begins_where_the_guide_says() -> None:
             assert next(iter(loader))["x"].tolist() == whole[2 * first : 2 * first + 2]
 
 
+# Arguments: a folder, the block of the guide.
+ORDER = """
+import sys, nostall.torch, torch
+dataset = nostall.ImageFolder(sys.argv[1])
+sampler = torch.utils.data.DistributedSampler(dataset, num_replicas=1, rank=0, seed=0)
+with nostall.DataLoader(dataset, 64, epochs=90, seed=0, tiers=[]) as loader:
+    loader.set_epoch(3)
+    exec(sys.argv[2])
+    _, labels = next(iter(loader))
+    assert labels.tolist() == dataset.labels[next(iter(order))].tolist()
+"""
+
+
+def test_the_order_is_checked_as_the_guide_says(image_folder: Path) -> None:
+    """By torch's sampler, and by the loader's first batch."""
+    guide = (ROOT / "docs" / "guide" / "getting-started.md").read_text()
+    (block,) = (block for block in blocks(guide) if "BatchSampler(" in block)
+    run = prefork.run(["-c", ORDER, str(image_folder), block], torch=True, timeout=800)
+    assert run.returncode == 0, run.stderr
+    assert len(re.findall(r"'/[^']+'", run.stdout)) > 30, run.stdout
+
+
 def test_shown_samplers_count_their_epochs() -> None:
     shown = [
         block
