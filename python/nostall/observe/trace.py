@@ -25,7 +25,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,7 @@ from nostall.base._garbage import Closer, before_child_ends
 from nostall.errors import Error, IoError, UsageError
 from nostall.job._cores import cores_of_rank
 from nostall.job._world import World, find_world
+from nostall.observe import _processors as processors
 from nostall.observe import _values as values
 from nostall.observe import metrics
 
@@ -61,6 +62,7 @@ class _Entry:
     stats: Callable[[], Stats]
     live: metrics.Live
     path: Path
+    begin: processors.Processors = field(default_factory=processors.count)
 
 
 class _Run:
@@ -293,7 +295,11 @@ def _end(run: _Run, entry: _Entry) -> None:
     def learned() -> dict[str, Any]:
         loader = entry.loader()
         stats = entry.stats() if loader is None else loader.stats()
-        return {"held": asdict(entry.live.memory.held), "stats": stats.to_dict()}
+        return {
+            "held": asdict(entry.live.memory.held),
+            "processors": asdict(processors.count(entry.begin.cores).since(entry.begin)),
+            "stats": stats.to_dict(),
+        }
 
     _write(entry, learned)
 

@@ -26,7 +26,9 @@ import nostall
 from nostall import trace
 from nostall.cli import main
 from nostall.errors import UsageError
+from nostall.observe import _processors as processors
 from nostall.observe._held import Held, Watch
+from nostall.observe._processors import Processors
 from nostall.observe._stats import BatchRecords, EpochStats, OriginStats, Stats, merge
 from nostall.observe.report import _of_statistics, page
 from nostall.observe.report import _run as runs
@@ -288,6 +290,83 @@ def test_where_no_change_helps_the_report_says_why() -> None:
     assert line in run_page.page([run])
     few = run_page.headline(Run("run", [without_remedy(1, 2)], None, []))
     assert few.endswith("; decoding is fast enough on average, yet single batches came late")
+
+
+def test_cores_that_others_had_or_a_limit_kept_are_the_reason() -> None:
+    def told(*given: Processors, host: str = "h") -> list[str]:
+        ranks = [replace(without_remedy(2, 2), rank=i) for i in range(len(given))]
+        for rank, one in zip(ranks, given, strict=True):
+            rank.loaders[0].settings.update(processors=one, host=host)
+        run = Run("run", ranks, None, [])
+        line = run_page.headline(run)
+        assert line.partition("; ")[2] in run_page.advice_lines(run)[0]
+        return [line.partition("; ")[2], run_page.advice_lines(run)[0].rpartition("; ")[2]]
+
+    decode = "more cores, smaller images or cheaper transforms would help."
+    alone = "running alone, or on cores of its own, would help."
+    # 10 s of two cores, all of them busy: with this run, or with others.
+    assert told(Processors([0, 1], 20.0, 19.0, 18.0)) == ["all 2 cores decode already", decode]
+    crowded = ["other programs took about 65 % of the cores", alone]
+    assert told(Processors([0, 1], 20.0, 19.0, 6.0)) == crowded
+    # Others had much, and left enough.
+    some = Processors([0, 1, 2, 3], 40.0, 25.0, 10.0)
+    assert told(some) == ["all 2 cores decode already", decode]
+    # The other ranks of a host are no other programs, whether they share its cores or divide them.
+    share = Processors([0, 1], 20.0, 19.0, 9.0)
+    assert told(share, share)[0] == "all 2 cores of each rank decode already"
+    assert told(share, replace(share, own=3.0))[0] == "other programs took about 35 % of the cores"
+    apart = Processors([2, 3], 20.0, 19.0, 18.0)
+    assert told(share, apart)[0] == "other programs took about 50 % of the cores"
+    unknown = "all 2 cores of each rank decode already, as far as other programs leave them"
+    assert told(share, replace(apart, cores=[1, 2]))[0] == unknown
+    assert told(share, Processors())[0] == unknown
+    # A limit of control groups.
+    held = Processors([0, 1, 2, 3], 40.0, 20.0, 19.0, 2.0, 100, 90)
+    assert told(held) == [
+        "the limit of 2 CPUs held the run back in 90.0 % of its periods",
+        "a higher limit, smaller images or cheaper transforms would help.",
+    ]
+    assert told(replace(held, throttled=10)) == ["all 2 cores decode already", decode]
+
+
+def busy_for(seconds: float) -> bool:
+    """Uses so much time of a core."""
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+    return True
+
+
+def test_a_record_has_who_had_the_cores(image_folder: Path, tmp_path: Path) -> None:
+    trace.start(tmp_path, 0)
+    with nostall.DataLoader(nostall.ImageFolder(image_folder), 8, epochs=1, tiers=[]) as loader:
+        assert len([batch for batch in loader if busy_for(0.05)]) == 8
+    trace.stop()
+    (rank,) = runs.read(tmp_path).ranks
+    found = rank.loaders[0].settings["processors"]
+    assert found.cores == sorted(os.sched_getaffinity(0))
+    assert found.own > 0.3 and 0 < found.busy <= found.whole
+
+
+def test_cores_and_limits_are_counted(tmp_path: Path) -> None:
+    ticks = os.sysconf("SC_CLK_TCK")
+    rows = [f"cpu{core} " + " ".join(str(n * ticks) for n in range(1, 11)) for core in (0, 2)]
+    group = tmp_path / "group"
+    files = {
+        "stat": "\n".join(["cpu 0 0 0 0 0 0 0 0 0 0", *rows, "intr 1"]) + "\n",
+        "self/cgroup": "0::/\n",
+        "self/mountinfo": f"30 20 0:2 / {group} rw shared:3 - cgroup2 cgroup rw\n",
+        "group/cpu.max": "200000 100000\n",
+        "group/cpu.stat": "nr_periods 7\nnr_throttled 5\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    proc = str(tmp_path)
+    found = processors.count([0, 2], proc)
+    assert (found.whole, found.busy) == (2 * 36.0, 2 * 27.0)  # but idle, waiting, and guests
+    assert (found.limit, found.periods, found.throttled) == (2.0, 7, 5)
+    assert processors.count([0, 1], proc).whole == 0.0
 
 
 def test_where_the_first_epoch_reads_all_that_is_the_reason() -> None:

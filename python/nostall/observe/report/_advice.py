@@ -15,10 +15,10 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from nostall.base._sizes import format_bytes
 from nostall.base._words import counted
+from nostall.observe._processors import Processors
 from nostall.observe._stats import alike
 from nostall.observe.report._run import Loader, Run, percent
 
@@ -27,6 +27,9 @@ from nostall.observe.report._run import Loader, Run, percent
 _FULL = 0.75
 # Of the memory that is left, at the most, for a tier: the training needs some too.
 _OF_MEMORY = 0.8
+# Of the cores, at the least that other programs took and at the most that nobody did, where the run
+# waited for them; of the periods of a CPU limit, at the least in which it held the run back.
+_TAKEN, _IDLE, _THROTTLED = 0.2, 0.2, 0.2
 
 
 @dataclass(frozen=True)
@@ -174,10 +177,9 @@ def reason(run: Run) -> list[str]:
         return []
     # Of several loaders the one that was waited for.
     ranks = max(groups, key=lambda g: sum(e.stall_seconds for x in g for e in x.stats.epochs))
-    settings = next((x.settings for x in ranks if x.settings), {})
     rows = terms(run, ranks)
     if cause == "decode":
-        return _reason_to_decode(run, rows, settings)
+        return _reason_of_cores(ranks) or _reason_to_decode(run, rows, ranks)
     if cause == "source":
         return _reason_to_read(rows)
     if cause == "peer":
@@ -193,14 +195,57 @@ def reason(run: Run) -> list[str]:
     ]
 
 
-def _reason_to_decode(run: Run, rows: Sequence[Term], settings: dict[str, Any]) -> list[str]:
+def _reason_of_cores(ranks: Sequence[Loader]) -> list[str]:
+    """What kept the run from its cores, if that was much; nothing if its record does not say."""
+    taken = max((taken for taken, idle in _shares(ranks) if idle <= _IDLE), default=0.0)
+    if taken >= _TAKEN:
+        return [
+            f"other programs took about {100 * taken:.0f} % of the cores",
+            "running alone, or on cores of its own, would help",
+        ]
+    most = max(map(_processors, ranks), key=lambda p: p.throttled / max(1, p.periods))
+    if most.throttled > _THROTTLED * most.periods:
+        share = percent(most.throttled / most.periods)
+        return [
+            f"the limit of {most.limit:g} CPUs held the run back in {share} of its periods",
+            "a higher limit, smaller images or cheaper transforms would help",
+        ]
+    return []
+
+
+def _processors(loader: Loader) -> Processors:
+    found: Processors = loader.settings.get("processors", Processors())
+    return found
+
+
+def _shares(ranks: Sequence[Loader]) -> list[tuple[float, float]]:
+    """Of each set of cores the share that none of these ranks had, and the share that nobody had;
+    nothing if that is not known of all ranks."""
+    sets: dict[tuple[str, tuple[int, ...]], list[Processors]] = {}
+    for x in ranks:
+        p = _processors(x)
+        sets.setdefault((str(x.settings.get("host", "")), tuple(p.cores)), []).append(p)
+    named = [(host, core) for host, cores in sets for core in cores]
+    # Of sets that overlap, as of ranks that are bound in part, it is not known whose time it was.
+    if len(set(named)) < len(named) or not all(p.whole > 0 for g in sets.values() for p in g):
+        return []
+    shares = []
+    for group in sets.values():
+        busy = sum(p.busy / p.whole for p in group) / len(group)
+        shares.append((busy - sum(p.own / p.whole for p in group), 1 - busy))
+    return shares
+
+
+def _reason_to_decode(run: Run, rows: Sequence[Term], ranks: Sequence[Loader]) -> list[str]:
+    settings = next((x.settings for x in ranks if x.settings), {})
     threads = int(settings.get("threads", 0))
     cores = int(settings.get("rank_cores", 0))
     if 0 < cores <= threads:
         whose = "" if run.alone else " of each rank"
         held = f"all {cores} cores{whose} decode" if cores > 1 else f"the only core{whose} decodes"
+        left = "" if _shares(ranks) else ", as far as other programs leave them"
         return [
-            f"{held} already, as far as other programs leave them",
+            f"{held} already{left}",
             "more cores, smaller images or cheaper transforms would help",
         ]
     if threads and sum(t.decode for t in rows) < sum(max(t.compute, t.read) for t in rows):

@@ -23,6 +23,7 @@ import numpy as np
 from nostall.errors import CorruptionError, Error, UsageError
 from nostall.observe import _values as values
 from nostall.observe._held import Held
+from nostall.observe._processors import Processors
 from nostall.observe._stats import POOLS, BatchRecords, Stats, by_loader, device_lines
 from nostall.observe.report import _digest as digest
 from nostall.observe.report._digest import CAUSES, Digest, Spans
@@ -55,6 +56,7 @@ _SETTINGS: dict[str, Any] = {
     "versions": dict[str, str],
     "tiers": list[tuple[str, int, str]],
     "held": Held,
+    "processors": Processors,
 }
 _RECORD = ".run.json"
 _AT_LEAST_ONE = ("threads", "fetchers", "world_size", "local_world_size")
