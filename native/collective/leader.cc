@@ -66,6 +66,7 @@ uint32_t first_to_arrive(Steps& steps) {
                {{shared.key(leader), base}});
   }
   const auto rank = static_cast<uint32_t>(leader.load(std::memory_order_seq_cst) & 0xffffu);
+  steps.check_arrived(arrival.step);
   steps.finish_early(arrival.step);
   return rank;
 }
@@ -102,6 +103,7 @@ void run(Steps& steps, const Message& message, uint32_t leader, bool by_arrival,
     if (root < 0) {
       steps.all_arrived(step);
     } else {
+      steps.check_arrived(step);
       steps.finish_early(step);
     }
     at += n;

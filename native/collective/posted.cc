@@ -73,9 +73,12 @@ void posted_reduce(Steps& steps, const Message& message, uint32_t root) {
   if (steps.rank() == root) {
     steps.wait_for_posts(step);
     if (bytes > 0) fold_to(message.out, steps, step, message.count, *message.reducer);
-  } else if (steps.shared().header().sleepers.load(std::memory_order_seq_cst) > 0 &&
-             steps.all_posted(step)) {
-    steps.wake(kAllPosted, step);
+  } else {
+    if (steps.shared().header().sleepers.load(std::memory_order_seq_cst) > 0 &&
+        steps.all_posted(step)) {
+      steps.wake(kAllPosted, step);
+    }
+    steps.check_arrived(step);
   }
   steps.finish_early(step);
 }
@@ -87,6 +90,7 @@ void posted_broadcast(Steps& steps, const Message& message, uint32_t root) {
   if (steps.rank() == root) {
     copy(stage, message.in, bytes, false);
     steps.post(step);
+    steps.check_arrived(step);
   } else {
     steps.post(step);
     steps.wait_for_post(step, root);

@@ -86,7 +86,8 @@ class Steps {
   }
   // Waits for the posts of all; throws if a rank calls something else.
   void wait_for_posts(uint64_t step);
-  // Of those that have posted already: throws if one calls something else.
+  // Of those that have posted already: throws if one calls something else. A rank that leaves a step
+  // before others have posted calls it after its own post: of any two one sees the other's.
   void check_arrived(uint64_t step);
   // As wait_for_posts, for one rank.
   void wait_for_post(uint64_t step, uint32_t rank);

@@ -693,6 +693,41 @@ TEST(Communicator, NamesTheCallsThatDoNotMatch) {
   }
 }
 
+// Calls from which a rank may leave before others arrive: it, or the rank that comes later, is told at
+// once, the other one at its next call.
+TEST(Communicator, NamesCallsThatDoNotMatchWhereBothRanksLeaveEarly) {
+  using ::testing::HasSubstr;
+  using Calls = std::function<void(Communicator&, int32_t*)>;
+  const auto broadcast = [](uint32_t root) -> Calls {
+    return [root](Communicator& c, int32_t* data) { c.broadcast(data, 4, root); };
+  };
+  const auto reduce = [](uint32_t root, Algorithm algorithm = Algorithm::cooperative) -> Calls {
+    return [root, algorithm](Communicator& c, int32_t* data) {
+      c.reduce(data, data, 1, sum_of_ints(), root, {.algorithm = algorithm});
+    };
+  };
+  const std::vector<std::pair<Calls, Calls>> pairs{
+      {broadcast(0), broadcast(1)},
+      {reduce(1), reduce(0)},
+      {broadcast(0), reduce(0)},
+      {reduce(1, Algorithm::leader), reduce(0, Algorithm::leader)},
+      {reduce(1, Algorithm::arrival_leader), broadcast(1)}};
+  for (const auto& [of_0, of_1] : pairs) {
+    for (const uint32_t late : {0u, 1u}) {
+      run_threads(2, [&](Communicator& c) {
+        int32_t value = 1;
+        if (c.rank() == late) std::this_thread::sleep_for(std::chrono::milliseconds(2));
+        const std::string what = error_of([&] {
+          (c.rank() == 0 ? of_0 : of_1)(c, &value);
+          c.barrier();
+        });
+        EXPECT_THAT(what, HasSubstr("the ranks do not call the same"));
+        EXPECT_THAT(what, ::testing::Not(HasSubstr("barrier")));
+      });
+    }
+  }
+}
+
 TEST(Communicator, NamesOrdersAndAlgorithmsThatDoNotMatch) {
   using ::testing::AllOf;
   using ::testing::HasSubstr;

@@ -388,6 +388,32 @@ with join() as c:
         assert "11 float64 elements, sum" in text
 
 
+def test_roots_that_do_not_match_are_named(shm: Path) -> None:
+    """In calls from which both ranks leave early."""
+    out = check(
+        """
+for number, call in enumerate((
+    lambda c: c.broadcast(np.ones(4), root=rank),
+    lambda c: c.reduce(np.ones(4), root=1 - rank),
+    lambda c: c.reduce(np.ones(4), root=1 - rank, algorithm="leader"),
+)):
+    with Communicator(f"{job} {number}", rank, size, directory=directory) as c:
+        try:
+            call(c)
+            c.barrier()
+        except errors.UsageError as error:
+            print(error)
+""",
+        2,
+        shm,
+    )
+    for text in out:
+        sent, reduced, led = text.splitlines()
+        assert "from rank 0" in sent and "from rank 1" in sent
+        assert "to rank 0" in reduced and "to rank 1" in reduced
+        assert "to rank 0, by leader" in led and "to rank 1, by leader" in led
+
+
 def test_types_and_algorithms_that_do_not_match_are_named(shm: Path) -> None:
     out = check(
         """
