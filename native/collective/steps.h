@@ -74,7 +74,7 @@ class Steps {
   // This rank's call is complete: it has given all that others need of its steps.
   void complete() noexcept {
     open_.store(step_ + 1, std::memory_order_release);
-    shared_.finished(rank_).store(step_, std::memory_order_release);
+    publish(shared_.finished(rank_), step_);
   }
   // The next step, when its memory is free.
   uint64_t begin_step();
@@ -96,7 +96,7 @@ class Steps {
   // The last thing in a step that this rank may leave before the others arrive.
   void finish_early(uint64_t step);
 
-  void publish(Word& word, uint64_t value) {
+  void publish(Word& word, uint64_t value) noexcept {
     word.store(value, std::memory_order_seq_cst);
     if (shared_.header().sleepers.load(std::memory_order_seq_cst) > 0)
       wake(shared_.key(word), value);

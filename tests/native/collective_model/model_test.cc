@@ -287,6 +287,19 @@ const Scenario kScenarios[]{
      16 << 10,
      {},
      true},
+    // Rank 0 runs ahead until its step needs memory that the others used in the call before, which is
+    // their last one.
+    {"ahead_of_the_last_call",
+     [](Communicator& c) {
+       const bool first = allreduce_is_right(c, Algorithm::cooperative, 3, 1);
+       int32_t word = 77;
+       for (int call = 0; call < 2 && c.rank() == 0; ++call) c.broadcast(&word, sizeof word, 0);
+       return first;
+     },
+     4096,
+     16 << 10,
+     {},
+     true},
     // A window of two slots for six segments or more; then one step for all.
     {"scatter",
      [](Communicator& c) {
