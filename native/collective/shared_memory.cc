@@ -8,10 +8,12 @@
 #include <fcntl.h>
 #include <pthread.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <map>
 #include <new>
@@ -36,6 +38,8 @@ constexpr uint64_t kPage = 4096;
 // In which a window gets memory.
 constexpr uint64_t kLeastPiece = 64 << 10, kMostPiece = 4 << 20;
 constexpr std::chrono::milliseconds kJoinSlice{20};
+// Arenas use addresses long before they use memory. Of what a limit leaves they take an eighth at most.
+constexpr uint64_t kShareOfAddresses = 8;
 
 // Counts the forks between this process and the one that was started: cheaper to ask than a pid.
 uint32_t forks() {
@@ -77,7 +81,7 @@ SharedMemory::SharedMemory(const SharedMemoryConfig& config, std::chrono::nanose
     : config_(config),
       ranks_(config.ranks),
       window_bytes_((config.window_bytes + kPage - 1) / kPage * kPage),
-      arena_bytes_((config.arena_bytes + kPage - 1) / kPage * kPage),
+      wanted_arena_((config.arena_bytes + kPage - 1) / kPage * kPage),
       forks_(forks()),
       handover_("collective " + config.directory + " " + config.job, config.rank, config.ranks),
       channels_there_(2 * size_t{config.ranks}) {
@@ -114,17 +118,46 @@ void SharedMemory::lay_out() {
   slots_ = take(2 * (window_bytes_ / kMinSlot) * sizeof(uint32_t), kLine);
   windows_ = take(2 * window_bytes_, kPage);
   channels_ = take(n * n * (2 * kLine + 2 * kChannelChunk), kPage);
-  arenas_ = take(n * arena_bytes_, kPage);
-  total_ = (end + kPage - 1) / kPage * kPage;
+  arenas_ = take(0, kPage);
+}
+
+void SharedMemory::set_arenas(uint64_t bytes_each) noexcept {
+  arena_bytes_ = bytes_each;
+  total_ = arenas_ + ranks_ * bytes_each;
+}
+
+uint64_t SharedMemory::possible_arena() const {
+  uint64_t all = wanted_arena_ * ranks_;
+  rlimit file{};
+  if (::getrlimit(RLIMIT_FSIZE, &file) == 0 && file.rlim_cur != RLIM_INFINITY) {
+    if (file.rlim_cur < arenas_) {
+      throw Error(ErrorKind::io,
+                  "the ranks of \"" + config_.job + "\" need " + std::to_string(arenas_) +
+                      " bytes of shared memory, and the limit of a file's size (ulimit -f) is " +
+                      std::to_string(file.rlim_cur) + " bytes: raise it",
+                  EFBIG);
+    }
+    all = std::min<uint64_t>(all, file.rlim_cur - arenas_);
+  }
+  if (all == 0) return 0;
+  for (const MemoryLimit& limit : MemoryLimits(config_.directory, config_.proc_directory).read()) {
+    if (limit.kind != LimitKind::address_space) continue;
+    all = std::min(all, (limit.left() - std::min(limit.left(), arenas_)) / kShareOfAddresses);
+  }
+  return all / ranks_ / kPage * kPage;
 }
 
 void SharedMemory::open(std::chrono::steady_clock::time_point deadline) {
   for (;;) {
     const Handover::Turn turn = handover_.turn(deadline);
     std::vector<Descriptor> files = handover_.ask(deadline);
+    if (files.empty()) set_arenas(possible_arena());
     Descriptor file = files.empty() ? create() : std::move(files.front());
     struct stat status {};
-    if (::fstat(file.get(), &status) != 0 || static_cast<uint64_t>(status.st_size) != total_) {
+    const bool known = ::fstat(file.get(), &status) == 0;
+    const auto size = static_cast<uint64_t>(status.st_size);
+    if (known && size >= arenas_) set_arenas((size - arenas_) / ranks_);
+    if (!known || size != total_ || arena_bytes_ > wanted_arena_ || arena_bytes_ % kPage != 0) {
       throw Error(ErrorKind::peer, "rank " + std::to_string(config_.rank) + " of \"" + config_.job +
                                        "\" asks for another number of ranks or other sizes than "
                                        "the ranks before it; give all ranks the same arguments");
@@ -181,7 +214,7 @@ Descriptor SharedMemory::create() {
   header->layout_bytes = sizeof(Header);
   header->ranks = ranks_;
   header->window_bytes = window_bytes_;
-  header->arena_bytes = arena_bytes_;
+  header->arena_bytes = wanted_arena_;
   header->selection = config_.selection;
   header->end_step.store(~uint64_t{0});
   header->magic = kMagic;
@@ -191,7 +224,7 @@ Descriptor SharedMemory::create() {
 void SharedMemory::check() const {
   const Header& h = header();
   if (h.magic != kMagic || h.version != kVersion || h.layout_bytes != sizeof(Header) ||
-      h.ranks != ranks_ || h.window_bytes != window_bytes_ || h.arena_bytes != arena_bytes_) {
+      h.ranks != ranks_ || h.window_bytes != window_bytes_ || h.arena_bytes != wanted_arena_) {
     throw Error(ErrorKind::peer, "the ranks of \"" + config_.job +
                                      "\" run different releases of nostall or have different "
                                      "arguments; give all the same");

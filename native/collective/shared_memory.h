@@ -8,10 +8,11 @@
 //
 // Life: the first rank makes a file in /dev/shm that has no name, and hands it to the others until
 // all have joined (base/handover.h): the kernel frees the memory when the last process ends,
-// however it ends. Each rank holds a kernel lock on its own byte; a rank whose lock is gone, and
-// that did not mark itself as left, is dead. Ranks that are threads of one process share one
-// mapping. A forked child does not inherit it. Thread-safety: the accessors are; create and the
-// destructor belong to one thread.
+// however it ends. Where limits of the first rank (ulimit -f and -v) leave them no room, its arenas
+// are smaller than ranks ask for, or empty; the others see that from its size. Each rank holds a
+// kernel lock on its own byte; a rank whose lock is gone, and that did not mark itself as left, is
+// dead. Ranks that are threads of one process share one mapping. A forked child does not inherit
+// it. Thread-safety: the accessors are; create and the destructor belong to one thread.
 #pragma once
 
 #include <array>
@@ -74,8 +75,8 @@ struct Header {
   uint32_t version;
   uint32_t layout_bytes;
   uint32_t ranks;
-  uint64_t window_bytes, arena_bytes;
-  uint64_t selection;  // hash of the table of algorithms
+  uint64_t window_bytes, arena_bytes;  // as ranks ask for them
+  uint64_t selection;                  // hash of the table of algorithms
   std::atomic<uint32_t> joined;
   alignas(kLine) Atomic<uint32_t> sleepers;
   alignas(kLine) Atomic<uint32_t> broken;  // 0; kWriter + the rank that writes why; kExplained
@@ -199,6 +200,10 @@ class SharedMemory {
     return channels_ + (uint64_t{from} * ranks_ + to) * (2 * kLine + 2 * kChannelChunk);
   }
   void lay_out();
+  void set_arenas(uint64_t bytes_each) noexcept;
+  // What of the arenas that are asked for limits leave room for, in bytes of a rank. Throws Error(io) if
+  // they leave none for the rest.
+  uint64_t possible_arena() const;
   void open(std::chrono::steady_clock::time_point deadline);
   Descriptor create();
   void check() const;
@@ -212,7 +217,8 @@ class SharedMemory {
 
   const SharedMemoryConfig config_;
   const uint32_t ranks_;
-  const uint64_t window_bytes_, arena_bytes_;
+  const uint64_t window_bytes_, wanted_arena_;
+  uint64_t arena_bytes_ = 0;
   const uint32_t forks_;
   uint64_t lines_ = 0, posts_ = 0, results_ = 0, words_ = 0, slots_ = 0, windows_ = 0;
   uint64_t channels_ = 0, arenas_ = 0, total_ = 0;

@@ -82,7 +82,7 @@ class Communicator:
             ranks); "any" lets large floating-point sums differ from call to call in their last bits.
         timeout: seconds after which a rank that does not arrive is an error.
         window_bytes: size of the shared memory through which early ranks run ahead; up to two are used.
-        arena_bytes: limit on the arrays of `empty` of one rank.
+        arena_bytes: limit on the arrays of `empty` of one rank; less where `ulimit -f` and `-v` say so.
         directory: where shared memory is.
 
     Calls from several threads take turns. A forked child cannot use its parent's communicator.
@@ -291,7 +291,10 @@ class Communicator:
         size = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
         memory = cast("NDArray[np.uint8] | None", _native.allocate_shared(self._live(), size))
         if memory is None:
-            raise UsageError(f"no room for {size} bytes of shared memory; raise arena_bytes")
+            raise UsageError(
+                f"no room for {size} bytes of shared memory; raise arena_bytes, or the limits that it "
+                "keeps (ulimit -f and -v)"
+            )
         array: Array = memory.view(kind).reshape(shape)
         return array
 

@@ -76,6 +76,25 @@ TEST(SharedMemory, MemoryThatLiesInNoDirectoryLeavesItsReserveToOthers) {
   std::filesystem::remove_all(root);
 }
 
+TEST(SharedMemory, LeavesTheAddressesOfALimitToTheProgram) {
+  const std::filesystem::path root = std::filesystem::temp_directory_path() / testing::fresh_job();
+  std::filesystem::create_directories(root / "self");
+  std::ofstream(root / "self" / "statm") << "1000 10 10";
+  constexpr uint64_t kAsked = uint64_t{1} << 30;
+  const auto arena_where = [&](const std::string& limit) {
+    std::ofstream(root / "self" / "limits") << "Max address space  " << limit << "  bytes\n";
+    SharedMemoryConfig config{testing::fresh_job(), 0, 1, 8 << 20, kAsked, "/dev/shm"};
+    config.proc_directory = root.string();
+    return SharedMemory(config, std::chrono::seconds(60)).arena_bytes();
+  };
+  EXPECT_EQ(arena_where("unlimited"), kAsked);
+  const uint64_t some = arena_where(std::to_string(kAsked));
+  EXPECT_GT(some, kAsked / 16);
+  EXPECT_LT(some, kAsked / 8);
+  EXPECT_EQ(arena_where(std::to_string(16 << 20)), 0U);
+  std::filesystem::remove_all(root);
+}
+
 // Clocks of the test's own: what is found depends on nothing else.
 TEST(Selection, AllRanksFollowWhatOneOfThemFinds) {
   constexpr uint32_t kRanks = 3;

@@ -502,6 +502,34 @@ with join() as c:
     )
 
 
+def test_a_limit_of_file_sizes_bounds_arenas_or_is_named(shm: Path) -> None:
+    check(
+        """
+import resource
+def limit(size):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+limit(200 << 20)
+with Communicator(job + "small", rank, size, directory=directory, window_bytes=16 << 20) as c:
+    assert (c.allreduce(c.empty(1000) * 0 + 1) == size).all()
+    try:
+        c.empty(30 << 20)
+    except errors.UsageError as error:
+        assert "ulimit -f" in str(error), error
+    else:
+        sys.exit("more than the limit")
+limit(1 << 20)
+try:
+    Communicator(job + "none", rank, size, directory=directory)
+except errors.IoError as error:
+    assert "ulimit -f" in str(error), error
+else:
+    sys.exit("no error")
+""",
+        2,
+        shm,
+    )
+
+
 def test_waiting_costs_next_to_nothing(shm: Path) -> None:
     out = check(
         """

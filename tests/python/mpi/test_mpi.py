@@ -370,6 +370,15 @@ def test_what_the_mpi_refuses_is_its_error(which: str) -> None:
     assert counts["allreduce"] == 6
 
 
+def test_a_limit_of_file_sizes_leaves_a_program_to_the_mpi() -> None:
+    program = [sys.executable, str(RANK), "duplicate_alone"]
+    limited = ["sh", "-c", 'ulimit -f 65536 && exec "$@"', "sh"]
+    result = run("openmpi", 2, program, within=limited)
+    assert "all right" in result.stdout, result.stdout + result.stderr
+    assert "the MPI's own collectives are used" in result.stderr
+    assert "(ulimit -f)" in result.stderr
+
+
 @pytest.mark.parametrize("which", MPIS)
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_collectives_and_memory_in_what_finalize_calls(which: str, nodes: int) -> None:
