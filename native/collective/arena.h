@@ -1,6 +1,7 @@
 // collective/arena.h - which parts of a rank's shared arena are in use.
 //
-// First fit over pages; memory exists from allocate to release only.
+// First fit over pages; memory exists from allocate to release only. A forked child has zeros of its own
+// in its place.
 // Thread-safety: none; its owner locks.
 #pragma once
 
@@ -8,6 +9,7 @@
 #include <cstdint>
 #include <map>
 
+#include "collective/child_zeros.h"
 #include "collective/shared_memory.h"
 
 namespace nostall::collective {
@@ -24,7 +26,12 @@ class Arena {
  private:
   SharedMemory& shared_;
   const uint32_t rank_;
-  std::map<uint64_t, uint64_t> used_;  // offset: end
+  struct Used {
+    Used(uint64_t last, std::byte* data, uint64_t bytes) : end(last), zeros(data, bytes) {}
+    uint64_t end;
+    ChildZeros zeros;
+  };
+  std::map<uint64_t, Used> used_;  // by offset
 };
 
 }  // namespace nostall::collective

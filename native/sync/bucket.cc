@@ -1,8 +1,6 @@
 // A bucket's layout, copies in and out, and its memory through forks of the process.
 #include "sync/bucket.h"
 
-#include <pthread.h>
-#include <sys/mman.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -14,7 +12,6 @@
 
 #include "base/error.h"
 #include "base/log.h"
-#include "base/mutex.h"
 #include "sync/convert.h"
 
 namespace nostall::sync {
@@ -40,61 +37,11 @@ std::byte* allocate(Collectives& collectives, uint64_t bytes) {
 
 }  // namespace
 
-// All memory of collectives in this process. Linked through its members and never destroyed: a fork
-// may come at any time, and its child may not allocate.
-struct BucketMemory::Registry {
-  Mutex mutex;
-  BucketMemory* first NOSTALL_GUARDED_BY(mutex) = nullptr;
-
-  static Registry& get() {
-    static Registry registry;
-    static const int watched = ::pthread_atfork(before_fork, after_fork, in_child);
-    static_cast<void>(watched);
-    return registry;
-  }
-
-  // Held over the fork, so that the child finds the links whole.
-  static void before_fork() NOSTALL_UNCHECKED { get().mutex.lock(); }
-  static void after_fork() NOSTALL_UNCHECKED { get().mutex.unlock(); }
-  static void in_child() NOSTALL_UNCHECKED {
-    get().map_zeros();
-    get().mutex.unlock();
-  }
-
-  // In a child. What is mapped already came from a fork before this one, and is kept as it is.
-  void map_zeros() noexcept NOSTALL_REQUIRES(mutex) {
-    for (const BucketMemory* m = first; m; m = m->next_) {
-      void* const got =
-          ::mmap(m->data_, m->bytes_, PROT_READ | PROT_WRITE,
-                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1, 0);
-      // Kernels that do not know the last flag may choose another place.
-      if (got != MAP_FAILED && got != m->data_) ::munmap(got, m->bytes_);
-    }
-  }
-
-  void add(BucketMemory& m) {
-    const MutexLock lock(mutex);
-    m.next_ = first;
-    if (first) first->previous_ = &m;
-    first = &m;
-  }
-
-  void remove(BucketMemory& m) {
-    const MutexLock lock(mutex);
-    (m.previous_ ? m.previous_->next_ : first) = m.next_;
-    if (m.next_) m.next_->previous_ = m.previous_;
-  }
-};
-
 BucketMemory::BucketMemory(std::shared_ptr<Collectives> collectives, uint64_t bytes)
     : collectives_(std::move(collectives)),
       data_(allocate(*collectives_, bytes)),
-      bytes_(bytes),
       owner_(::getpid()) {
-  if (data_) {
-    Registry::get().add(*this);
-    return;
-  }
+  if (data_) return;
   collectives_.reset();
   heap_ = std::make_unique<std::byte[]>(bytes);
   data_ = heap_.get();
@@ -102,7 +49,6 @@ BucketMemory::BucketMemory(std::shared_ptr<Collectives> collectives, uint64_t by
 
 BucketMemory::~BucketMemory() {
   if (!collectives_) return;
-  Registry::get().remove(*this);
   if (::getpid() == owner_) {
     collectives_->release(data_);
   } else {

@@ -35,10 +35,7 @@ class BucketMemory {
   std::shared_ptr<Collectives> collectives_;  // null: the heap
   std::unique_ptr<std::byte[]> heap_;
   std::byte* data_;
-  const uint64_t bytes_;
   const int owner_;
-  struct Registry;
-  BucketMemory *previous_ = nullptr, *next_ = nullptr;
 };
 
 class Bucket {

@@ -502,6 +502,29 @@ with join() as c:
     )
 
 
+def test_a_forked_child_has_zeros_where_shared_arrays_were(shm: Path) -> None:
+    check(
+        """
+with join() as c:
+    array = c.empty(5000, "f4")
+    array[:] = 3
+    child = os.fork()
+    if child == 0:
+        zeros = not array.any()
+        array[:] = 4
+        grandchild = os.fork()
+        if grandchild == 0:
+            os._exit(7 if (array == 4).all() else 1)
+        right = os.waitstatus_to_exitcode(os.waitpid(grandchild, 0)[1]) == 7
+        os._exit(7 if zeros and right else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert (c.allreduce(array) == 3 * size).all()
+""",
+        2,
+        shm,
+    )
+
+
 def test_a_limit_of_file_sizes_bounds_arenas_or_is_named(shm: Path) -> None:
     check(
         """
