@@ -118,6 +118,14 @@ std::optional<Op> op_of(MPI_Op op) {
   return std::nullopt;
 }
 
+// Of the types that we have, those of C's integers: logical operations have no others but logicals.
+bool is_logical_operand(MPI_Datatype type, DataType ours) {
+  static const auto& others = *new std::vector<MPI_Datatype>{MPI_AINT, MPI_OFFSET, MPI_COUNT};
+  const bool integer = ours >= DataType::int8 && ours <= DataType::uint64;
+  return integer && !fortran_type_of(type) &&
+         std::find(others.begin(), others.end(), type) == others.end();
+}
+
 bool is_predefined_operation(MPI_Op op) {
   return op_of(op) || op == MPI_MINLOC || op == MPI_MAXLOC || op == MPI_REPLACE ||
          op == MPI_NO_OP || op == MPI_OP_NULL;
@@ -177,7 +185,7 @@ int constructor_of(MPI_Datatype type, MPI_Datatype* inner) {
 bool has_no_gaps(MPI_Datatype type, uint64_t* element_bytes) {
   int size = 0;
   MPI_Aint low = 0, extent = 0, true_low = 0, true_extent = 0;
-  if (PMPI_Type_size(type, &size) != MPI_SUCCESS || size <= 0 ||
+  if (type == MPI_DATATYPE_NULL || PMPI_Type_size(type, &size) != MPI_SUCCESS || size <= 0 ||
       PMPI_Type_get_extent(type, &low, &extent) != MPI_SUCCESS ||
       PMPI_Type_get_true_extent(type, &true_low, &true_extent) != MPI_SUCCESS) {
     return false;
@@ -214,7 +222,9 @@ std::optional<MpiReducer> MpiReducer::make(MPI_Datatype type, MPI_Op op) {
   MpiReducer result;
   const auto ours = type_of(type);
   const auto operation = op_of(op);
-  if (ours && operation && collective::is_defined(*operation, *ours)) {
+  const bool is_logical = operation == Op::land || operation == Op::lor || operation == Op::lxor;
+  if (ours && operation && collective::is_defined(*operation, *ours) &&
+      (!is_logical || is_logical_operand(type, *ours))) {
     result.reducer_.emplace(*operation, *ours);
     return result;
   }

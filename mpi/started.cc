@@ -124,7 +124,9 @@ int ibcast(void* buffer, uint64_t count, MPI_Datatype type, int root, MPI_Comm c
   const Starting starting(Call::bcast, count, type, comm, request);
   const uint64_t bytes = bytes_of(count, type);
   CommunicatorState* state = background_state(comm, bytes);
-  if (state == nullptr || root < 0 || root >= state->ranks) return starting.left_to_mpi(pass);
+  if (state == nullptr || root < 0 || root >= state->ranks || type == MPI_DATATYPE_NULL) {
+    return starting.left_to_mpi(pass);
+  }
   if (const auto why = device_error(*state, {{buffer, bytes}})) return failed(*state, comm, *why);
   const bool is_root = state->rank == root;
   auto data = std::make_shared<Packed>(buffer, count, type, comm, is_root);

@@ -127,7 +127,7 @@ int bcast(void* buffer, uint64_t count, MPI_Datatype type, int root, MPI_Comm co
   }
   if (state->queue) state->queue->drain();
   listen(*state);
-  if (root < 0 || root >= state->ranks || bytes > 0x7fffffff) {
+  if (root < 0 || root >= state->ranks || bytes > 0x7fffffff || type == MPI_DATATYPE_NULL) {
     return traced.passed(state, Fallback::type, type, pass());
   }
   if (const auto why = device_error(*state, {{buffer, bytes}})) return failed(*state, comm, *why);

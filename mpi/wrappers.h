@@ -40,10 +40,11 @@ class Aligned {
   std::vector<std::byte> copy_;
 };
 
-// More than a call of ours takes where it is more than 64 bits hold.
+// More than a call of ours takes where it is more than 64 bits hold. 0 without a type: to ask the MPI
+// for its size would be an error on MPI_COMM_WORLD, whatever the call's communicator does with errors.
 inline uint64_t bytes_of(uint64_t count, MPI_Datatype type) {
   MPI_Count size = 0;
-  PMPI_Type_size_x(type, &size);
+  if (type != MPI_DATATYPE_NULL) PMPI_Type_size_x(type, &size);
   const auto each = static_cast<uint64_t>(size > 0 ? size : 0);
   return each > 0 && count > UINT64_MAX / each ? UINT64_MAX : count * each;
 }

@@ -860,6 +860,8 @@ def refused() -> None:
         (MPI.C_BOOL, MPI.MAXLOC),
         (MPI.INT_INT, MPI.MAX),
         (MPI.FLOAT, MPI.BAND),
+        (MPI.FLOAT, MPI.LAND),
+        (MPI.INTEGER, MPI.LXOR),
         (three, MPI.SUM),
     ]
     for kind, op in cases:
@@ -872,6 +874,7 @@ def refused() -> None:
         raises(MPI.ERR_OP, lambda: world.Reduce_scatter(blocks, room, every, op))  # noqa: B023
         assert (got == 7).all()
     three.Free()
+    raises(MPI.ERR_TYPE, lambda: world.Bcast([np.ones(4), 4, MPI.DATATYPE_NULL]))
     # What the standard has beyond our kernels.
     some = np.array([rank == 0, True, False])
     world.Allreduce(MPI.IN_PLACE, [some, MPI.C_BOOL], MPI.LAND)
