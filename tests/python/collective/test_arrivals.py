@@ -67,6 +67,19 @@ def test_factors_are_those_of_the_equations(tmp_path: Path) -> None:
     assert second.worst == pytest.approx(100, abs=2)
 
 
+def test_the_last_rank_of_a_call_is_one_of_the_job(tmp_path: Path) -> None:
+    write_profiles(tmp_path, [[0, 400, 0, 1000]])
+    for rank in range(4):  # two communicators of two ranks
+        file = tmp_path / f"mpi-{rank}.profile"
+        line, _, records = file.read_bytes().partition(b"\n")
+        header = json.loads(line)
+        header["communicators"]["3"] = [77 + rank // 2, 2, 2]
+        file.write_bytes(json.dumps(header).encode() + b"\n" + records)
+    arrivals.save(arrivals.read(arrivals.find([str(tmp_path)])), str(tmp_path / "calls.csv"))
+    rows = list(csv.DictReader((tmp_path / "calls.csv").read_text().splitlines()))
+    assert [row["last_rank"] for row in rows[:2]] == ["1", "3"]
+
+
 def test_classes_are_those_of_the_figures() -> None:
     sizes = {
         4: "0-1 KB",

@@ -60,6 +60,7 @@ class Call:
     arrived: Times
     left: Times
     nodes: tuple[str, ...]
+    ranks: tuple[int, ...]  # in the job, in the order of all else
 
     @property
     def worst(self) -> int:
@@ -211,6 +212,7 @@ def read(files: Sequence[Path]) -> Profile:
                 np.array([part[2]["arrived"] for part in parts], np.int64),
                 np.array([part[2]["left"] for part in parts], np.int64),
                 tuple(part[1] for part in parts),
+                tuple(part[0] for part in parts),
             )
         )
     calls.sort(key=lambda call: int(call.arrived.min()))
@@ -435,7 +437,7 @@ def save(profile: Profile, path: str) -> None:
         times = ("first_ns", "worst_ns", "average_ns", "seconds", "last_rank")
         writer.writerow(["operation", "bytes", "calls", *times])
         for c in profile.calls:
-            last = int(c.arrived.argmax())
+            last = c.ranks[int(c.arrived.argmax())]
             first = int(c.arrived.min())
             seconds = f"{float((c.left - c.arrived).mean()) / 1e9:.9f}"
             what = [c.operation, c.bytes, 1]
