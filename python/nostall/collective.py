@@ -218,7 +218,7 @@ class Communicator:
     ) -> Array:
         """Overwrites `array` with that of `root`, which may leave before the others arrive."""
         self._live().broadcast(
-            _address(array, writable=True),
+            _address(array, writable=self.rank != root),
             array.nbytes,
             self._root(root),
             _TYPES.get(array.dtype, ""),

@@ -78,7 +78,9 @@ with join() as c:
         everyone = c.allgather(grid)
         assert everyone.shape == (size, 2, n)
         np.testing.assert_array_equal(everyone[1], np.arange(2 * n).reshape(2, n) * 2)
-        np.testing.assert_array_equal(c.broadcast(grid.copy(), root=2), everyone[2])
+        copy = grid.copy()
+        copy.flags.writeable = rank != 2  # of its root it is only read
+        np.testing.assert_array_equal(c.broadcast(copy, root=2), everyone[2])
         part = c.reduce_scatter(everyone.reshape(-1))
         np.testing.assert_array_equal(part, everyone[rank].reshape(-1) * size)
     c.barrier()
@@ -457,6 +459,7 @@ with join() as c:
         lambda: c.allreduce(np.array(["a"], dtype=object), Operation(np.add)),
         lambda: c.allreduce(np.array(["a"])),
         lambda: c.broadcast(np.zeros(2, [("name", object)])),
+        lambda: c.broadcast(frozen, root=1 - rank),
         lambda: c.allreduce(grid.reshape(-1)[:8], out=grid.reshape(-1)[4:12]),
         lambda: c.broadcast(np.ones(3), root=2),
         lambda: c.reduce_scatter(np.ones(3)),
