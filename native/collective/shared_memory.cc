@@ -166,11 +166,22 @@ void SharedMemory::open(std::chrono::steady_clock::time_point deadline) {
     mapping_ = map_once(std::move(file), config_.directory, total_);
     base_ = mapping_->data();
     check();
-    // Given up by ranks that waited in vain, and are about to leave it.
-    if (header().broken.load() != 0 && std::chrono::steady_clock::now() < deadline) {
+    // Given up by ranks that waited in vain, or of an earlier communicator of this name: others are about
+    // to leave it.
+    RankLine& own = line(config_.rank);
+    const bool was_here =
+        own.pid.load() != 0 &&
+        (own.left.load() != 0 || !lock_.is_held_elsewhere(kFirstRank + config_.rank));
+    if ((header().broken.load() != 0 || was_here) && std::chrono::steady_clock::now() < deadline) {
       base_ = nullptr;
       std::this_thread::sleep_for(kJoinSlice / 4);
       continue;
+    }
+    if (was_here && header().broken.load() == 0) {
+      base_ = nullptr;
+      throw Error(ErrorKind::peer, "an earlier \"" + config_.job +
+                                       "\" of these ranks has not ended on all of them; leave it "
+                                       "on all ranks first, or give this one another name");
     }
     const Locked mine = lock_.try_lock(kFirstRank + config_.rank, LockMode::exclusive);
     if (mine == Locked::unsupported || mine == Locked::failed) {
@@ -183,7 +194,7 @@ void SharedMemory::open(std::chrono::steady_clock::time_point deadline) {
                                         std::to_string(line(config_.rank).pid.load()) +
                                         ": give each rank its own number");
     }
-    line(config_.rank).pid.store(::getpid());
+    own.pid.store(::getpid());
     if (ranks_ > 1) handover_.give({mapping_->fd()});
     if (header().joined.fetch_add(1) + 1 == ranks_) futex_wake_all(header().joined);
     return;
@@ -241,7 +252,7 @@ void SharedMemory::wait_for_all(std::chrono::steady_clock::time_point deadline,
   std::atomic<uint32_t>& joined = header().joined;
   for (;;) {
     const uint32_t seen = joined.load();
-    if (seen == ranks_) return;
+    if (seen >= ranks_) return;
     if (header().broken.load() == kExplained) {
       line(config_.rank).left.store(1);
       throw end("");

@@ -556,6 +556,18 @@ else:
     )
 
 
+def test_a_name_is_free_again_when_a_communicator_was_left(shm: Path) -> None:
+    check(
+        """
+for _ in range(150):
+    with join(timeout=60, window_bytes=1 << 20, arena_bytes=1 << 20) as c:
+        pass
+""",
+        3,
+        shm,
+    )
+
+
 @pytest.mark.parametrize("call", ["c.barrier()", "c.allreduce(np.ones(100_000))"])
 def test_handlers_of_signals_run_while_a_rank_waits(call: str, shm: Path) -> None:
     out = check(
