@@ -78,14 +78,18 @@ uint64_t bytes_of(uint64_t count, size_t element, uint64_t copies = 1) {
                                     std::string(available));
 }
 
-// The algorithm that keeps the order of ranks where one is asked for that does not.
-Algorithm in_rank_order(Algorithm algorithm) {
+// The algorithm that keeps the order of ranks where one is asked for that does not; in a `fixed` order
+// one that is a left fold.
+Algorithm in_rank_order(Algorithm algorithm, bool fixed) {
   switch (algorithm) {
     case Algorithm::arrival_leader:
       return Algorithm::leader;
     case Algorithm::ring:
     case Algorithm::rsa:
-      return Algorithm::recursive_doubling;
+      return fixed ? Algorithm::cooperative : Algorithm::recursive_doubling;
+    case Algorithm::recursive_doubling:
+    case Algorithm::binomial:
+      return fixed ? Algorithm::cooperative : algorithm;
     default:
       return algorithm;
   }
@@ -256,13 +260,12 @@ void Communicator::allreduce(const void* in, void* out, uint64_t count, const Re
 }
 
 void Communicator::Impl::allreduce(const Message& message, Algorithm algorithm, Order order) {
-  const bool commutes = message.reducer->commutative();
-  const bool by_rank = order == Order::fixed || !commutes;
-  switch (commutes ? algorithm : in_rank_order(algorithm)) {
+  const bool fixed = order == Order::fixed, by_rank = fixed || !message.reducer->commutative();
+  switch (by_rank ? in_rank_order(algorithm, fixed) : algorithm) {
     case Algorithm::cooperative:
       return cooperative_allreduce(message, by_rank);
     case Algorithm::arrival_leader:
-      return leader_allreduce(steps, message, order == Order::any);
+      return leader_allreduce(steps, message, true);
     case Algorithm::arrival_chain:
       return chain(steps, message, {.by_rank = by_rank, .whole = true});
     case Algorithm::leader:
@@ -342,8 +345,8 @@ void Communicator::reduce(const void* in, void* out, uint64_t count, const Reduc
     case Algorithm::arrival_chain:
       return chain(steps, message, {.root = to, .by_rank = by_rank, .whole = true});
     case Algorithm::binomial:
-      // Its order starts at the root.
-      if (!reducer.commutative() && root != 0) {
+      // A tree is no left fold, and its order starts at the root.
+      if (options.order == Order::fixed || (!reducer.commutative() && root != 0)) {
         return chain(steps, message, {.root = to, .by_rank = true});
       }
       return binomial_reduce(steps, message, root);

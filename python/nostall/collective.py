@@ -78,8 +78,9 @@ class Communicator:
             communicators of a job are numbered in the order in which each rank makes them.
         rank: of this process on the node; by default from torchrun, mpirun or srun.
         size: how many ranks the node has; by default as `rank`.
-        order: "fixed" gives the same bits for any order of arrival (a left fold in the order of
-            ranks); "any" lets large floating-point sums differ from call to call in their last bits.
+        order: "fixed" gives the same bits for any order of arrival and by any algorithm (a left fold in
+            the order of ranks); "any" lets large floating-point sums differ from call to call in their
+            last bits.
         timeout: seconds after which a rank that does not arrive is an error.
         window_bytes: size of the shared memory through which early ranks run ahead; up to two are used.
         arena_bytes: limit on the arrays of `empty` of one rank; less where `ulimit -f` and `-v` say so.

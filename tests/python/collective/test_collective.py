@@ -154,6 +154,27 @@ with Communicator(job + "any", rank, size, directory=directory) as c:
     )
 
 
+def test_a_fixed_order_is_a_left_fold_by_every_algorithm(shm: Path) -> None:
+    check(
+        """
+from nostall.collective import ALGORITHMS
+with join(order="fixed") as c:
+    parts = [np.random.default_rng(r).standard_normal(3000).astype("f4") for r in range(size)]
+    expected = parts[0]
+    for part in parts[1:]:
+        expected = expected + part
+    for algorithm in ALGORITHMS:
+        got = c.allreduce(parts[rank].copy(), algorithm=algorithm)
+        assert got.tobytes() == expected.tobytes(), algorithm
+    for algorithm in ("cooperative", "arrival_leader", "arrival_chain", "leader", "binomial"):
+        got = c.reduce(parts[rank].copy(), root=1, algorithm=algorithm)
+        assert rank != 1 or got.tobytes() == expected.tobytes(), algorithm
+""",
+        4,
+        shm,
+    )
+
+
 def test_every_algorithm_can_be_chosen(shm: Path) -> None:
     check(
         """
