@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <charconv>
 #include <cstdlib>
 #include <fstream>
 #include <limits>
@@ -21,9 +22,22 @@ namespace {
                                     "NOSTALL_COLLECTIVES=off");
 }
 
+// The number of the JSON member "version", or 0.
+uint32_t version_of(std::string_view json) {
+  constexpr std::string_view kKey = "\"version\"";
+  const size_t key = json.find(kKey);
+  if (key == std::string_view::npos) return 0;
+  const size_t at = json.find_first_not_of(" \t\r\n:", key + kKey.size());
+  uint32_t version = 0;
+  if (at != std::string_view::npos) {
+    std::from_chars(json.data() + at, json.data() + json.size(), version);
+  }
+  return version;
+}
+
 // The strings of the JSON array "table".
 std::vector<std::string> rows_of(std::string_view json) {
-  if (json.find("\"version\": 1") == std::string_view::npos) refuse("is not of version 1");
+  if (version_of(json) != 1) refuse("is not of version 1");
   const size_t key = json.find("\"table\"");
   const size_t open = key == std::string_view::npos ? key : json.find('[', key);
   const size_t close = open == std::string_view::npos ? open : json.find(']', open);

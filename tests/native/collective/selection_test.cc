@@ -32,6 +32,7 @@ TEST(Selection, TakesTheRowsOfTheNearestNumberOfRanks) {
   EXPECT_EQ(one.hash(), two.hash());
   EXPECT_NE(two.hash(), four.hash());
   EXPECT_TRUE(Selection("", 4).empty());
+  EXPECT_FALSE(Selection(R"({"version":1,"table":["2 apart 10 ring"]})", 4).empty());
 }
 
 TEST(Selection, NamesWhatItCannotRead) {
@@ -45,6 +46,7 @@ TEST(Selection, NamesWhatItCannotRead) {
     }
   };
   refused("{}", "version 1");
+  refused(R"({"version": 12, "table": []})", "version 1");
   refused(R"({"version": 1})", "no array");
   refused(R"({"version": 1, "table": ["2 together 10 magic"]})", "2 together 10 magic");
   refused(R"({"version": 1, "table": ["2 sometimes 10 ring"]})", "2 sometimes 10 ring");
