@@ -9,6 +9,7 @@
 
 #include <algorithm>
 
+#include "base/cpus.h"
 #include "base/futex.h"
 #include "collective/signature.h"
 
@@ -26,13 +27,13 @@ constexpr int64_t kGraceNs = 5'000'000'000;
 
 // Of all ranks together: a launcher may have bound each of them to cores of its own.
 uint32_t usable_cores(const SharedMemory& memory, uint32_t rank, uint32_t ranks) noexcept {
-  cpu_set_t all, set;
-  CPU_ZERO(&all);
+  Cpus all{}, set{};
   for (uint32_t r = 0; r < ranks; ++r) {
     const int process = r == rank ? 0 : memory.line(r).pid.load(std::memory_order_relaxed);
-    if (::sched_getaffinity(process, sizeof set, &set) == 0) CPU_OR(&all, &all, &set);
+    if (::sched_getaffinity(process, sizeof set, set.data()) != 0) continue;
+    CPU_OR_S(sizeof all, all.data(), all.data(), set.data());
   }
-  return static_cast<uint32_t>(CPU_COUNT(&all));
+  return static_cast<uint32_t>(CPU_COUNT_S(sizeof all, all.data()));
 }
 
 }  // namespace

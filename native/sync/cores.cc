@@ -8,7 +8,6 @@
 #include <unistd.h>
 
 #include <cstdlib>
-#include <cstring>
 
 #include "base/error.h"
 
@@ -32,38 +31,35 @@ std::vector<int> threads() {
 
 void CorePartition::take(std::span<const int> cores) {
   if (cores.empty()) return;
-  cpu_set_t own, all;
-  CPU_ZERO(&own);
-  if (::sched_getaffinity(::getpid(), sizeof all, &all) != 0) return;
+  constexpr size_t kBytes = sizeof(Cpus);
+  Cpus own{}, all{};
+  if (::sched_getaffinity(::getpid(), kBytes, all.data()) != 0) return;
   for (const int core : cores) {
-    if (core < 0 || core >= CPU_SETSIZE || !CPU_ISSET(core, &all)) {
+    const auto place = static_cast<size_t>(core);
+    if (core < 0 || !CPU_ISSET_S(place, kBytes, all.data())) {
       throw Error(ErrorKind::usage,
                   "core " + std::to_string(core) + " is not one that this process may use");
     }
-    CPU_SET(core, &own);
+    CPU_SET_S(place, kBytes, own.data());
   }
-  cpu_set_t rest;
-  CPU_XOR(&rest, &all, &own);
-  if (CPU_COUNT(&rest) == 0) {
+  Cpus rest{};
+  CPU_XOR_S(kBytes, rest.data(), all.data(), own.data());
+  if (CPU_COUNT_S(kBytes, rest.data()) == 0) {
     throw Error(ErrorKind::usage, "cores= must leave a core to the rest of the process");
   }
   const auto me = static_cast<int>(::syscall(SYS_gettid));
   for (const int id : threads()) {
-    cpu_set_t before;
-    if (::sched_getaffinity(id, sizeof before, &before) != 0) continue;
-    std::vector<uint8_t> saved(sizeof before);
-    std::memcpy(saved.data(), &before, sizeof before);
-    if (::sched_setaffinity(id, sizeof rest, id == me ? &own : &rest) == 0 && id != me) {
-      moved_.emplace_back(id, std::move(saved));
+    Cpus before{};
+    if (::sched_getaffinity(id, kBytes, before.data()) != 0) continue;
+    if (::sched_setaffinity(id, kBytes, id == me ? own.data() : rest.data()) == 0 && id != me) {
+      moved_.emplace_back(id, before);
     }
   }
 }
 
 void CorePartition::give_back() noexcept {
-  for (const auto& [id, saved] : moved_) {
-    cpu_set_t before;
-    std::memcpy(&before, saved.data(), sizeof before);
-    ::sched_setaffinity(id, sizeof before, &before);  // a thread that ended is no matter
+  for (const auto& [id, before] : moved_) {
+    ::sched_setaffinity(id, sizeof before, before.data());  // a thread that ended is no matter
   }
   moved_.clear();
 }

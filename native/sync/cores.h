@@ -2,10 +2,11 @@
 // threads of the process off them (Horovod-SCP [Pumma 2020, sec. 6.3.3]).
 #pragma once
 
-#include <cstdint>
 #include <span>
 #include <utility>
 #include <vector>
+
+#include "base/cpus.h"
 
 namespace nostall::sync {
 
@@ -18,7 +19,7 @@ class CorePartition {
   void give_back() noexcept;
 
  private:
-  std::vector<std::pair<int, std::vector<uint8_t>>> moved_;  // threads and their cores before
+  std::vector<std::pair<int, Cpus>> moved_;  // threads and their cores before
 };
 
 }  // namespace nostall::sync
