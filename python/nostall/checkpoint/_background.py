@@ -630,10 +630,13 @@ class BackgroundWriter:
             # Gone since, as manifests go first, it was retired: no rank without a part is waited for.
             if there is not None and not whole and durable.find(there.step, there.id) is not None:
                 failed = f"{durable.root} lacks parts of step {manifest.step}"
-            if whole and self.rank != 0 and not durable.is_directory:
-                whole = False  # rank 0 alone knows whether another job has it since
-            if whole:
+            copies = durable.is_directory and any(p.rank == self.rank for p in manifest.parts)
+            if whole and self.rank != 0 and not copies:
+                # Rank 0 alone knows whether it is on its device, and whether another job has it since.
+                whole = False
+            if whole and there is not None:
                 durable.check_owned()  # or another job may have removed it since
+                durable.confirm(there)
         except IoError as error:
             if alone:
                 raise  # else other ranks wait for this one's word

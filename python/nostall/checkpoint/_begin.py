@@ -340,9 +340,13 @@ def undrained(
         on_fast = [h.manifest for h in held]
         whole = {h.manifest.id for h in held if not h.lost}
     there = {m.id: m for m in durable.manifests()}
-    missed = {id for id, m in there.items() if not durable.has_all(m)}
-    # A checkpoint with lost parts does not count among those that are kept.
-    there = {id: m for id, m in there.items() if id not in missed or id not in whole}
+    # A checkpoint with lost parts, or that a power cut may lose, does not count among those that are
+    # kept.
+    there = {
+        id: m
+        for id, m in there.items()
+        if id not in whole or (durable.has_all(m) and durable.is_durable(m))
+    }
     good = {m.id: m for m in on_fast if m.id in whole} | there
     stay = decide(good.values(), keep, begin_of_branch(fast, durable))
     waiting = [m for m in on_fast if m.id in whole and m.id in stay and m.id not in there]

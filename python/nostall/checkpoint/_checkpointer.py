@@ -414,7 +414,9 @@ class Checkpointer:
         failed: IoError | None = None
         for store in (self.fast, self.durable):
             try:
-                if store is not None and store.find(saved.step, saved.id) is not None:
+                there = store.find(saved.step, saved.id) if store is not None else None
+                if store is not None and there is not None:
+                    store.confirm(there)
                     return True
             except IoError as error:
                 failed = error

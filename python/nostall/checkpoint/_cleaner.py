@@ -61,7 +61,8 @@ class Cleaner:
     def _look(self, fast: Store, durable: Store) -> dict[str, Manifest]:
         """Reads what is complete on the fast tier, and which of it is durable with all its parts."""
         there, kept = self.complete(fast), self.complete(durable)
-        safe = {m.id for m in kept.values() if m.id in there and durable.has_all(m)}
+        both = [m for m in kept.values() if m.id in there]
+        safe = {m.id for m in both if durable.has_all(m) and durable.is_durable(m)}
         self._begin = durable.branch()
         try:
             durable.check_owned()

@@ -395,7 +395,8 @@ class Nodes:
             if whole.id != manifest.id:
                 raise PeerError(f"rank 0 answers of save {whole.id}, not of {manifest.id}")
         except (Error, OSError) as error:
-            if self.store.find(manifest.step, manifest.id) is not None:
+            if (there := self.store.find(manifest.step, manifest.id)) is not None:
+                self.store.confirm(there)
                 return Outcome("")  # complete: the answer alone was lost
             return Outcome(f"rank 0 cannot be asked: {error}", not told)
         problem = self._publish_here(whole)[0] if self.leader else ""  # once more

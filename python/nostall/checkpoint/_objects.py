@@ -702,6 +702,9 @@ class ObjectStore(Store):
             self.check_owned()
             self._delete(self.key(_step(there.step), e.name) for e in entries)
 
+    def confirm(self, manifest: Manifest) -> None:
+        """What a store shows is durable there."""
+
     def note_branch(self, branch: Branch) -> None:
         self.note_sequence(branch.sequence // STRIDE * STRIDE)
         self.check_owned()
@@ -782,6 +785,9 @@ class ObjectStore(Store):
 
     def _forget_words(self, manifest: Manifest, ranks: Iterable[int]) -> None:
         self._delete(self._word(manifest, rank) for rank in ranks)
+
+    def _hold(self, manifest: Manifest) -> str:
+        return ""  # the decision alone counts
 
     def _forget(self, step: int, id: str) -> None:
         ours = [m for m in map(_OURS.fullmatch, self._sizes(step)) if m and m["id"] == id]

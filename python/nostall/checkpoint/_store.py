@@ -280,6 +280,8 @@ class Store:
         self._in_use: set[int] = set()  # steps whose directory is about to get parts
         # Step and id of saves that rank 0 has given up, by its threads, until what they left goes.
         self._given_up: dict[int, list[tuple[int, str]]] = {}
+        # Whether the manifests that this process has renamed are known to be on their device, by ids.
+        self._synced: dict[str, bool] = {}
 
     def __repr__(self) -> str:
         return f"Store({str(self.root)!r}, {self.kind!r})"
@@ -741,6 +743,7 @@ class Store:
             self._in_use.discard(manifest.step)
             self.check_owned()
             found = self._read_each(manifest.step, (_MANIFEST, _aside(manifest.id)))
+            self._synced[manifest.id] = False
             sync_directory(directory)
             self.check_owned()  # which may have taken long
             newest = next((entry for entry in found if entry.name == _MANIFEST), None)
@@ -751,6 +754,7 @@ class Store:
                 # What could not be read there would count in place of this copy once it can.
                 _write_durably(directory / aside, manifest.to_bytes())
                 if beside:
+                    self._synced[manifest.id] = True
                     return
                 found = self._read_each(manifest.step, (_MANIFEST, aside))
             gone = {manifest.id}  # its copies that have lost parts
@@ -766,10 +770,43 @@ class Store:
                     if stays.name == _MANIFEST:
                         _write_durably(directory / _aside(there.id), there.to_bytes())
             _write_durably(directory / _MANIFEST, manifest.to_bytes())
+            self._synced[manifest.id] = True
             old = [entry for entry in found if entry.id in gone]
             others = [entry.name for entry in old if entry.name != _MANIFEST]
             parts = _parts_of(old) - {part.name for part in manifest.parts}
             _take_away(directory, others, parts)
+
+    def confirm(self, manifest: Manifest) -> None:
+        """Makes a manifest that was found durable, which a rename alone does not.
+
+        Its owner writes it anew: where an fsync has failed, another one may succeed and write nothing.
+
+        Raises:
+            PeerError, IoError: a power cut may lose it.
+        """
+        if self._synced.get(manifest.id):
+            return
+        directory = self.directory(manifest.step)
+        with self._changing, io_errors("sync the checkpoint in", directory):
+            if self._lock is not None:
+                self.check_owned()
+                found = self._read_each(manifest.step, (_MANIFEST, _aside(manifest.id)))
+                its = (entry.name for entry in self._counting(found) if entry.id == manifest.id)
+                path = directory / next(its, _aside(manifest.id))  # gone: the read says so
+                _write_durably(path, path.read_bytes())
+            elif manifest.id in self._synced:
+                raise OSError(errno.EIO, "an fsync of it has failed before")
+            else:
+                sync_directory(directory)
+            sync_directory(self._path)
+            self._synced[manifest.id] = True
+
+    def is_durable(self, manifest: Manifest) -> bool:
+        """Whether a manifest that was found is, or could be made so."""
+        with contextlib.suppress(Error, OSError):
+            self.confirm(manifest)
+            return True
+        return False
 
     def note_branch(self, branch: Branch) -> None:
         """Makes the begin of a branch durable."""
@@ -797,6 +834,7 @@ class Store:
             its = [entry for entry in entries if entry.id == id]
             ours = {m[0] for m in map(_OURS.fullmatch, names) if m and m["id"] == id}
             _take_away(directory, [entry.name for entry in its], _parts_of(its) | ours)
+            self._synced.pop(id, None)
             self._leave(step)
 
     def _leave(self, step: int) -> None:
@@ -898,7 +936,7 @@ class Store:
         """Rank 0's side."""
         writers = [0] if manifest.replicated else list(range(manifest.world_size))
         parts = {0: mine} if isinstance(mine, Part) else {}
-        reason = f"rank 0: {mine}" if isinstance(mine, str) else ""
+        reason = f"rank 0: {mine}" if isinstance(mine, str) else self._hold(manifest)
         away = ""
         while (late := [rank for rank in writers if rank not in parts]) and not reason:
             try:
@@ -1018,8 +1056,23 @@ class Store:
             yield rank, word
 
     def _forget_words(self, manifest: Manifest, ranks: Iterable[int]) -> None:
-        for rank in ranks:
-            os.unlink(self._taken(manifest, rank))
+        _unlink(self._taken(manifest, rank) for rank in ranks)
+
+    def _hold(self, manifest: Manifest) -> str:
+        """Leaves the mark by which a manifest counts for no other rank yet, or says why it cannot.
+
+        It is there before a word is taken, and goes once the manifest is on its device: one rank syncs
+        the directory for all of them.
+        """
+        if manifest.world_size > 1:
+            mark = self._taken(manifest, 0)
+            try:
+                with io_errors("write", mark):
+                    self.check_owned()
+                    mark.write_bytes(b"")
+            except (Error, OSError) as error:
+                return str(error)
+        return ""
 
     def _forget(self, step: int, id: str) -> None:
         """Removes the words and the decision of a save; its parts are for others to remove."""
@@ -1029,11 +1082,16 @@ class Store:
         self._leave(step)
 
     def _decide(self, manifest: Manifest, *, complete: bool, certain: bool, reason: str) -> None:
-        """Notifies the other ranks. Of a complete checkpoint its manifest does."""
-        if manifest.world_size > 1 and certain and not complete:
+        """Notifies the other ranks; of a complete checkpoint its manifest does, without the mark."""
+        if manifest.world_size > 1:
+            mark = self._taken(manifest, 0)
             with contextlib.suppress(Error, OSError):
                 self.check_owned()
-                _tell(self._abort(manifest), json.dumps(reason).encode())
+                if not complete:
+                    word = json.dumps(reason).encode()
+                    _tell(self._abort(manifest) if certain else mark, word)
+                if certain:
+                    _unlink([mark])
 
     def _decided(self, manifest: Manifest, rank: int, mine: Part | str | None) -> str | None:
         """What `commit` returns or raises, once rank 0 has decided."""
@@ -1041,21 +1099,29 @@ class Store:
         return "" if complete else self.aborted(manifest)
 
     def _completed(self, manifest: Manifest, rank: int, left: bool) -> bool:
-        """Whether rank 0 has made the checkpoint complete; `left`: of this rank's word, too."""
+        """Whether rank 0 has made the checkpoint complete; `left`: of this rank's word, too.
+
+        Raises:
+            PeerError: it does not know.
+        """
         try:
             if self.find(manifest.step, manifest.id) is None:
                 return False
         except IoError:  # the next look may tell
             return False
-        if not left:
-            return True
+        # Rank 0 takes all words first: a manifest beside one is of before, and lacks parts. Opening
+        # the file looks on the server, also where a client caches names.
+        with contextlib.suppress(FileNotFoundError):
+            if left:
+                with self._note(manifest, rank).open():
+                    return False
         try:
-            # Rank 0 takes all words first: a manifest beside one is of before, and lacks parts. Opening
-            # the file looks on the server, also where a client caches names.
-            with self._note(manifest, rank).open():
-                return False
+            word = self._taken(manifest, 0).read_bytes()
         except FileNotFoundError:
             return True
+        if word:  # why rank 0 does not know whether the manifest is on its device
+            raise part_stays(str(json.loads(word)), rank)
+        return False
 
     def _give_up(self, manifest: Manifest, rank: int, mine: Part | str | None, reason: str) -> str:
         """The end of a rank's wait: `reason`, or PeerError where rank 0 may still complete it."""

@@ -718,14 +718,23 @@ def test_a_copy_of_which_nothing_is_known_is_not_written_to(
 ) -> None:
     fast, durable = two_tiers(tmp_path)
     unread, directory = Unread(monkeypatch), durable.directory(3)
-    before = {p: p.stat().st_mtime_ns for p in directory.iterdir()}
 
-    def drain() -> dict[Path, int]:
+    def look() -> dict[Path, Any]:
+        # The copy's own manifest is written anew, as its rename may not be on its device.
+        own = f"manifest-{fast.manifests()[-1].id}.json"
+        return {
+            p: p.read_bytes() if p.name == own else p.stat().st_mtime_ns
+            for p in directory.iterdir()
+        }
+
+    def drain() -> dict[Path, Any]:
         with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable", keep_fast=3) as ckpt:
             ckpt.wait(60)
         (copied,) = (m for m in durable.manifests() if m.step == 3)
         assert durable.has_all(copied) and copied.id == fast.manifests()[-1].id
-        return {p: p.stat().st_mtime_ns for p in directory.iterdir()}
+        return look()
+
+    before = look()
 
     unread.paths.add(directory / "manifest.json")
     after = drain()  # beside it
@@ -737,7 +746,7 @@ def test_a_copy_of_which_nothing_is_known_is_not_written_to(
     # What is damaged may be mended by hand, and stays beside its copy.
     (directory / f"manifest-{fast.manifests()[-1].id}.json").unlink()
     (directory / "manifest.json").write_bytes(b"{}")
-    before = {p: p.stat().st_mtime_ns for p in directory.iterdir()}
+    before = look()
     assert before.items() < drain().items()
 
 
@@ -1286,6 +1295,64 @@ def test_a_fast_copy_stays_while_the_durable_one_lacks_a_part(tmp_path: Path) ->
     part.unlink()
     Cleaner(fast, durable, Settings(Keep(5))).retain(set())
     assert fast.steps() == [1, 3]
+
+
+class Unsynced:
+    """A durable storage that syncs no directory with a manifest in it while `broken` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+        self.broken, sync = True, nostall.checkpoint._store.sync_directory
+
+        def sync_or_fail(path: Path) -> None:
+            if self.broken and root in path.parents and (path / "manifest.json").exists():
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            sync(path)
+
+        monkeypatch.setattr(nostall.checkpoint._store, "sync_directory", sync_or_fail)
+
+
+def test_a_save_whose_rename_is_not_synced_is_not_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Unsynced(monkeypatch, tmp_path / "durable")
+    with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable") as ckpt:
+        saved = ckpt.save(state_of(1), 1, level="fast")
+        assert saved is not None
+        for _ in range(2):  # the manifest is there at the second attempt
+            with pytest.raises(IoError, match="Input/output error"):
+                ckpt.wait()
+        assert saved.level == "fast"
+        (manifest,) = (tmp_path / "durable").glob("step-*/manifest.json")
+        before = manifest.stat().st_ctime_ns
+        disk.broken = False
+        ckpt.wait()
+        assert saved.level == "durable"
+        assert manifest.stat().st_ctime_ns > before  # renamed anew
+
+
+def test_no_storage_has_a_save_whose_rename_is_not_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Unsynced(monkeypatch, tmp_path)
+    ckpt = nostall.Checkpointer(durable=tmp_path, max_failures=1)
+    ckpt.save(state_of(1), 1)
+    assert ckpt._background.wait(drained=False, timeout=60)
+    with pytest.raises(IoError, match="safe nowhere"):
+        ckpt.save(state_of(2), 2)
+    with pytest.raises(IoError, match="the newest checkpoint, of step 2, is safe nowhere"):
+        ckpt.close()
+
+
+def test_a_rename_that_an_earlier_job_has_not_synced_is_not_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast, durable = two_tiers(tmp_path)
+    disk = Unsynced(monkeypatch, tmp_path / "durable")
+    for broken, waits, left in ((True, [1, 2, 3], [1, 2, 3]), (False, [], [3])):
+        disk.broken = broken
+        assert [m.step for m in undrained(fast, durable, Keep(5))] == waits
+        Cleaner(fast, durable, Settings(Keep(5))).retain(set())
+        assert fast.steps() == left
 
 
 def test_room_is_made_without_a_look_at_the_durable_storage(
@@ -2208,6 +2275,47 @@ def test_a_word_whose_removal_is_not_answered_may_be_taken(
     monkeypatch.setattr(os, "unlink", unlink_and_say_no)
     with pytest.raises(PeerError, match="part stays"):
         store.commit(manifest, 1, part, timeout=600, stopped=lambda: True)
+
+
+@pytest.mark.parametrize("replicated", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_rank_acknowledges_a_save_before_rank_0_has_synced_its_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replicated: bool, fails: bool
+) -> None:
+    store, told = Store(tmp_path, "durable"), threading.Event()
+    sync, reached = nostall.checkpoint._store.sync_directory, threading.Event()
+    manifest = Manifest(1, "aaaaaaaa-000001", 2, (), replicated=replicated)
+
+    def late(path: Path) -> None:
+        if (path / "manifest.json").exists() and not reached.is_set():
+            reached.set()
+            assert not told.wait(0.3)  # rank 1 looks several times
+            if fails:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync(path)
+
+    def rank_1() -> None:
+        mine = None if replicated else Part(1, part_name(1, manifest.id), 0, ())
+        with contextlib.ExitStack() as stack:
+            if fails:
+                stack.enter_context(pytest.raises(PeerError, match="Input/output error; it may"))
+            assert store.commit(manifest, 1, mine, timeout=60) == ""
+        told.set()
+
+    monkeypatch.setattr(nostall.checkpoint._store, "sync_directory", late)
+    store.prepare(1)
+    thread = threading.Thread(target=rank_1)
+    thread.start()
+    mine = Part(0, part_name(0, manifest.id), 0, ())
+    if fails:
+        with pytest.raises(IoError, match="Input/output error"):
+            store.commit(manifest, 0, mine, timeout=60)
+    else:
+        assert store.commit(manifest, 0, mine, timeout=60) == ""
+    assert told.wait(60)
+    thread.join()
+    left = [name for name in os.listdir(store.directory(1)) if name.startswith("taken-00000")]
+    assert len(left) == fails  # why rank 0 does not know, until the next job begins
 
 
 def test_a_file_system_without_locks_is_named_and_used(
