@@ -169,7 +169,7 @@ class Manifest:
     world_size: int
     parts: tuple[Part, ...]
     replicated: bool = False
-    metric: float | None = None
+    metric: float | None = field(default=None, compare=False)  # NaN is not equal to itself
     created: float = field(default_factory=time.time)
     software: dict[str, str] = field(default_factory=lambda: software())
     spread: bool = False  # each node has its own ranks' parts, and perhaps its neighbour's

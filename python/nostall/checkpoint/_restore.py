@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
     from nostall.checkpoint._landing import Landing
 
+# How often a manifest is read that is replaced each time.
+_READS = 10
+
 
 @dataclass(frozen=True, repr=False)
 class Restored:
@@ -139,7 +142,7 @@ def in_order(choices: Iterable[Choice], top: tuple[int, Ranges] | None) -> list[
 
 def _settled(store: Store, entry: Entry) -> tuple[Entry, str]:
     """The entry and what is wrong with it; read again if it was replaced meanwhile."""
-    while True:
+    for _ in range(_READS):
         refuse_scarce(entry.unread, entry.damage)
         try:
             with scarce_is_away(entry.path):
@@ -152,8 +155,9 @@ def _settled(store: Store, entry: Entry) -> tuple[Entry, str]:
         if now is None:  # removed meanwhile
             return Entry(entry.step, entry.path, None), ""
         if now == entry:
-            return entry, damage
+            break
         entry = now
+    return entry, damage
 
 
 def read_part(

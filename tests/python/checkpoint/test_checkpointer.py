@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import errno
 import gc
+import itertools
 import json
 import os
 import queue
@@ -38,7 +39,7 @@ from nostall.checkpoint._place import UnreachableError
 from nostall.checkpoint._retention import decide
 from nostall.checkpoint._saved import Saved
 from nostall.checkpoint._search import Search
-from nostall.checkpoint._store import Store, part_name
+from nostall.checkpoint._store import Entry, Store, part_name
 from nostall.checkpoint._window import choose_copying
 from nostall.cli import main
 from nostall.errors import CorruptionError, IoError, PeerError, UsageError
@@ -1670,6 +1671,43 @@ def test_what_is_removed_while_it_is_looked_at_is_nothing_wrong(
         found = ckpt.restore()
     assert found is not None and found.step == 1
     assert "passing over" not in caplog.text
+
+
+def test_a_damaged_save_whose_metric_is_no_number_ends_no_restore(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with nostall.Checkpointer(durable=tmp_path, level="durable") as ckpt:
+        ckpt.save(state_of(1), 1)
+        ckpt.save(state_of(2), 2, metric=float("nan"))
+        next(ckpt.durable.directory(2).glob("*.safetensors")).unlink()
+        one, other = (ckpt.durable.manifests()[-1] for _ in range(2))
+        # Another object, as Python 3.13 compares each field by its value.
+        assert dataclasses.replace(one, metric=float("nan")) == other
+        found = ckpt.restore()
+    assert found is not None and found.step == 1
+    assert "does not exist" in caplog.text
+
+
+def test_a_damaged_save_that_is_replaced_again_and_again_ends_no_restore(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    read, times = Store.read, itertools.count()
+
+    def another(store: Store, step: int, name: str) -> Entry | None:
+        found = read(store, step, name)
+        if found is None or found.manifest is None or next(times) > 1000:
+            return found
+        new = dataclasses.replace(found.manifest, created=float(next(times)))
+        return dataclasses.replace(found, manifest=new)
+
+    with nostall.Checkpointer(durable=tmp_path, level="durable") as ckpt:
+        for step in (1, 2):
+            ckpt.save(state_of(step), step)
+        next(ckpt.durable.directory(2).glob("*.safetensors")).unlink()
+        monkeypatch.setattr(Store, "read", another)
+        found = ckpt.restore()
+    assert found is not None and found.step == 1
+    assert "does not exist" in caplog.text and next(times) < 100
 
 
 def test_a_part_that_cannot_be_looked_for_is_passed_over_and_told(
