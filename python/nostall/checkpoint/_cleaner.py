@@ -6,7 +6,7 @@ import logging
 import os
 
 from nostall.checkpoint._format import Manifest
-from nostall.checkpoint._lineage import Record, newest
+from nostall.checkpoint._lineage import Record, branches, is_past, newest
 from nostall.checkpoint._retention import decide
 from nostall.checkpoint._saved import Settings
 from nostall.checkpoint._store import Store
@@ -125,7 +125,8 @@ class Cleaner:
 
     def make_room(self, fast: Store, size: int, coming: Manifest) -> None:
         """Removes old fast copies if the new one does not fit: durable ones, and those that the rules
-        retire once the new one is complete; never the newest."""
+        retire once the new one is complete, superseded ones first; never the newest of the branch that
+        the new one continues, nor of the branch that a restart would."""
 
         def fits() -> bool:
             status = os.statvfs(fast.root)
@@ -135,10 +136,15 @@ class Cleaner:
             return
         there, safe = self.complete(fast), self._safe
         known = self._durable | there | {coming.id: coming}
-        stay = self._staying(known, newest([fast.branch(), self._begin]))
+        begin = newest([fast.branch(), self._begin])
         good = self._in_order(there)
+        line = {m.id for m in good if is_past(m.sequence, coming.sequence, coming.abandoned)}
+        tips = [m.id for m in branches(good, begin)[0][:1]] if good else []
+        tips += [m.id for m in good if m.id in line][-1:]
+        stay = {*self._staying(known, begin), *tips}
         first = [m for m in good if m.id in safe]
-        for manifest in [*first, *(m for m in good[:-1] if m.id not in safe and m.id not in stay)]:
+        rest = [m for m in good if m.id not in safe and m.id not in stay]
+        for manifest in [*first, *sorted(rest, key=lambda m: m.id in line)]:
             if fits():
                 return
             if manifest.id not in safe:

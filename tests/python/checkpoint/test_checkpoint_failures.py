@@ -1400,6 +1400,31 @@ def test_no_more_is_removed_than_makes_room(
     assert ("step 1 is removed before the one that replaces it" in caplog.text) != durable
 
 
+@pytest.mark.parametrize("keep", [Keep(1), Keep(1, best=1, superseded=1), Keep(1, superseded=0)])
+@pytest.mark.parametrize("durable", [False, True])
+def test_room_is_made_of_what_is_superseded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: Keep, durable: bool
+) -> None:
+    places = (tmp_path / "fast", tmp_path / "durable" if durable else None)
+    with monkeypatch.context() as without_drains:
+        without_drains.setattr(BackgroundWriter, "_drain", lambda *_: None)
+        with nostall.Checkpointer(*places, keep_fast=9) as ckpt:
+            for step in (40, 50, 60, 70):
+                ckpt.save(state_of(step), step, level="fast", metric=step)
+            found = ckpt.restore(50)
+            sequence, abandoned = ckpt._lineage.save(55)
+    assert found is not None
+    fast = Store(tmp_path / "fast", "fast")
+    cleaner = Cleaner(fast, Store(tmp_path / "durable", "durable"), Settings(keep))
+    cleaner.begin()
+    coming = dataclasses.replace(
+        found.manifest, step=55, id="coming-0", sequence=sequence, abandoned=abandoned
+    )
+    cleaner.make_room(fast, 1 << 62, coming)
+    assert 50 in fast.steps()  # what a restart goes on from until the new one is complete
+    assert 60 not in fast.steps() and (70 in fast.steps()) == (keep.superseded != 0)
+
+
 @pytest.mark.parametrize(("replicated", "parts"), [(True, 1), (False, 2)])
 def test_room_is_made_for_the_parts_that_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replicated: bool, parts: int
