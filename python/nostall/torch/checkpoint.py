@@ -67,6 +67,8 @@ from nostall.errors import CorruptionError, Error, IoError, UsageError
 __all__ = ["StorageReader", "StorageWriter", "load"]
 
 _log = logging.getLogger("nostall")
+# Ids of saves that `load` found unusable, by their places: they never count as kept.
+_damaged: defaultdict[str, set[str]] = defaultdict(set)
 _LOOKS = 10  # for checkpoints that another job does not retire before they are read
 _STEP = re.compile(r"0*(\d+)/?$")
 _FORMATS = {
@@ -335,7 +337,9 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
                 )
             self._store.publish(manifest)
             del self._begun[id]
-            Cleaner(None, self._store, Settings(self._keep)).retain(set())
+            cleaner = Cleaner(None, self._store, Settings(self._keep))
+            cleaner.damaged = _damaged[str(self._store.root)]
+            cleaner.retain(set())
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -648,6 +652,7 @@ def _load(
                 raise UnreachableError(problem) from None
             _log.warning("passing over the checkpoint of step %d: %s", step, problem)
             problems.append(problem)
+            _damaged[str(store.root)].add(id)
     if not problems and any(candidates(store, step)[0] for step in store.steps()):
         problems = ["all checkpoints there are of branches that were given up"]
     if problems:

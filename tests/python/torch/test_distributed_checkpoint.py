@@ -393,6 +393,15 @@ def test_damage_is_found_and_passed_over(
         load(state, tmp_path / "c")
 
 
+def test_what_was_loaded_stays_before_what_is_damaged(group: None, tmp_path: Path) -> None:
+    save(tmp_path, [10, 20], keep=2)
+    (part,) = tmp_path.glob("step-000000000020/*.safetensors")
+    part.write_bytes(part.read_bytes()[:-1] + b"?")
+    assert load(blank(), tmp_path) == 10
+    save(tmp_path, [30], keep=2)
+    assert [e.step for e in Store(tmp_path, "durable").entries()] == [10, 20, 30]
+
+
 @pytest.mark.parametrize("damage", ["a short part", "no part", "the manifest"])
 def test_damage_that_needs_no_reading_is_told(
     group: None, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
