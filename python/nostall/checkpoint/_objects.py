@@ -27,7 +27,7 @@ from nostall import _native
 from nostall.base import _object_client as client
 from nostall.base import _process as process
 from nostall.checkpoint._format import Branch, Manifest, Part
-from nostall.checkpoint._lineage import LEGACY, STRIDE
+from nostall.checkpoint._lineage import LEGACY, STRIDE, Ranges
 from nostall.checkpoint._place import (
     CheckedPart,
     Copy,
@@ -92,6 +92,7 @@ class ObjectStore(Store):
         self._manifests: dict[tuple[int, str], Entry] = {}  # they never change
         self._mine: set[str] = set()  # names of manifests that this job has put
         self._given_up: dict[int, list[tuple[int, str]]] = {}
+        self._told: Ranges = ()
 
     # ------------------------------------------------------------------ requests
 
@@ -443,6 +444,7 @@ class ObjectStore(Store):
 
     def disown(self) -> None:
         number, self._owner = self._owner, -1 if self._owner else 0
+        self._told = ()
         if number <= 0:
             return
 
@@ -656,6 +658,7 @@ class ObjectStore(Store):
         self.check_owned()
         self._put_manifest(manifest)
         self.check_owned()  # a job that began meanwhile may have removed the parts
+        self._note_begin(manifest)
 
     def _put_manifest(self, manifest: Manifest) -> None:
         tokens = {match["token"] for p in manifest.parts if (match := _OURS.fullmatch(p.name))}

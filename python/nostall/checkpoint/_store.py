@@ -29,7 +29,7 @@ from nostall.base._garbage import await_all
 from nostall.base._paths import path_of, unmounted
 from nostall.base._words import words_of
 from nostall.checkpoint._format import Branch, Manifest, Part
-from nostall.checkpoint._lineage import is_past
+from nostall.checkpoint._lineage import Ranges, is_past
 from nostall.checkpoint._place import (
     CheckedPart,
     Copy,
@@ -282,6 +282,7 @@ class Store:
         self._given_up: dict[int, list[tuple[int, str]]] = {}
         # Whether the manifests that this process has renamed are known to be on their device, by ids.
         self._synced: dict[str, bool] = {}
+        self._told: Ranges = ()  # what the note of a branch gives up, as far as it is known
 
     def __repr__(self) -> str:
         return f"Store({str(self.root)!r}, {self.kind!r})"
@@ -545,7 +546,7 @@ class Store:
 
     def disown(self) -> None:
         """Lets other jobs have it: a thread that is late changes nothing there."""
-        self._noted, self._ended = None, True
+        self._noted, self._ended, self._told = None, True, ()
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -754,7 +755,7 @@ class Store:
                 # What could not be read there would count in place of this copy once it can.
                 _write_durably(directory / aside, manifest.to_bytes())
                 if beside:
-                    self._synced[manifest.id] = True
+                    self._is_there(manifest)
                     return
                 found = self._read_each(manifest.step, (_MANIFEST, aside))
             gone = {manifest.id}  # its copies that have lost parts
@@ -770,11 +771,32 @@ class Store:
                     if stays.name == _MANIFEST:
                         _write_durably(directory / _aside(there.id), there.to_bytes())
             _write_durably(directory / _MANIFEST, manifest.to_bytes())
-            self._synced[manifest.id] = True
+            self._is_there(manifest)
             old = [entry for entry in found if entry.id in gone]
             others = [entry.name for entry in old if entry.name != _MANIFEST]
             parts = _parts_of(old) - {part.name for part in manifest.parts}
             _take_away(directory, others, parts)
+
+    def _is_there(self, manifest: Manifest) -> None:
+        """Its manifest is on its device."""
+        self._synced[manifest.id] = True
+        self._note_begin(manifest)
+
+    def _note_begin(self, complete: Manifest) -> None:
+        """Notes what a save gives up once more, where that is new: its manifest may be damaged later,
+        and a restart would take for the newest what it gave up."""
+        if complete.abandoned in ((), self._told):
+            return
+        try:
+            there = self.branch()
+            older = there is None or there.sequence < complete.sequence
+            if older and (there is None or there.abandoned != complete.abandoned):
+                self.note_branch(
+                    Branch(complete.sequence, complete.abandoned, complete.step, complete.id)
+                )
+            self._told = complete.abandoned
+        except (Error, OSError) as error:
+            _log.warning("only its manifest says where step %d goes on: %s", complete.step, error)
 
     def confirm(self, manifest: Manifest) -> None:
         """Makes a manifest that was found durable, which a rename alone does not.

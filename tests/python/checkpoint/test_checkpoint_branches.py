@@ -67,6 +67,26 @@ def newest(root: Path) -> tuple[int, int]:
     return found.step, found.state["value"]
 
 
+@pytest.mark.parametrize("tier", ["fast", "durable"])
+def test_a_branch_that_a_save_has_begun_is_known_without_its_manifest(
+    tmp_path: Path, tier: str
+) -> None:
+    places = tmp_path / "fast", tmp_path / "durable"
+    for steps in ((50, 60, 70), (55,)):  # the state of 50 was loaded without restore
+        with nostall.Checkpointer(*places, keep_fast=9, level="durable") as ckpt:
+            for step in steps:
+                ckpt.save(state_of(step), step)
+    manifest = Store(tmp_path / tier, tier).directory(55) / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes().replace(b"5", b"6"))
+    with nostall.Checkpointer(**{tier: tmp_path / tier}) as ckpt:
+        found = ckpt.restore()
+        ckpt.save(state_of(58), 58)
+    assert found is not None and found.step == 50
+    with nostall.Checkpointer(**{tier: tmp_path / tier}) as ckpt:
+        found = ckpt.restore()
+    assert found is not None and found.step == 58
+
+
 def test_what_a_restore_goes_back_to_is_not_retired_before_its_branch_is_noted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
