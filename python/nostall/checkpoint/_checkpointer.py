@@ -34,7 +34,7 @@ from nostall.checkpoint._options import (
 )
 from nostall.checkpoint._restore import MisfitError, Restored, check_fit
 from nostall.checkpoint._retention import Keep
-from nostall.checkpoint._saved import Drain, Failures, Job, Level, Saved, Settings
+from nostall.checkpoint._saved import Drain, Failures, Job, Level, Saved, Settings, waitable
 from nostall.checkpoint._search import Search
 from nostall.checkpoint._signals import Signals, names_of
 from nostall.checkpoint._store import LARGEST_STEP, Store
@@ -728,7 +728,7 @@ class Checkpointer:
         """
         self._check_process()
         self.before_update()
-        limit = self._options.timeout if timeout is None else timeout
+        limit = self._options.timeout if timeout is None else waitable(timeout)
         if not self._background.wait(drained=True, timeout=limit):
             raise PeerError(
                 f"checkpoints are not durable after {limit:g} s; what is on the fast tier is drained "
@@ -755,11 +755,12 @@ class Checkpointer:
 
         Raises:
             IoError: the newest save is safe nowhere.
+            UsageError: `timeout` is no number; nothing is closed.
         """
         self._check_process()
         if not self._closer.alive:
             return
-        limit = self._options.timeout if timeout is None else timeout
+        limit = self._options.timeout if timeout is None else waitable(timeout)
         deadline = time.monotonic() + limit
         try:
             self.wait(limit)
@@ -832,16 +833,15 @@ def _shut(
     if background.is_this_thread():  # it dropped the checkpointer
         apart(_shut, pid, background, fast, durable, signals, timeout)
         return
-    try:
+    with contextlib.ExitStack() as ending:  # the last one first, also where one of them fails
+        for store in (durable, fast):
+            if store is not None:
+                ending.callback(store.disown)
+        if background.nodes is not None:
+            ending.callback(background.nodes.close)
+        for one in signals:  # not earlier, as a signal may end the process once it is given back
+            ending.callback(one.close)
+        ending.callback(background.stop, timeout=5.0)
         background.wait(
             drained=False, timeout=background.settings.timeout if timeout is None else timeout
         )
-        background.stop(timeout=5.0)
-    finally:
-        for one in signals:  # now, as a signal may end the process once it is given back
-            one.close()
-    if background.nodes is not None:
-        background.nodes.close()
-    for store in (fast, durable):
-        if store is not None:
-            store.disown()

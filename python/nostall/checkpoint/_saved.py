@@ -25,6 +25,17 @@ _LOOK_SECONDS = 5.0
 _ORDER: dict[str, int] = {"memory": 0, "fast": 1, "durable": 2}
 
 
+def waitable(timeout: float) -> float:
+    """So many seconds as a lock takes them, which knows no infinity.
+
+    Raises:
+        UsageError: it is no number.
+    """
+    if timeout != timeout:
+        raise UsageError(f"timeout must be a number of seconds, not {timeout!r}")
+    return min(timeout, threading.TIMEOUT_MAX)
+
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """How checkpoints are written; rates in bytes per second (0: no limit), times in seconds."""
@@ -80,7 +91,8 @@ class Saved:
         """Waits until the checkpoint is safe at `level`, and lets it be written at full speed.
 
         Raises:
-            UsageError: the checkpointer has no durable directory, but `level` is durable.
+            UsageError: the checkpointer has no durable directory, but `level` is durable; or `timeout`
+                is no number.
             IoError: it will not reach the level, with the reasons.
             PeerError: it has not reached the level in `timeout` seconds.
         """
@@ -90,10 +102,11 @@ class Saved:
             raise UsageError(
                 'the checkpointer has no durable directory: give it durable=, or wait("fast")'
             )
+        limit = None if timeout is None else waitable(timeout)
         if self._background is not None and not self._is_over(level):
             self._background.hurry(self, level)
         with self._changed:
-            if not self._changed.wait_for(lambda: self._is_over(level), timeout):
+            if not self._changed.wait_for(lambda: self._is_over(level), limit):
                 raise PeerError(
                     f"the checkpoint of step {self.step} has reached {self._level} and not {level} "
                     f"in {timeout:g} s"

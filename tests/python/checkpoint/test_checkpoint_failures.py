@@ -62,7 +62,7 @@ class Raising:
     def __init__(self, error: BaseException) -> None:
         self.error = error
 
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, *_: Any, **__: Any) -> None:
         raise self.error
 
 
@@ -184,6 +184,34 @@ def test_close_ends_at_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     finally:
         go.set()
         stop(60)
+
+
+def test_waits_may_be_without_a_limit(tmp_path: Path) -> None:
+    ckpt = nostall.Checkpointer(durable=tmp_path)
+    saved = ckpt.save(state_of(1), 1)
+    assert saved is not None
+    waits = (ckpt.wait, ckpt.close, lambda timeout: saved.wait("durable", timeout))
+    for wait in waits:
+        with pytest.raises(UsageError, match="timeout must be a number of seconds, not nan"):
+            wait(float("nan"))
+    for limit in (float("inf"), 1e300):
+        saved.wait("durable", limit)
+        ckpt.wait(limit)
+    ckpt.save(state_of(2), 2)
+    ckpt.close(float("inf"))
+    assert steps_in(tmp_path) == [1, 2]
+    nostall.Checkpointer(durable=tmp_path).close()
+
+
+def test_an_end_that_is_interrupted_gives_the_directory_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ckpt = nostall.Checkpointer(durable=tmp_path)
+    monkeypatch.setattr(ckpt._background, "wait", Raising(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        ckpt.close()
+    assert ckpt._background._stopping
+    nostall.Checkpointer(durable=tmp_path).close()
 
 
 def test_the_end_of_a_with_does_not_hide_another_exception(
