@@ -11,6 +11,7 @@ import dataclasses
 import errno
 import functools
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -86,6 +87,8 @@ class BackgroundWriter:
         self._waiting = 0  # threads that wait for all drains
         self._writing: tuple[int, _native.SnapshotWrite] | None = None
         self._copying: tuple[str, Copy] | None = None
+        # When the writer last waited for other ranks, while its storage answered; infinite: it does so.
+        self._met = 0.0
         self._stopping = False
         self._threads: dict[str, threading.Thread] = {}
         self.write_seconds: float | None = None  # of the last snapshot, from file to fsync
@@ -104,15 +107,19 @@ class BackgroundWriter:
     def take_snapshot(self) -> _native.Snapshot | None:
         """A free snapshot; waits until an earlier one is written, at full speed.
 
-        None if that takes longer than `patience` seconds: the storage hangs.
+        None if that takes longer than `patience` seconds: the storage hangs. What a save waits for the
+        other ranks does not count, which `timeout` bounds.
         """
         with self._lock:
             if self._snapshots:
                 return self._snapshots.pop()
         self._hurry_writer(self._newest)
         with self._lock:
-            if not self._lock.wait_for(lambda: bool(self._snapshots), self.settings.patience):
-                return None
+            left = patience = self.settings.patience
+            while not self._lock.wait_for(lambda: bool(self._snapshots), left):
+                left = min(patience, self._met + patience - time.monotonic())
+                if left <= 0:
+                    return None
             return self._snapshots.pop()
 
     def reserve(self, count: int, size: int) -> None:
@@ -408,7 +415,8 @@ class BackgroundWriter:
         certain = True
         try:
             if nodes is not None:
-                outcome = nodes.commit(manifest, mine, lambda: self._stopping)
+                self._met = math.inf if self.rank else 0.0  # it waits for rank 0's answer alone
+                outcome = nodes.commit(manifest, mine, self._is_stopped)
                 reason, certain, job.complete = outcome[:3]
                 if outcome.problem:
                     self._say(job.saved, outcome.problem)
@@ -418,16 +426,23 @@ class BackgroundWriter:
                     self.rank,
                     mine,
                     timeout=settings.timeout,
-                    stopped=lambda: self._stopping,
+                    stopped=self._is_stopped,
                 )
         except Exception as error:  # a part that no checkpoint names must not stay
             reason = words_of(error)
             certain = nodes is None and self.rank == 0 and store.lacks(manifest)
+        finally:
+            self._met = time.monotonic()
         if reason and certain and isinstance(mine, Part):
             store.discard(manifest.step, name)
             if nodes is not None:
                 nodes.take_back(manifest.step, mine)
         return reason
+
+    def _is_stopped(self) -> bool:
+        """Asked again and again while the writer waits for other ranks."""
+        self._met = time.monotonic()
+        return self._stopping
 
     def _write_part(
         self, store: Store, job: Job, snapshot: _native.Snapshot, name: str

@@ -364,6 +364,31 @@ def test_a_save_waits_for_the_one_before_as_long_as_its_patience(
     assert steps_in(tmp_path) == [1]
 
 
+@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_rank_that_is_late_makes_no_other_one_give_a_save_up(
+    tmp_path: Path, each: bool, last: int
+) -> None:
+    late = threading.Event()
+
+    def work(rank: int, gather: Any) -> list[list[str]]:
+        fast = tmp_path / f"fast-{rank if each else 0}"
+        with nostall.Checkpointer(
+            fast, rank=rank, world_size=2, gather=gather, patience=0.2, timeout=60
+        ) as ckpt:
+            if rank == last:
+                assert late.wait(60)
+            for step in (1, 2):
+                if rank != last and step == 2:
+                    threading.Timer(1.0, late.set).start()
+                ckpt.save(state_of(step), step)
+            for saved in ckpt.history:
+                saved.wait("fast", 60)
+            return [saved.problems for saved in ckpt.history]
+
+    assert World(2).run(work) == [[[], []], [[], []]]
+
+
 def test_a_level_is_never_lowered() -> None:
     saved = Saved(1, "a", 0)
     saved._reach("durable")
