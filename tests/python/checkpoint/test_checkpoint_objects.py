@@ -1273,6 +1273,9 @@ def test_a_save_that_lost_a_part_still_says_what_it_does_not_continue(
     Cleaner(None, store, Settings(Keep(1, superseded=0))).retain(set())
     assert steps_on(url) == [1]  # the newest that is whole of the current branch
     second.delete()
+    assert view([store], None).top == (store._first + 3, given_up)  # by the note that it has left
+    (note,) = [o for o in bucket.objects.all() if "/.branches/" in o.key]
+    note.delete()
     assert view([store], None).top == (store._first + 1, ())
 
 
