@@ -58,8 +58,9 @@ def url_of(root: str) -> Url | None:
         )
     if slashes == "/":
         return None
-    if scheme not in _SCHEMES or not re.fullmatch(r"[^/?#]+(/[^?#]*)?", rest):
+    if scheme not in _SCHEMES or not re.fullmatch(r"[^/?#]+(/[^/?#]+)*/*", rest):
         why = ", for the Hugging Face Hub is only read, for data sets" if scheme == "hf" else ""
+        why = ", for a name in it is empty" if "//" in rest.rstrip("/") else why
         raise UsageError(
             f"{root} is not a place for checkpoints{why}: give a directory, or a bucket and a prefix "
             f"in it as s3://bucket/run1 ({', '.join(f'{s}://' for s in _SCHEMES)})"

@@ -41,6 +41,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from nostall import _native
+from nostall.base._paths import path_of
 from nostall.checkpoint import _format as files
 from nostall.checkpoint._begin import lineage_of
 from nostall.checkpoint._cleaner import Cleaner
@@ -118,7 +119,7 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
         self._store = open_store(root, "durable")
         if fast is not None and self._store.is_directory:
             raise UsageError(f"fast={fast} is for a URL: parts are written to {root} itself")
-        self._fast = None if fast is None else Path(os.path.abspath(fast))
+        self._fast = None if fast is None else Path(os.path.abspath(path_of(fast, "fast")))
         self._keep = keep if isinstance(keep, Keep) else Keep(keep)
         self._threads = threads
         self._snapshot = _native.Snapshot(threads)

@@ -282,10 +282,12 @@ def test_distributed_checkpoints_of_torch(
 
     with pytest.raises(UsageError, match="needs fast=, a directory from which"):
         StorageWriter(url)
-    writer = StorageWriter(url, keep=2, fast=tmp_path / "parts")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    writer = StorageWriter(url, keep=2, fast="~/parts")
     for step in (1, 2, 3):
         state = {"w": torch.full((1000,), float(step)), "step": step}
         dcp.save(state, checkpoint_id=str(step), storage_writer=writer, no_dist=True)
+    assert (tmp_path / "parts").is_dir()
     planner = dcp.DefaultSavePlanner()
     planner.set_up_planner(state, is_coordinator=True)
     plan = planner.create_local_plan()
@@ -1749,6 +1751,10 @@ def test_places_that_cannot_be_are_refused(tmp_path: Path, url: str) -> None:
         ({"fast": url}, "is not a directory: an object store is for durable="),
         ({"fast": tmp_path, "durable": "http://host/run"}, "is not a place for checkpoints"),
         ({"fast": tmp_path, "durable": "s3://"}, "is not a place for checkpoints"),
+        (
+            {"fast": tmp_path, "durable": "s3://b/x//y"},
+            "s3://b/x//y is .*, for a name in it is empty",
+        ),
         (
             {"fast": tmp_path, "durable": "hf://datasets/me/runs"},
             "Hub is only read, for data sets: ",
