@@ -41,5 +41,8 @@ def print_any_name() -> None:
 
 
 def words_of(error: Exception) -> str:
-    """The text of an error, with its kind if it is not an expected one."""
-    return str(error) if isinstance(error, Error | OSError) else f"{type(error).__name__}: {error}"
+    """The text of an error, with its kind if it is not an expected one; never empty."""
+    text, kind = str(error), type(error).__name__
+    if not text:
+        return kind
+    return text if isinstance(error, Error | OSError) else f"{kind}: {text}"

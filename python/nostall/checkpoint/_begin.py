@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nostall.base._words import words_of
 from nostall.checkpoint._cleaner import begin_of_branch
 from nostall.checkpoint._format import Manifest
 from nostall.checkpoint._lineage import Lineage, newest
@@ -280,7 +281,7 @@ def _noting(note: dict[str, Any]) -> Iterator[None]:
     try:
         yield
     except (Error, OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
-        note["error"] = str(error)
+        note["error"] = words_of(error)
 
 
 def _groups(seen: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -222,7 +222,7 @@ class Nodes:
             stream.send({"error": f"a question that cannot be understood: {error}"})
         except (Error, OSError) as error:
             with contextlib.suppress(OSError):
-                stream.send({"error": str(error), "errno": getattr(error, "errno", None)})
+                stream.send({"error": words_of(error), "errno": getattr(error, "errno", None)})
 
     def _hear_note(self, question: dict[str, Any], stream: Stream) -> None:
         id, rank = str(question["id"]), int(question["rank"])
@@ -340,7 +340,7 @@ class Nodes:
                 stream.send_file(file, part.size)
                 error = str(stream.receive().get("error", ""))
         except (Error, OSError) as failed:
-            error = str(failed)
+            error = words_of(failed)
         return error
 
     def take_back(self, step: int, part: Part) -> None:
@@ -464,7 +464,7 @@ class Nodes:
             self.store.prepare(manifest.step)
             self.store.publish(manifest)
         except (Error, OSError) as error:
-            return str(error), self.store.lacks(manifest)
+            return words_of(error), self.store.lacks(manifest)
         return "", True
 
     def _publish_there(self, manifest: Manifest, node: int) -> tuple[str, bool]:
@@ -478,7 +478,7 @@ class Nodes:
                 stream.send({"ask": "publish", "manifest": manifest.to_bytes().decode()})
                 answer = stream.receive()
         except (Error, OSError) as error:
-            return str(error), not told
+            return words_of(error), not told
         return str(answer.get("error", "")), bool(answer.get("certain"))
 
 

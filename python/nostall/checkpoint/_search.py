@@ -243,7 +243,7 @@ class Search:
             if held is not None and manifest.replicated:
                 self._fetch_once(held)
         except (Error, OSError) as error:
-            problem, away = str(error), isinstance(error, UnreachableError)
+            problem, away = words_of(error), isinstance(error, UnreachableError)
         except Exception as error:
             failed = error
         if held is not None and held.manifest.replicated:
@@ -255,7 +255,7 @@ class Search:
                 else:
                     restored = self._read(store, manifest, progress)
             except (Error, OSError) as error:
-                problem, away = str(error), isinstance(error, UnreachableError)
+                problem, away = words_of(error), isinstance(error, UnreachableError)
             except Exception as error:
                 failed = error
         unsure = failed is not None

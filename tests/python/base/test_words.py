@@ -52,6 +52,7 @@ def test_one_of_each_is_told_so(tmp_path: Path) -> None:
 def test_an_error_that_is_not_expected_is_told_with_its_kind() -> None:
     assert words_of(IoError("the disk is full")) == "the disk is full"
     assert words_of(TypeError("no number")) == "TypeError: no number"
+    assert words_of(TimeoutError()) == "TimeoutError" and words_of(ValueError()) == "ValueError"
 
 
 def test_a_stream_whose_file_another_took_stays_as_it_is(

@@ -246,6 +246,17 @@ def test_a_save_goes_on_without_threads(tmp_path: Path, monkeypatch: pytest.Monk
     assert steps_in(tmp_path / "durable") == [1, 2, 3, 4]
 
 
+def test_an_error_without_a_text_is_no_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Store, "commit", Raising(TimeoutError()))
+    ckpt = nostall.Checkpointer(durable=tmp_path)
+    saved = ckpt.save(state_of(1), 1)
+    with pytest.raises(IoError, match=r"step 1, is safe nowhere: .* of step 1: TimeoutError"):
+        ckpt.close()
+    assert saved is not None and saved.failed
+
+
 def test_a_save_is_safe_before_its_drain_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
