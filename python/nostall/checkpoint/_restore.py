@@ -372,6 +372,11 @@ def _kind(array: Any) -> str:
 
 
 def _check_array(value: Any, saved: Any, place: str) -> None:
+    if _is_tensor(value) and value.device.type == "meta":
+        raise UsageError(
+            f"{place} is a tensor without memory, on the device meta: make it on another one, or give "
+            "None in its place, which takes what was saved"
+        )
     if not is_array(saved):
         raise UsageError(
             f"{place} is an array of shape {tuple(value.shape)}, the checkpoint has a "

@@ -11,6 +11,7 @@ import base64
 import contextlib
 import json
 import math
+import re
 import sys
 import time
 from collections import Counter, OrderedDict
@@ -64,6 +65,7 @@ ITEM_BYTES = {
     "F8_E5M2": 1,
 }
 _DEEPEST = 100
+_PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 # Bytes that are longer are kept as an array is.
 _SHORT_BYTES = 1024
 # Integers of more bits are kept in hexadecimal: Python limits decimal digits, at the lowest to 640.
@@ -116,7 +118,10 @@ class _Encoder:
             return self._mapping(value, path)
 
     def _value(self, value: Any, path: tuple[Any, ...]) -> Any:
-        if value is None or isinstance(value, bool | str):
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, str):
+            _refuse_pairs(value, path)
             return value
         if type(value) is int:
             return value if value.bit_length() <= _SHORT_INT_BITS else {"$int": hex(value)}
@@ -163,6 +168,8 @@ class _Encoder:
         if isinstance(value, Counter):  # as MultiStepLR's milestones, which a plain dict cannot be
             return {"$dict": self._pairs(value, path), "$counter": True}
         if all(type(key) is str and not key.startswith("$") for key in value):
+            for key in value:
+                _refuse_pairs(key, path)
             return {key: self.encode(v, (*path, key)) for key, v in value.items()}
         return {"$dict": self._pairs(value, path)}
 
@@ -272,6 +279,15 @@ class _Encoder:
         align = owner.itemsize if isinstance(owner, np.ndarray) else int(owner.element_size())
         self.leaves.append(Leaf(name, code, shape, nbytes, address, align, owner))
         return {"$tensor": name, **node}
+
+
+def _refuse_pairs(text: str, path: tuple[Any, ...]) -> None:
+    """Two surrogates that make a pair are in JSON the one character that the pair stands for."""
+    if not text.isascii() and _PAIR.search(text):
+        raise UsageError(
+            f"{_place(path)} has the text {text!r} with a pair of surrogates, which comes back as one "
+            "character: save its bytes, or the character itself"
+        )
 
 
 def _refuse_more_than_data(value: Any, path: tuple[Any, ...]) -> None:

@@ -224,6 +224,9 @@ def test_tied_weights_stay_tied_and_are_written_once() -> None:
         (Metres([1.0, 2.0]), r"Metres.*asarray\(\) of it and unit"),
         (Path("/x"), "PosixPath"),
         ({frozenset(): 1}, "frozenset"),
+        ("\ud83d\ude00", r"the text '\\ud83d\\ude00' with a pair of surrogates"),
+        ({"\ud83d\ude00": np.ones(1), "\U0001f600": np.zeros(1)}, "a pair of surrogates"),
+        ({("\ud83d\ude00", 1): 1}, "a pair of surrogates"),
     ],
 )
 def test_what_cannot_be_saved_is_named_by_its_place(value: Any, words: str, tmp_path: Path) -> None:
@@ -471,6 +474,20 @@ def test_what_cannot_be_filled_is_refused(tmp_path: Path, into: Any) -> None:
         kind = type(into).__name__
         with pytest.raises(UsageError, match=f"into= is a {kind}, not all of which can be filled"):
             ckpt.restore(into=into)
+
+
+def test_a_tensor_without_memory_is_not_filled(tmp_path: Path) -> None:
+    with nostall.Checkpointer(durable=tmp_path) as ckpt:
+        ckpt.save({"a": torch.ones(3), "b": 1}, 1, level="durable")
+        into = {"a": torch.empty(3, device="meta"), "b": 0}
+        with pytest.raises(
+            UsageError, match=r"state\['a'\] is a tensor without memory, on .* meta"
+        ):
+            ckpt.restore(into=into)
+        assert into["b"] == 0
+        into["a"] = None
+        ckpt.restore(into=into)
+        assert torch.equal(into["a"], torch.ones(3))
 
 
 class Counts(dict[str, int]):
