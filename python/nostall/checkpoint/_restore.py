@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 # How often a manifest is read that is replaced each time.
 _READS = 10
+# Arrays that are no longer are copied for an object that may keep them: bytes.
+_SMALL_BYTES = 4096
 
 
 @dataclass(frozen=True, repr=False)
@@ -255,7 +257,7 @@ class MisfitError(UsageError):
 
 def _load(value: Any, saved: Any, place: str) -> None:
     try:
-        value.load_state_dict(saved)
+        value.load_state_dict(_apart(saved, {}))
     except RuntimeError as error:
         if not str(error).startswith("Error(s) in loading state_dict"):
             raise
@@ -263,6 +265,28 @@ def _load(value: Any, saved: Any, place: str) -> None:
             f"{place} does not fit: {error}\nBuild the module as it was when it was saved, or read "
             "restore().state without into= and load what fits"
         ) from error
+
+
+def _apart(saved: Any, made: dict[int, Any]) -> Any:
+    """The same with memory of their own for small arrays of the host, by their ids in `made`.
+
+    An object may keep what it is given, and one counter of an optimizer would keep the whole file.
+    """
+    if is_array(saved):
+        device = saved.device.type if _is_tensor(saved) else "cpu"
+        if device != "cpu" or saved.nbytes > _SMALL_BYTES:
+            return saved
+        if id(saved) not in made:
+            made[id(saved)] = saved.clone() if _is_tensor(saved) else saved.copy()
+        return made[id(saved)]
+    if isinstance(saved, dict):
+        entries = copy.copy(saved)  # with the versions of a module's
+        for key, one in saved.items():
+            entries[key] = _apart(one, made)
+        return entries
+    if isinstance(saved, list | tuple):
+        return type(saved)(_apart(one, made) for one in saved)
+    return saved
 
 
 def _plan_entries(

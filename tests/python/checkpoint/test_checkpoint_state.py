@@ -476,6 +476,37 @@ def test_what_cannot_be_filled_is_refused(tmp_path: Path, into: Any) -> None:
             ckpt.restore(into=into)
 
 
+class Keeper:
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.kept: Any = {
+            "moment": torch.ones(3000),
+            "steps": [torch.ones(()), np.ones(2), {"tied": torch.ones(())}],
+        }
+        self.kept["steps"].append(self.kept["steps"][0])
+
+    def state_dict(self) -> Any:
+        return self.kept
+
+    def load_state_dict(self, state: Any) -> None:
+        self.kept = state
+
+
+def test_what_an_object_keeps_of_its_state_does_not_keep_the_file(tmp_path: Path) -> None:
+    with nostall.Checkpointer(durable=tmp_path) as ckpt:
+        ckpt.save({"keeper": Keeper()}, 1, level="durable")
+        into = {"keeper": Keeper()}
+        found = ckpt.restore(into=into)
+    assert found is not None
+    kept, saved = into["keeper"].kept, found.state["keeper"]
+    assert same(kept, saved)
+    kept["steps"][0] += 1  # in place, as an optimizer counts its steps
+    kept["steps"][1][:] += 1
+    assert saved["steps"][0] == 1 and (saved["steps"][1] == 1).all()
+    assert kept["steps"][3] is kept["steps"][0]  # tied, as before
+
+
 def test_a_tensor_without_memory_is_not_filled(tmp_path: Path) -> None:
     with nostall.Checkpointer(durable=tmp_path) as ckpt:
         ckpt.save({"a": torch.ones(3), "b": 1}, 1, level="durable")
