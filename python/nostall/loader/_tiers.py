@@ -33,6 +33,7 @@ TierList = str | Tier | Sequence[str | Tier | TierSpec]
 # This process's readers, by the names of what they read, and the user's own tiers: those of one name
 # and the same tiers are one. After a fork those of the parent are left alone.
 _Key = tuple[str, tuple[int, ...]]
+_Identity = tuple[int, int, tuple[int, ...]]
 _readers: weakref.WeakValueDictionary[_Key, _native.NodeReader] = weakref.WeakValueDictionary()
 _opening = threading.Lock()
 
@@ -94,7 +95,7 @@ def in_words(tier: TierSpec) -> str:
     return f"{tier.path or tier.kind}:{tier.capacity / 2**20:.0f}MiB{readers}"
 
 
-_told: set[tuple[int, int]] = set()
+_told: set[_Identity] = set()
 
 
 def warn_of_second(source: Source, bytes_twice: int) -> None:
@@ -142,8 +143,9 @@ class Tiers:
         first = (world.rank if world.unknown else world.local_rank) == 0
         self.specs = planned(tiers, self._whole, world.most_here, warns=first)
         shapes = [(t.kind, t.capacity, t.path, t.keep) for t in self.specs]
-        fingerprint, stamp = self._identity = _identity(self._whole)
-        self._name = f"{world.job} shared {fingerprint:016x} {stamp:016x} {shapes}"
+        fingerprint, stamp, numbers = self._identity = _identity(self._whole)
+        made = f" {numbers}" if any(numbers) else ""
+        self._name = f"{world.job} shared {fingerprint:016x} {stamp:016x}{made} {shapes}"
         self._held: list[_native.NodeReader] = []
         self._pid = 0
         self._closed = False
@@ -233,9 +235,10 @@ class Tiers:
         return f"<Tiers of {self._whole!r}: [{sizes}]>"
 
 
-def _identity(source: Source) -> tuple[int, int]:
+def _identity(source: Source) -> _Identity:
     """What no other data set of this machine has: copies for other nodes have the fingerprint alone."""
-    return source.fingerprint, source.native.files_stamp
+    maker = source.item_maker
+    return source.fingerprint, source.native.files_stamp, () if maker is None else maker.numbers
 
 
 def _part_of(source: Source) -> tuple[Source, NDArray[np.uint64] | None]:

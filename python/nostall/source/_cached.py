@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import logging
 import random
 import zlib
@@ -31,6 +32,10 @@ _MADE_TWICE = 3
 _SPREAD = 1.25  # the room for an item whose size varies, as a multiple of the largest one seen
 _PAGE = 4096
 _ROUND = 64
+
+# How many this process has made, by what was looked at. Ranks make theirs in the same order; those of
+# other items, which only some ranks make, do not shift the numbers.
+_made: collections.Counter[str] = collections.Counter()
 
 
 class _Reader(SampleReader):
@@ -151,20 +156,32 @@ class Cached(Source):
         self.room = -(-room // _ROUND) * _ROUND
         self.modules = frozenset().union(*map(modules_of, records.values()))
         admit(self.modules)
+        identity = [
+            FORMAT,
+            self._name,
+            self.version,
+            [(sample, zlib.crc32(record)) for sample, record in records.items()],
+        ]
+        self._key = repr(identity)
+        self._number_by(_made[self._key])
         self.native = native_source(
             _Reader(self._makers, self.room, self._name),
             sizes=np.full(samples, self.room, np.uint64),
             labels=np.zeros(samples, np.int64),
             group=None,
-            identity=[
-                FORMAT,
-                self._name,
-                self.version,
-                [(sample, zlib.crc32(record)) for sample, record in records.items()],
-            ],
+            identity=identity,
             bounded=True,
             made_at_once=self._makers.count,
         )
+
+    def _number_by(self, number: int) -> None:
+        _made[self._key] = max(_made[self._key], number + 1)
+        # A version says of all items whether they are the same.
+        self.numbers = (number,) if self.version is None else ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As of any source; the copy has the number of this one."""
+        return _reopen_as, (self.numbers, *super().__reduce__())
 
     def _look_at(self, samples: int) -> dict[int, bytes]:
         """The records of some items, by their numbers."""
@@ -235,3 +252,12 @@ class Cached(Source):
     def were_killed(self, sample: int) -> bool:
         """Whether processes were killed at an item, so that it was not made: it may be good."""
         return self._makers.were_killed(sample)
+
+
+def _reopen_as(
+    numbers: tuple[int, ...], reopen: Callable[..., Cached], arguments: tuple[Any, ...]
+) -> Cached:
+    source = reopen(*arguments)
+    for number in numbers:
+        source._number_by(number)
+    return source

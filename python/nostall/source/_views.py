@@ -51,6 +51,7 @@ class View(Source):
     pickles: frozenset[str]
     modules: frozenset[str]
     version: str | int | None
+    numbers: tuple[int, ...]
 
     def __init__(
         self,
@@ -73,6 +74,7 @@ class View(Source):
             self.then = self._makers[0].then
             self.pickles = self._makers[0].pickles
             self.modules = frozenset().union(*(maker.modules for maker in self._makers))
+            self.numbers = sum((maker.numbers for maker in self._makers), ())
             versions = [maker.version for maker in self._makers]
             self.version = None if None in versions else str(versions)
 

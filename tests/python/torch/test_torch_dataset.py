@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import pickle
 import random
 import threading
 from collections.abc import Callable
@@ -139,6 +140,44 @@ def test_items_of_a_data_set_are_made_once_by_the_workers(tmp_path: Path) -> Non
     made = sorted(log.read_bytes())
     # The one that has no room is made to find that out, and then by each epoch.
     assert made == sorted([*range(30), 3, 3])
+
+
+class Corrected:
+    """Item i is i, but for one that the look at its opening leaves out."""
+
+    def __init__(self, by: int) -> None:
+        self.by = by
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, i: int) -> int:
+        return i + self.by * (i == 1)
+
+
+def test_items_that_differ_where_nobody_looked_share_no_tiers() -> None:
+    with contextlib.ExitStack() as held:
+        first, second = (
+            held.enter_context(nostall.Cached(Corrected(by), makers=1)) for by in (1, 2)
+        )
+        assert first.fingerprint == second.fingerprint
+        again = held.enter_context(pickle.loads(pickle.dumps(second)))
+        third = held.enter_context(nostall.Cached(Corrected(3), makers=1))
+        made = [
+            nostall.torch.Dataset(source, tiers="ram:1MiB")
+            for source in (first, second, again, third, nostall.Concat([second, third]))
+        ]
+        assert [data[1] for data in made] == [2, 3, 3, 4, 3]
+        assert made[-1][1001] == 4
+        assert made[2].tiers.taken == {"ram": 1, "file": 0, "source": 1}  # as `second` has it
+        both = nostall.torch.Dataset(nostall.Concat([first, third]), tiers="ram:1MiB")
+        assert [both[1], both[1001]] == [2, 4]
+        with pytest.raises(UsageError, match="of another source"):
+            nostall.torch.Dataset(first, tiers=made[1].tiers)
+        kept = [held.enter_context(nostall.Cached(Corrected(0), makers=1, version=1)) for _ in "ab"]
+        shared = [nostall.torch.Dataset(source, tiers="ram:1MiB") for source in kept]
+        assert [data[5] for data in shared] == [5, 5]
+        assert shared[1].tiers.taken == {"ram": 1, "file": 0, "source": 1}
 
 
 class Alone:
