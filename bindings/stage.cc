@@ -112,20 +112,27 @@ Array data_of(const PyBatch& b) {
   return view_of(b.buffer(), 0, {&bytes, 1}, nb::dtype<uint8_t>());
 }
 
+// Values of a field. NumPy's name of the type of 8 bytes is that of `unsigned long long` at first, of
+// which torch makes no tensor.
+nb::object values_of(const std::shared_ptr<stage::Buffer>& buffer, uint64_t offset,
+                     std::span<const int64_t> shape, fields::Type type) {
+  nb::object array = nb::cast(view_of(buffer, offset, shape, bindings::dtype_of(type)));
+  return type == fields::Type::uint64 ? array.attr("view")("u8") : array;
+}
+
 // One output: an array, or (values, offsets or lengths[, shapes]) if it is ragged.
 nb::object output_of(const PyBatch& b, size_t number) {
   if (!b.program || number >= b.program->outputs().size()) throw nb::index_error();
   const fields::Output& output = b.program->outputs()[number];
-  const nb::dlpack::dtype type = bindings::dtype_of(output.type);
   const size_t n = b.batch->samples.size();
   if (output.form == fields::Form::dense) {
     std::vector<int64_t> shape{static_cast<int64_t>(n)};
     shape.insert(shape.end(), output.shape.begin(), output.shape.end());
-    return nb::cast(view_of(b.buffer(), b.program->region(number, n), shape, type));
+    return values_of(b.buffer(), b.program->region(number, n), shape, output.type);
   }
   const fields::Laid& laid = b.batch->laid[b.program->ragged_before(number)];
   const auto tail = b.tail();
-  const nb::object values = nb::cast(view_of(tail, laid.values, laid.shape, type));
+  const nb::object values = values_of(tail, laid.values, laid.shape, output.type);
   const nb::object counts =
       nb::cast(view_of(tail, laid.counts, laid.counts_shape, nb::dtype<int64_t>()));
   if (output.form == fields::Form::padded || output.by_rows()) {

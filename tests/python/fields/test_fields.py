@@ -91,6 +91,24 @@ def test_tensors_share_the_memory_of_the_batch(folder: Path) -> None:
         assert 0 < last - first < ragged.values.numel() + 64
 
 
+@pytest.mark.parametrize("called", [None, lambda sample: sample])
+@pytest.mark.parametrize("dtype", f._kinds.DTYPES)
+def test_fields_of_every_type_come_as_tensors(dtype: Any, called: Any) -> None:
+    torch = pytest.importorskip("torch")
+    one, lines = np.arange(2).astype(dtype), [np.ones(n, dtype) for n in (1, 2)]
+    kinds = {
+        "one": f.Scalar(dtype=dtype),
+        "ragged": f.Array(dtype=dtype, shape=(None,)),
+        "padded": f.Array(dtype=dtype, shape=(None,), padded=True),
+    }
+    source = nostall.Files({}, {"one": one, "ragged": lines, "padded": lines}, schema=kinds)
+    for output in ("numpy", "torch"):
+        (batch,) = batches(source, transforms=called, output=output)
+        for value in (batch["one"], batch["ragged"].values, batch["padded"].values):
+            assert value.dtype == (getattr(torch, dtype) if output == "torch" else np.dtype(dtype))
+            assert value.sum() in (1, 3)
+
+
 @pytest.mark.parametrize("output", ["numpy", "torch"])
 def test_a_mask_says_where_padded_values_are(output: Any) -> None:
     pytest.importorskip(output)
