@@ -177,7 +177,7 @@ class Cached(Source):
     def _number_by(self, number: int) -> None:
         _made[self._key] = max(_made[self._key], number + 1)
         # A version says of all items whether they are the same.
-        self.numbers = (number,) if self.version is None else ()
+        self.numbers: tuple[int, ...] = (number,) if self.version is None else ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """As of any source; the copy has the number of this one."""
