@@ -766,10 +766,11 @@ class DataLoader:
                 one = next(here)
                 value = one.hand_out(one.batch, self._recipe.here)
         self._recorder.batch(one.batch, began, one.substituted)
-        self._position = position
-        self._taker = weakref.ref(threading.current_thread())
-        self._samples_taken = len(one.batch)
+        taker, samples = weakref.ref(threading.current_thread()), len(one.batch)
+        # What a signal raises comes before the position moves: nothing is called from here on.
+        self._taker, self._samples_taken = taker, samples
         self._resumed = False
+        self._position = position
         return value
 
     # ------------------------------------------------------------------ resuming

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -444,6 +445,40 @@ def test_set_epoch_goes_where_it_is_told(image_folder: Path) -> None:
         ),
     ):
         loader.set_epoch(4)
+
+
+def test_what_is_raised_while_a_batch_is_handed_out_loses_none() -> None:
+    """Wherever Python looks for signals: where something is called, or returns."""
+    data = nostall.Arrays({"x": np.arange(48)})
+    hand_out = nostall.DataLoader._hand_out.__code__
+
+    def taken(stop: int) -> int | None:
+        """Batches that came before the call of this number was interrupted; None if there is none."""
+        calls = itertools.count()
+
+        def interrupt(frame: Any, event: str, _: Any) -> None:
+            inside = frame.f_back if event in ("call", "return") else frame
+            if inside.f_code is hand_out and next(calls) == stop:
+                raise KeyboardInterrupt
+
+        came = 0
+        with nostall.DataLoader(data, 8, epochs=1, tiers=[], output="numpy") as loader:
+            try:
+                sys.setprofile(interrupt)
+                for _ in loader:
+                    came += 1
+            except KeyboardInterrupt:
+                sys.setprofile(None)
+                assert loader.position == (0, came)
+                return came
+            finally:
+                sys.setprofile(None)
+        return None
+
+    counts = list(
+        itertools.takewhile(lambda count: count is not None, map(taken, itertools.count()))
+    )
+    assert sorted(set(counts)) == list(range(6))
 
 
 def test_labels_and_images_have_the_stated_types(image_folder: Path) -> None:
