@@ -7,6 +7,7 @@ import collections
 import contextlib
 import enum
 import functools
+import inspect
 import itertools
 import keyword
 import logging
@@ -236,7 +237,7 @@ class _Told:
     """The newest iteration of a loader, and whether an epoch was set through the sampler before it."""
 
     def __init__(self) -> None:
-        self._newest: Callable[[], object] = lambda: None
+        self._newest: Callable[[], Generator[Any, None, None] | None] = lambda: None
         self.begun = True
         self._set = self._set_before = False
         self.counts_itself = False  # the loader, whatever epochs are set through the sampler
@@ -252,6 +253,13 @@ class _Told:
         self.counts_itself |= early
         self._set = True
         return early and self._newest() is not None
+
+    def is_running(self) -> bool:
+        """Whether the newest iteration has begun, and may go on."""
+        batches = self._newest()
+        if batches is None or not self.begun:
+            return False
+        return inspect.getgeneratorstate(batches) != inspect.GEN_CLOSED
 
 
 class _Epochs:
@@ -402,7 +410,9 @@ class DataLoader:
         self._resumed = self._closed = False
         self._loads = 0  # of states: iterations that began before are over
         self._ended: int | None = None  # the epoch that the loaded state had just ended
-        self._turn: int | None = None  # of epochs(), behind turns of which nothing was taken
+        # What an iteration of the loader begins with, and not at the position: the turn of epochs()
+        # behind those of which nothing was taken, or what was set while another iteration runs.
+        self._turn: int | None = None
         self._loader: _native.Loader | None = None
         self._ahead: Ahead | None = None  # of the last iteration
         self._taker = weakref.ref(threading.current_thread())  # of the last batch
@@ -615,7 +625,8 @@ class DataLoader:
     def set_epoch(self, epoch: int) -> None:
         """Makes `epoch` the next one to iterate, from its first batch.
 
-        An iteration that has not taken a batch yet begins there too.
+        An iteration that has not taken a batch yet begins there too. One that is running goes on, and
+        so does its state: the next iteration begins there; with `steps`, what follows its epoch.
         After `load_state_dict`, setting the epoch that was interrupted keeps its position: that of
         a state taken after the last batch has no batches left.
         """
@@ -642,6 +653,9 @@ class DataLoader:
         if self._resumed and epoch == self._ended:
             self._position = (epoch, self._plan.batches_in(epoch))
         if self._resumed and epoch == self._position[0]:
+            return
+        if self._told.is_running():
+            self._turn = epoch
             return
         self._resumed = False
         self._position = (epoch, 0)

@@ -447,6 +447,35 @@ def test_set_epoch_goes_where_it_is_told(image_folder: Path) -> None:
         loader.set_epoch(4)
 
 
+def test_an_epoch_that_is_set_while_another_one_runs_is_the_next() -> None:
+    data = nostall.Arrays({"x": np.arange(48)})
+    options: dict[str, Any] = {"epochs": 6, "tiers": [], "output": "numpy"}
+    with nostall.DataLoader(data, 8, **options) as loader:
+        whole = [[batch["x"].tolist() for batch in epoch] for epoch in loader.epochs()]
+        loader.set_epoch(0)
+        for taken, _ in enumerate(loader, 1):
+            if taken == 2:
+                loader.set_epoch(4)
+            assert loader.position == (0, taken)
+            state = loader.state_dict()
+            assert (state["epoch"], state["batch"]) == (0, taken)
+        assert [batch["x"].tolist() for batch in loader] == whole[4]
+        loader.set_epoch(0)
+        seen = []
+        for epoch in loader.epochs():
+            seen.append(epoch.index)
+            for _ in epoch:
+                if epoch.index == 1:
+                    loader.set_epoch(4)
+        assert seen == [0, 1, 4, 5]
+        loader.set_epoch(0)
+        batches = iter(loader)
+        next(batches)
+        loader.set_epoch(3)
+        loader.load_state_dict(state)
+        assert next(iter(loader))["x"].tolist() == whole[1][0]
+
+
 def test_what_is_raised_while_a_batch_is_handed_out_loses_none() -> None:
     """Wherever Python looks for signals: where something is called, or returns."""
     data = nostall.Arrays({"x": np.arange(48)})
