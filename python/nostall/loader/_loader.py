@@ -417,6 +417,8 @@ class DataLoader:
         self._ahead: Ahead | None = None  # of the last iteration
         self._taker = weakref.ref(threading.current_thread())  # of the last batch
         self._told = _Told()
+        self._looked_at: int | None = None  # the epoch whose first batch was the last one taken
+        self._told_of_look = False
         self._recorder = Recorder(self.world.rank, self.world.world_size, self.dataset.describe)
         if self._recipe.place is not None:
             self._recorder.device = self._recipe.place.waits
@@ -649,7 +651,7 @@ class DataLoader:
             raise UsageError(
                 f"this job of {counted(self._last_epoch, 'epoch')} has no epoch {epoch}: {remedy}"
             )
-        self._turn = None
+        self._turn = self._looked_at = None
         if self._resumed and epoch == self._ended:
             self._position = (epoch, self._plan.batches_in(epoch))
         if self._resumed and epoch == self._position[0]:
@@ -716,13 +718,15 @@ class DataLoader:
         if epoch >= self._last_epoch:
             steps = self._options.steps
             raise UsageError(
-                f"this job of {counted(self._last_epoch, 'epoch')} has ended; pass a larger epochs= "
-                "to DataLoader, or none, or go back with set_epoch"
+                f"this job of {counted(self._last_epoch, 'epoch')} has ended, in which an iteration "
+                "that is left early counts as one; pass a larger epochs= to DataLoader, or none, or go "
+                "back with set_epoch, as after a look at the first batch"
                 if steps is None
                 else f"this job of {counted(steps, 'step')} has ended: pass a larger steps= to "
                 "DataLoader"
             )
         self._position, self._turn = (epoch, start), None
+        self._tell_of_look(epoch)
         if self._ahead is not None:
             self._ahead.close()
             self._device_bytes = self._ahead.limit
@@ -763,6 +767,21 @@ class DataLoader:
             self._position = self._after(epoch)
             self._resumed = False
 
+    def _tell_of_look(self, epoch: int) -> None:
+        """Warns once where the epoch before was left behind its first batch, and none was set."""
+        looked, self._looked_at = self._looked_at, None
+        if looked is None or looked != epoch - 1 or self._told_of_look:
+            return
+        if self._plan.batches_in(looked) < 2:
+            return
+        self._told_of_look = True
+        if self.world.rank == 0:
+            _log.warning(
+                "epoch %d begins, and of epoch %d one batch was taken: an iteration that is left early "
+                "counts as an epoch; call set_epoch(%d) after a look at the first batch",
+                epoch, looked, looked,
+            )  # fmt: skip
+
     def _hand_out(
         self,
         running: Any,
@@ -783,6 +802,7 @@ class DataLoader:
         taker, samples = weakref.ref(threading.current_thread()), len(one.batch)
         # What a signal raises comes before the position moves: nothing is called from here on.
         self._taker, self._samples_taken = taker, samples
+        self._looked_at = position[0] if position[1] == 1 else None
         self._resumed = False
         self._position = position
         return value
@@ -862,7 +882,7 @@ class DataLoader:
         if batch and batch == self._batches:
             self._ended = epoch
             epoch, batch = epoch + 1, 0
-        self._position, self._turn = (epoch, batch), None
+        self._position, self._turn, self._looked_at = (epoch, batch), None, None
         self._begin = (epoch, batch) if epoch < self._last_epoch else (self._last_epoch - 1, 0)
         self._resumed = True
         if self.world.rank == 0:

@@ -476,6 +476,32 @@ def test_an_epoch_that_is_set_while_another_one_runs_is_the_next() -> None:
         assert next(iter(loader))["x"].tolist() == whole[1][0]
 
 
+def test_a_look_at_the_first_batch_is_told_to_count_as_an_epoch(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    data = nostall.Arrays({"x": np.arange(48)})
+    options: dict[str, Any] = {"epochs": 3, "tiers": [], "output": "numpy"}
+    with nostall.DataLoader(data, 8, **options) as loader:
+        for _ in range(2):
+            next(iter(loader))
+            loader.set_epoch(0)
+        list(loader)
+        loader.load_state_dict(loader.state_dict())
+        for _ in range(2):
+            next(iter(loader))
+        assert "epoch 2 begins, and of epoch 1 one batch was taken" in caplog.text
+        assert "call set_epoch(1) after a look" in caplog.text
+        with pytest.raises(UsageError, match="an iteration that is left early counts as one"):
+            next(iter(loader))
+    with nostall.DataLoader(data, 48, **options) as loader:  # one batch is all of an epoch
+        for _ in range(3):
+            next(iter(loader))
+    with nostall.DataLoader(data, 8, steps=9, tiers=[], output="numpy") as loader:
+        next(iter(loader))
+        assert len(list(loader)) == 8
+    assert len(caplog.records) == 1
+
+
 def test_what_is_raised_while_a_batch_is_handed_out_loses_none() -> None:
     """Wherever Python looks for signals: where something is called, or returns."""
     data = nostall.Arrays({"x": np.arange(48)})
