@@ -1056,6 +1056,13 @@ class DataLoader:
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
+    def __reduce__(self) -> NoReturn:
+        """For copy.copy, copy.deepcopy and pickle."""
+        raise UsageError(
+            "a DataLoader is neither copied nor pickled, for it has threads and one position: make "
+            "another one of loader.dataset, which can be pickled, and load the state_dict() of this one"
+        )
+
     def __repr__(self) -> str:
         end = "" if self.epochs_total is None else f", epochs={self.epochs_total}"
         end = end if self._options.steps is None else f", steps={self._options.steps}"

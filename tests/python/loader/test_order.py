@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -500,6 +502,14 @@ def test_a_look_at_the_first_batch_is_told_to_count_as_an_epoch(
         next(iter(loader))
         assert len(list(loader)) == 8
     assert len(caplog.records) == 1
+
+
+def test_a_loader_is_neither_copied_nor_pickled() -> None:
+    data = nostall.Arrays({"x": np.arange(48)})
+    with nostall.DataLoader(data, 8, tiers=[]) as loader:
+        for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(UsageError, match=r"neither copied nor pickled.*loader\.dataset"):
+                copied(loader)
 
 
 def test_what_is_raised_while_a_batch_is_handed_out_loses_none() -> None:
