@@ -419,10 +419,12 @@ def merge(ranks: Sequence[Stats]) -> Stats:
         raise UsageError(
             "these statistics are of different jobs or loaders: merge takes one of each rank"
         )
-    everyones = [e for epochs in alike(ranks) for e in epochs]
+    everyones = alike(ranks)
     epochs = []
-    for number in sorted({e.epoch for e in everyones}):
-        parts = [e for e in everyones if e.epoch == number]
+    for number in sorted({e.epoch for of_rank in everyones for e in of_rank}):
+        # An epoch has several entries of a rank where it was left and resumed, or set again.
+        entries = [[e for e in of_rank if e.epoch == number] for of_rank in everyones]
+        parts = [as_one(of_rank) for of_rank in entries if of_rank]
         total = add_up(parts)
         epochs.append(
             EpochStats(

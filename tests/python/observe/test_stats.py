@@ -109,6 +109,16 @@ def test_ranks_add_up_and_the_slowest_counts() -> None:
     }
 
 
+def test_an_epoch_that_a_rank_began_twice_counts_whole() -> None:
+    ranks = [stats(rank, stall=1.0 + rank) for rank in range(2)]
+    twice = [replace(s, epochs=[*s.epochs, replace(s.epochs[0], seconds=1.5)]) for s in ranks]
+    (epoch,) = merge(twice).epochs
+    assert (epoch.seconds, epoch.stall_seconds, epoch.batches) == (5.5, 4.0, 4)
+    assert (epoch.samples, epoch.bytes, epoch.substituted) == (32, 320, [0, 1])
+    alone = merge(twice[:1])
+    assert (alone.seconds, alone.stall_seconds) == (twice[0].seconds, twice[0].stall_seconds)
+
+
 def test_only_ranks_of_one_job_are_merged() -> None:
     for other in (replace(stats(1), world_size=3), stats(0)):
         with pytest.raises(UsageError, match="different jobs or loaders"):
