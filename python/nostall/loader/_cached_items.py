@@ -21,6 +21,7 @@ from nostall.loader._python_transforms import (
     Substituted,
     Work,
     named,
+    waited,
 )
 from nostall.loader._records import RawBatch
 from nostall.observe import trace
@@ -85,7 +86,7 @@ class ItemStage(PythonStage):
             return super().result(work, source, feeder)
         try:
             with trace.span("wait for callables", "data"):
-                return work.whole.result(), [], {}
+                return waited(work.whole), [], {}
         except (CorruptionError, UsageError):
             # One by one, so that the bad one is named or replaced.
             return super().result(super().submit(work.batch), source, feeder)

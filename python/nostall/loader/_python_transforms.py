@@ -106,6 +106,22 @@ class Work:
         return all(part.done() for part in parts)  # cancelled, too
 
 
+class Unanswered(Exception):
+    """Work was given up, for another thread closes the stage or the program ends; or a process died."""
+
+
+def waited(part: Future[Any] | Answer) -> Any:
+    """What a part of the work gives.
+
+    Raises:
+        Unanswered: nothing. A user's collate= may raise what that comes of.
+    """
+    try:
+        return part.result()
+    except (BrokenExecutor, CancelledError) as error:
+        raise Unanswered from error
+
+
 def _begin_as_of_the_program() -> None:
     """In a thread that calls, which a daemon has started: the end of the program waits for threads
     that callables start, as it does elsewhere."""
@@ -400,11 +416,11 @@ class PythonStage:
     def _called(self, sample: Any, context: Context) -> Any:
         executor = self._executor
         if executor is None:
-            raise CancelledError  # another thread closes this
+            raise Unanswered  # another thread closes this
         if isinstance(executor, Processes):
             answers = executor.submit([sample], [context], 1)
             self._single = [context.sample], answers
-            (value,) = answers[0].result()
+            (value,) = waited(answers[0])
         else:
             (value,) = _apply(self._function, self._decode, [sample], [context])
         return value
@@ -438,15 +454,15 @@ class PythonStage:
                 ``workers="processes"`` died.
             CorruptionError: a sample is damaged, with its path, and on_error is "raise"; or no
                 sample is good enough to stand in for it.
-            BrokenExecutor, CancelledError: another thread closes the stage, or the program ends.
+            Unanswered: another thread closes the stage, or the program ends.
             Exception: any, where another thread closes the stage meanwhile.
         """
         try:
             return self._result(work, source, feeder)
-        except BrokenExecutor as error:
-            if self._is_ending(feeder):
+        except Unanswered as error:
+            if self._is_ending(feeder) or not isinstance(error.__cause__, BrokenExecutor):
                 raise
-            raise self._worker_died(source, feeder) from error
+            raise self._worker_died(source, feeder) from error.__cause__
         finally:
             self._single = _NOTHING
 
@@ -455,9 +471,9 @@ class PythonStage:
     ) -> tuple[Any, Substituted, dict[int, int]]:
         batch = work.batch
         with trace.span("wait for callables", "data"):
-            results = [result for part in work.parts for result in part.result()]
+            results = [result for part in work.parts for result in waited(part)]
         if self._is_ending(feeder):
-            raise CancelledError
+            raise Unanswered
         samples = batch.samples
         unread = dict(batch.failures)
         for place, result in enumerate(results):
@@ -495,7 +511,7 @@ class PythonStage:
         """Whether it failed as another thread has taken the batch away, or the program has ended."""
         if isinstance(error, TransformError):
             return False
-        return feeder.closed or isinstance(error, BrokenExecutor | CancelledError)
+        return feeder.closed or isinstance(error, Unanswered)
 
     def _worker_died(self, source: Source, feeder: Feeder) -> TransformError:
         """Drops the processes: the next iteration starts others."""

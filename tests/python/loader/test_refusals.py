@@ -11,6 +11,7 @@ import re
 import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures import BrokenExecutor, CancelledError
 from pathlib import Path
 from typing import Any
 
@@ -353,6 +354,21 @@ def test_a_sample_that_an_order_repeats_is_cut_anew(image_folder: Path) -> None:
 
 def as_dict(images: list[Any]) -> dict[str, Any]:
     return {"images": list(images)}
+
+
+@pytest.mark.parametrize("error", [CancelledError, BrokenExecutor])
+@pytest.mark.parametrize("workers", ["threads", "processes"])
+def test_what_collate_raises_is_not_taken_for_an_end(
+    image_folder: Path, error: type[Exception], workers: Any
+) -> None:
+    def collate(samples: list[Any]) -> Any:
+        raise error("of the program's own work")
+
+    with (
+        make(image_folder, transforms=len, collate=collate, workers=workers, threads=1) as loader,
+        pytest.raises(error, match="the program's own"),
+    ):
+        next(iter(loader))
 
 
 def test_collate_makes_the_batches_of_every_kind_of_transform(image_folder: Path) -> None:
