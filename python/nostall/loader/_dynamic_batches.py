@@ -228,14 +228,15 @@ def _joined(parts: Sequence[Any], lists: str | None) -> Any:
         )
     if isinstance(one, Mapping):
         return {name: _joined([part[name] for part in parts], lists) for name in one}
+    if type(one) in (list, tuple) and all(isinstance(value, str | bytes) for value in one):
+        return type(one)(itertools.chain.from_iterable(parts))
     if isinstance(one, tuple):
         values = [_joined(column, lists) for column in zip(*parts, strict=True)]
         return tuple(values) if type(one) is tuple else type(one)(*values)
     if isinstance(one, list):
-        texts = all(isinstance(value, str | bytes) for value in one)
-        if lists == "columns" and not texts:  # what collates items gives for a tuple
+        if lists == "columns":  # what collates items gives for a tuple
             return [_joined(column, lists) for column in zip(*parts, strict=True)]
-        if lists is None and not texts:
+        if lists is None:
             raise UsageError(
                 "collate= gives a list, which may have a value for each sample or arrays of all of "
                 "them: to join batches, let it give a tuple or a mapping of arrays"

@@ -180,9 +180,9 @@ def collate(
 ) -> Any:
     """The items of a batch as one item of arrays, as torch's default_collate makes it.
 
-    Tensors, arrays and numbers get a first dimension; texts and bytes become lists; containers stay.
-    `output` is "torch", or "numpy" for arrays in the places of the tensors, but of those of types that
-    NumPy does not have, as bfloat16.
+    Tensors, arrays and numbers get a first dimension; texts and bytes become lists, but tuples where an
+    item has them in a tuple or a list; containers stay. `output` is "torch", or "numpy" for arrays in
+    the places of the tensors, but of those of types that NumPy does not have, as bfloat16.
 
     Raises:
         CorruptionError: the bytes are no records.
@@ -263,8 +263,17 @@ def _gathered(tree: Any, columns: list[Any]) -> Any:
     if "d" in tree:
         return {key: _gathered(child, columns) for key, child in tree["d"]}
     if "o" in tree:
-        return _record_class(tree["o"])(*[_gathered(child, columns) for child in tree["v"]])
-    return [_gathered(child, columns) for child in tree["l" if "l" in tree else "u"]]
+        return _record_class(tree["o"])(*_in_sequence(tree["v"], columns))
+    return _in_sequence(tree["l" if "l" in tree else "u"], columns)
+
+
+def _in_sequence(children: list[Any], columns: list[Any]) -> list[Any]:
+    """Values of a tuple or a list, whose texts default_collate leaves as zip() gives them."""
+    values = [_gathered(child, columns) for child in children]
+    for place, child in enumerate(children):
+        if isinstance(child, int) and isinstance(values[place], list):
+            values[place] = tuple(values[place])
+    return values
 
 
 def collate_items(items: Sequence[Any], output: str) -> Any:
@@ -275,7 +284,7 @@ def collate_items(items: Sequence[Any], output: str) -> Any:
     """
     try:
         if output == "numpy":
-            return _numpy_collate(items)
+            return _numpy_collate(list(items))
         from torch.utils.data import default_collate
 
         return default_collate(list(items))
@@ -329,7 +338,7 @@ def _numpy_collate(items: Sequence[Any]) -> Any:
         columns = [_numpy_collate(column) for column in zip(*items, strict=True)]
         return type(first)(*columns) if hasattr(first, "_fields") else columns
     if isinstance(first, str | bytes):
-        return list(items)
+        return items  # a list, or the tuple that zip() gives
     if type(first).__module__ == "torch":
         torch = sys.modules["torch"]
         if str(first.dtype).removeprefix("torch.") in UNKNOWN_TO_NUMPY:

@@ -362,10 +362,12 @@ def test_items_grow_and_mixed_labels_are_refused(image_folder: Path) -> None:
         assert batch[1]["n"].tolist() == list(range(8))
         assert batch[1]["text"] == [str(i) for i in range(8)]
     cached.close()
-    texts = nostall.Cached([(["a", str(i)],) for i in range(4)], makers=1)
-    with nostall.DataLoader(texts, 2, epochs=1, shuffle=False, tiers=[], output="numpy") as loader:
-        (batch,) = grown(loader, 2)
-        assert batch == [[["a"] * 4, ["0", "1", "2", "3"]]]
+    texts = nostall.Cached([(["a", str(i)], {"b": str(i)}) for i in range(5)], makers=1)
+    for output in ("numpy", "torch"):
+        options: dict[str, Any] = {"epochs": 1, "shuffle": False, "tiers": [], "output": output}
+        with nostall.DataLoader(texts, 2, **options) as loader:
+            (batch,) = grown(loader, 3)
+            assert batch == [[("a",) * 5, tuple("01234")], {"b": list("01234")}]
     texts.close()
     steps = [t.Resize((8, 8)), t.ToTensor(), t.MixUp()]
     with nostall.DataLoader(

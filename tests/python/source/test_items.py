@@ -269,6 +269,26 @@ def test_a_batch_is_what_torch_makes(vary: bool) -> None:
     assert alike(collate_items(items, "torch"), default_collate(items))
 
 
+class Named(NamedTuple):
+    text: str
+    parts: list[str]
+
+
+@pytest.mark.parametrize("output", ["numpy", "torch"])
+def test_texts_come_in_the_containers_that_torch_gives(output: str) -> None:
+    for item in (
+        "a",
+        {"text": "a", "parts": ["b", b"c"]},
+        ("a", b"b", ["c", ("d",)], {"text": "e"}),
+        ["a", {"inside": ("b", "c")}],
+        Named("a", ["b", "c"]),
+    ):
+        items = [item, item]
+        records = [array(encode(item))] * 2
+        for made in (collate(records, output), collate_items(items, output)):
+            assert alike(made, default_collate(items))
+
+
 def test_a_batch_of_numpy_has_arrays_in_the_places_of_tensors() -> None:
     items = batch_of(4, True)
     for made in (
