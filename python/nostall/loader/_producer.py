@@ -46,7 +46,12 @@ class Producer(Generic[_T]):
         Raises:
             RuntimeError: it cannot be started.
         """
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # of a signal, too, while the thread begins
+            self._stop = True
+            self._room.put(None)
+            raise
         _every.add(self)
 
     # ------------------------------------------------------------------ in the consumer

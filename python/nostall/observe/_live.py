@@ -8,6 +8,7 @@ it. The number after ``live`` is that of this form.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -93,6 +94,8 @@ class _Listener:
             self.thread = threading.Thread(target=self._run, name="nostall-live", daemon=True)
             self.thread.start()
         except BaseException:
+            with contextlib.suppress(OSError):  # it is not bound
+                self.end()  # the thread may have begun
             self.socket.close()
             raise
 

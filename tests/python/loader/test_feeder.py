@@ -412,6 +412,32 @@ def test_a_thread_that_cannot_start_leaves_the_others_to_end(where: type) -> Non
         assert len(list(loader)) == 4
 
 
+@pytest.mark.parametrize("where", [Feeder, Ahead])
+def test_a_thread_whose_start_is_interrupted_ends(where: type) -> None:
+    reader = Gated()
+    reader.gate.set()
+    name, output = ("nostall-device", "jax") if where is Ahead else ("nostall-feeder", "numpy")
+    start, begun = threading.Thread.start, []
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name == name:
+            begun.append(thread)
+            raise KeyboardInterrupt
+
+    source = nostall.CustomSource(reader, [1] * 64, [0] * 64, identity="of batches")
+    with nostall.DataLoader(
+        source, 16, epochs=2, shuffle=False, tiers=[], transforms=np.array, output=output
+    ) as loader:
+        patched = mock.patch.object(threading.Thread, "start", interrupted)
+        with patched, pytest.raises(KeyboardInterrupt):
+            next(iter(loader))
+        (thread,) = begun
+        thread.join(60)
+        assert not thread.is_alive()
+        assert len(list(loader)) == 4
+
+
 # What main() does when the second batch is being waited for: it returns while the loader is used by a
 # daemon thread, and while an iteration is left in the main thread.
 LEFT = """

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -214,6 +215,29 @@ def test_a_process_listens_while_a_loader_is_open(image_folder: Path) -> None:
         listener.thread.join(60)
         assert not listener.thread.is_alive()
         assert os.getpid() not in live.ask()
+
+
+def test_a_thread_whose_start_is_interrupted_ends(
+    image_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, begun = threading.Thread.start, []
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name == "nostall-live":
+            begun.append(thread)
+            raise KeyboardInterrupt
+
+    data = nostall.ImageFolder(image_folder, index=False)
+    with nostall.DataLoader(data, 4, tiers=[], output="numpy") as loader:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                next(iter(loader))
+        (thread,) = begun
+        thread.join(60)
+        assert not thread.is_alive() and live._listener is None
+        next(iter(loader))
 
 
 def test_a_training_goes_on_unobserved(
