@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import mmap
+import multiprocessing
 import os
 import pickle
 import sys
@@ -31,6 +32,7 @@ from numpy.typing import NDArray
 from nostall.base import _children as children
 from nostall.base._garbage import Closer
 from nostall.base._tensors import octets_of, tensor_of
+from nostall.errors import UsageError
 
 _ALIGNED = 64
 _LEAST = 1 << 16  # bytes of a slot
@@ -377,9 +379,18 @@ class Processes:
     """A pool of spawned processes, each of which has `work` from the start.
 
     Results of the first batches come by pickle: only then is known how much room they need.
+
+    Raises:
+        UsageError: multiprocessing lets this process have none.
     """
 
     def __init__(self, count: int, work: _Work) -> None:
+        process = multiprocessing.current_process()
+        if process.daemon:
+            raise UsageError(
+                f"{process.name} is a daemon of multiprocessing, which can have no "
+                'workers="processes": pass workers="threads", or start it with daemon=False'
+            )
         children.end_if_importing("spawn")
         self._memory = _Memory()
         self._room = 0  # bytes that the arrays of a sample's result need

@@ -213,7 +213,8 @@ def collate(
 def _is_column(leaf: Leaf, output: str) -> bool:
     """Whether the values of a batch make one array, or a list of texts."""
     if leaf.kind in ("n", "g") and output == "torch":
-        return leaf.arguments[0].kind in "biufc"  # default_collate refuses others
+        numbers = leaf.arguments[0]
+        return numbers.kind in "biufc" and numbers.char not in "gG"  # torch has no others
     return leaf.kind in _COLUMNS
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import os
 import select
 import signal
@@ -22,7 +23,7 @@ import pytest
 
 import nostall
 from nostall.base import _children
-from nostall.errors import TransformError
+from nostall.errors import TransformError, UsageError
 from nostall.loader._processes import Processes
 from nostall.source._items import decode
 from nostall.source._makers import Makers
@@ -55,6 +56,16 @@ def send_all(pids: Sequence[int | None]) -> None:
 def results(processes: Processes) -> list[Any]:
     answers = processes.submit([1, 2], [3, 4], 1)
     return [result for answer in answers for result in answer.result()]
+
+
+def test_a_daemon_is_told_that_it_can_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)
+    source = nostall.Arrays({"x": np.arange(4)})
+    with (
+        nostall.DataLoader(source, 2, tiers=[], transforms=abs, workers="processes") as loader,
+        pytest.raises(UsageError, match=r'is a daemon .*: pass workers="threads", or start it'),
+    ):
+        next(iter(loader))
 
 
 @pytest.fixture
