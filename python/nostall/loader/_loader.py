@@ -76,7 +76,7 @@ _BOUNDED = 1024  # the lower bound is that of the whole job up to so many epochs
 _log = logging.getLogger("nostall")
 
 _made = itertools.count()
-# Those with tiers of their own; a forked child has none of its parent.
+# Those that began, with tiers of their own; a forked child has none of its parent.
 _with_tiers: weakref.WeakValueDictionary[str, DataLoader] = weakref.WeakValueDictionary()
 os.register_at_fork(after_in_child=_with_tiers.clear)
 # Ranks make the loaders of a world in the same order; those of other worlds, which only some ranks
@@ -423,7 +423,6 @@ class DataLoader:
         if self._recipe.place is not None:
             self._recorder.device = self._recipe.place.waits
         self._finalizer = weakref.finalize(self, lambda: None)
-        self._tell_of_second()
 
     def _find_place(self) -> None:
         """This rank's place in the job, and the names of the loader."""
@@ -535,7 +534,7 @@ class DataLoader:
         self._threads = self._options.threads or cores_of_rank(ranks)
 
     def _tell_of_second(self) -> None:
-        """Warns where another loader of this process has the same data in tiers of its own."""
+        """Warns where another loader of this process that began has the same data in its own tiers."""
         if self._shared is not None:
             return
         for reference in _with_tiers.valuerefs():
@@ -1236,6 +1235,7 @@ class DataLoader:
                 cluster.check_alike(self.world, self._twins, self._alike())
                 self._compared = True
             met = self._cluster = self._join()
+            self._tell_of_second()  # now that one whose name was given to this is gone
             job_name = self._job
             if met is not None:
                 # Nodes on one machine, by NOSTALL_NODE, do not share memory.

@@ -478,13 +478,20 @@ def test_a_second_loader_of_the_same_data_is_told_what_is_held_twice(
     """Only such data as two living loaders have in tiers of their own, and once."""
     monkeypatch.setattr(nostall.loader._tiers, "_WORTH_TELLING", 1)
 
+    def begun(data: Any, **options: Any) -> nostall.DataLoader:
+        loader = nostall.DataLoader(
+            data, 4, **({"tiers": ["ram:1MiB"], "output": "numpy"} | options)
+        )
+        next(iter(loader))
+        return loader
+
     def told(first: Any, second: Any, **tiers: Any) -> str:
         caplog.clear()
         monkeypatch.setattr(nostall.loader._tiers, "_told", set())
-        with nostall.DataLoader(first, 4, **({"tiers": ["ram:1MiB"]} | tiers)):
+        with begun(first, **tiers):
             for _ in range(2):
-                nostall.DataLoader(second, 4, **({"tiers": ["ram:1MiB"]} | tiers)).close()
-        nostall.DataLoader(second, 4, tiers=["ram:1MiB"]).close()
+                begun(second, **tiers).close()
+        begun(second).close()
         assert len(caplog.records) <= 1
         return caplog.text
 
@@ -495,15 +502,19 @@ def test_a_second_loader_of_the_same_data_is_told_what_is_held_twice(
     assert not told(source, source, tiers=[]) and told(source, source, job=own_job("same"))
     caplog.clear()
     place: dict[str, Any] = {"world_size": 2, "local_world_size": 2, "job": own_job("ranks")}
-    ranks = [
-        nostall.DataLoader(source, 4, tiers=["ram:1MiB"], rank=i, local_rank=i, **place)
-        for i in range(2)
-    ]
+    ranks = [begun(source, rank=i, local_rank=i, peers="off", **place) for i in range(2)]
     assert not caplog.records
     for rank in ranks:
         rank.close()
     with nostall.Tiers(source, ["ram:1MiB"]) as shared:
         assert not told(source, source, tiers=shared)
+    caplog.clear()
+    monkeypatch.setattr(nostall.loader._tiers, "_told", set())
+    loader = begun(source)
+    loader = nostall.DataLoader(source, 4, tiers=["ram:1MiB"])  # as a cell that is run again
+    next(iter(loader))
+    loader.close()
+    assert not caplog.records
     half = nostall.Subset(source, range(20, 40))
     specs = nostall.base._sizes.parse_tiers(["ram:1MiB"], dataset_bytes=0, local_world_size=1)
     overlap = nostall.Subset(source, range(10, 30))
