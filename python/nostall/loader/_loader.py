@@ -407,18 +407,15 @@ class DataLoader:
             )  # fmt: skip
         self._begin = self._position = (0, 0)  # of the placement; of the last batch
         self._samples_taken = 0  # in the last batch handed out
-        self._resumed = self._closed = False
+        self._resumed = self._closed = self._told_of_look = False
         self._loads = 0  # of states: iterations that began before are over
         self._ended: int | None = None  # the epoch that the loaded state had just ended
-        # What an iteration of the loader begins with, and not at the position: the turn of epochs()
-        # behind those of which nothing was taken, or what was set while another iteration runs.
-        self._turn: int | None = None
+        self._turn: int | None = None  # what an iteration begins with, where that is not the position
         self._loader: _native.Loader | None = None
         self._ahead: Ahead | None = None  # of the last iteration
         self._taker = weakref.ref(threading.current_thread())  # of the last batch
         self._told = _Told()
         self._looked_at: int | None = None  # the epoch whose first batch was the last one taken
-        self._told_of_look = False
         self._recorder = Recorder(self.world.rank, self.world.world_size, self.dataset.describe)
         if self._recipe.place is not None:
             self._recorder.device = self._recipe.place.waits
