@@ -410,7 +410,7 @@ class DataLoader:
         self._resumed = self._closed = self._told_of_look = False
         self._loads = 0  # of states: iterations that began before are over
         self._ended: int | None = None  # the epoch that the loaded state had just ended
-        self._turn: int | None = None  # what an iteration begins with, where that is not the position
+        self._turn: int | None = None  # what iterations begin with, if not with the position
         self._loader: _native.Loader | None = None
         self._ahead: Ahead | None = None  # of the last iteration
         self._taker = weakref.ref(threading.current_thread())  # of the last batch
