@@ -86,7 +86,8 @@ class Cached(Source):
             are made anew in each epoch. If None, the size of all items if some that are made at the
             start are of one size, else a quarter more than the largest of them.
         version: names the state of the data set, as a text or a number. Tiers that are kept for later
-            jobs need it: change it when an item changes.
+            jobs need it: change it when an item changes. Without one, memory in `Tiers` is that of this
+            object and its copies alone.
         pickles: classes, as "module.Class", whose objects may be stored by pickle.
         start_method: of the processes, as multiprocessing has it; its default if None.
 
