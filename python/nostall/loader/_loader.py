@@ -722,7 +722,6 @@ class DataLoader:
                 "DataLoader"
             )
         self._position, self._turn = (epoch, start), None
-        self._tell_of_look(epoch)
         if self._ahead is not None:
             self._ahead.close()
             self._device_bytes = self._ahead.limit
@@ -734,6 +733,7 @@ class DataLoader:
         if self._closed:  # by another thread, which may have found nothing to stop
             self.close()
             raise StoppedError("the loader is closed")
+        self._tell_of_look(epoch)
         batches = self._plan.batches_in(epoch)
         if start < batches:
             loader.seek(epoch, start)
