@@ -3,18 +3,15 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/vector.h>
-#include <unistd.h>
 
 #include <cstdint>
 #include <exception>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
 #include <utility>
 
 #include "arrays.h"
-#include "base/clock.h"
 #include "base/error.h"
 #include "base/mutex.h"
 #include "collective/communicator.h"
@@ -145,17 +142,6 @@ nb::object allocate(const std::shared_ptr<Communicator>& self, uint64_t bytes) {
       .cast();
 }
 
-// Runs the handlers of signals while a rank waits, as Python's own waits do; the main thread alone can.
-// Now and then: another thread may keep the GIL for long.
-std::function<void()> look_for_signals() {
-  return [next = int64_t{0}]() mutable {
-    constexpr int64_t kApart = 200'000'000;
-    if (::gettid() != ::getpid() || now_ns() < next) return;
-    next = now_ns() + kApart;
-    bindings::look_at_signals();
-  };
-}
-
 std::shared_ptr<Communicator> open(const std::string& job, uint32_t rank, uint32_t ranks,
                                    double timeout, uint64_t window_bytes, uint64_t arena_bytes,
                                    const std::string& directory, const std::string& table) {
@@ -168,7 +154,6 @@ std::shared_ptr<Communicator> open(const std::string& job, uint32_t rank, uint32
   config.timeout = bindings::nanoseconds_of("the timeout of a communicator", timeout);
   config.directory = directory;
   config.selection = selection_text(table);
-  config.interrupts = look_for_signals();
   return std::make_shared<Communicator>(config);
 }
 

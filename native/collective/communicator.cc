@@ -1,10 +1,8 @@
 // The public calls: each checks its arguments, takes its turn, chooses an algorithm and runs it.
 #include "collective/communicator.h"
 
-#include <atomic>
 #include <exception>
 #include <string_view>
-#include <thread>
 #include <utility>
 
 #include "base/fnv.h"
@@ -36,9 +34,7 @@ SharedMemoryConfig checked(const CommunicatorConfig& config) {
           config.window_bytes,
           config.arena_bytes,
           config.directory,
-          Selection(config.selection, config.ranks).hash(),
-          SharedMemoryConfig{}.proc_directory,
-          config.interrupts};
+          Selection(config.selection, config.ranks).hash()};
 }
 
 bool overlap(const void* a, uint64_t a_bytes, const void* b, uint64_t b_bytes) {
@@ -101,8 +97,7 @@ struct Communicator::Impl {
   explicit Impl(const CommunicatorConfig& config)
       : memory(checked(config),
                config.join_timeout.count() > 0 ? config.join_timeout : config.timeout),
-        steps(memory, config.rank, config.ranks, config.timeout, config.progress,
-              looks(config.interrupts)),
+        steps(memory, config.rank, config.ranks, config.timeout, config.progress),
         arena(memory, config.rank),
         selection(config.selection, config.ranks),
         phase(memory, config.rank, config.ranks) {}
@@ -133,25 +128,7 @@ struct Communicator::Impl {
     const int exceptions_;
   };
 
-  // What this rank calls while it waits, with the mark of the thread that does.
-  std::function<void()> looks(const std::function<void()>& interrupts) {
-    if (!interrupts) return {};
-    return [this, interrupts] {
-      interrupter.store(std::this_thread::get_id());
-      const auto end = [this](void*) { interrupter.store({}); };
-      const std::unique_ptr<void, decltype(end)> unmark(this, end);
-      interrupts();
-    };
-  }
-  // Its own call would wait for the one that it interrupts.
-  void refuse_amid_a_call() const {
-    if (interrupter.load() != std::this_thread::get_id()) return;
-    throw Error(ErrorKind::usage,
-                "the handler of a signal cannot use the communicator whose call it interrupts; "
-                "let it raise an exception, or set a flag");
-  }
   Mutex& checked_mutex() NOSTALL_RETURNS_MUTEX(mutex) {
-    refuse_amid_a_call();
     if (memory.is_forked_child()) {
       throw Error(ErrorKind::usage,
                   "this process was forked from rank " + std::to_string(steps.rank()) +
@@ -208,7 +185,6 @@ struct Communicator::Impl {
   Steps steps;  // in calls, and from any thread: its ends, check(), ended_here()
   Arena arena NOSTALL_GUARDED_BY(arena_mutex);
   const Selection selection;
-  std::atomic<std::thread::id> interrupter{};  // the thread that runs `interrupts` amid a call
   Phase phase NOSTALL_GUARDED_BY(mutex);
   CommunicatorStats stats NOSTALL_GUARDED_BY(mutex);
 };
@@ -500,7 +476,6 @@ void Communicator::set_timeout(std::chrono::nanoseconds timeout) {
     throw Error(ErrorKind::usage, "the timeout of a communicator must be positive, not " +
                                       std::to_string(timeout.count()) + " ns");
   }
-  impl_->refuse_amid_a_call();
   const MutexLock lock(impl_->mutex);
   impl_->steps.set_timeout(timeout);
 }
@@ -539,7 +514,6 @@ void Communicator::check() const {
 bool Communicator::ended_here() const noexcept { return impl_->steps.ended_here(); }
 
 CommunicatorStats Communicator::stats() const {
-  impl_->refuse_amid_a_call();
   const MutexLock lock(impl_->mutex);
   CommunicatorStats stats = impl_->stats;
   stats.sleeps = impl_->steps.stats().sleeps;

@@ -55,9 +55,6 @@ struct CommunicatorConfig {
   // Called now and then by a rank that waits, between its sleeps; an MPI's progress engine needs
   // it.
   std::function<void()> progress;
-  // Called some times a second while a rank waits, for other ranks to join too. What it throws ends the
-  // call on this rank, and the communicator on all. It may call no communicator that waits.
-  std::function<void()> interrupts;
 };
 
 // Up to here every rank reads the data of all others, and the order of sums is that of ranks.

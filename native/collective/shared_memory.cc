@@ -149,8 +149,8 @@ uint64_t SharedMemory::possible_arena() const {
 
 void SharedMemory::open(std::chrono::steady_clock::time_point deadline) {
   for (;;) {
-    const Handover::Turn turn = handover_.turn(deadline, config_.interrupts);
-    std::vector<Descriptor> files = handover_.ask(deadline, config_.interrupts);
+    const Handover::Turn turn = handover_.turn(deadline);
+    std::vector<Descriptor> files = handover_.ask(deadline);
     if (files.empty()) set_arenas(possible_arena());
     Descriptor file = files.empty() ? create() : std::move(files.front());
     struct stat status {};
@@ -278,22 +278,6 @@ void SharedMemory::wait_for_all(std::chrono::steady_clock::time_point deadline,
                                               " waited for others to join; start the job again"));
     }
     futex_wait(joined, seen, kJoinSlice);
-    look_at_interrupts();
-  }
-}
-
-void SharedMemory::look_at_interrupts() {
-  if (!config_.interrupts) return;
-  try {
-    config_.interrupts();
-  } catch (...) {
-    publish_error(
-        Error(ErrorKind::peer, "rank " + std::to_string(config_.rank) + " of \"" + config_.job +
-                                   "\" was interrupted while it waited for others to "
-                                   "join; start the job again"),
-        0);
-    line(config_.rank).left.store(1);
-    throw;
   }
 }
 

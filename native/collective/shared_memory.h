@@ -19,7 +19,6 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -105,7 +104,6 @@ struct SharedMemoryConfig {
   std::string directory;
   uint64_t selection = 0;
   std::string proc_directory = "/proc";  // where the limits of memory are read (base/limits.h)
-  std::function<void()> interrupts{};    // called while it waits; what it throws ends the waiting
 };
 
 class SharedMemory {
@@ -209,7 +207,6 @@ class SharedMemory {
   void open(std::chrono::steady_clock::time_point deadline);
   Descriptor create();
   void check() const;
-  void look_at_interrupts();
   void wait_for_all(std::chrono::steady_clock::time_point deadline,
                     std::chrono::nanoseconds timeout);
   // Makes so many bytes of the file exist, or none where they are `fresh`: this rank's alone, without

@@ -39,13 +39,12 @@ uint32_t usable_cores(const SharedMemory& memory, uint32_t rank, uint32_t ranks)
 }  // namespace
 
 Steps::Steps(SharedMemory& memory, uint32_t rank, uint32_t ranks, std::chrono::nanoseconds timeout,
-             std::function<void()> progress, std::function<void()> interrupts)
+             std::function<void()> progress)
     : shared_(memory),
       rank_(rank),
       ranks_(ranks),
       timeout_(timeout),
       progress_(std::move(progress)),
-      interrupts_(std::move(interrupts)),
       nap_(kShortestNap),
       oversubscribed_(ranks > usable_cores(memory, rank, ranks)),
       spin_limit_ns_(oversubscribed_ ? 1'000 : 20'000),
@@ -186,7 +185,6 @@ std::optional<Error> Steps::look_around() {
   const int64_t now = now_ns();
   if (now - looked_ < kLookNs / 2) return std::nullopt;
   looked_ = now;
-  if (interrupts_) interrupts_();
   check_arrived(step_);
   for (uint32_t r = 0; r < ranks_; ++r) {
     if (r == rank_) continue;

@@ -50,7 +50,7 @@ struct StepStats {
 class Steps {
  public:
   Steps(SharedMemory& memory, uint32_t rank, uint32_t ranks, std::chrono::nanoseconds timeout,
-        std::function<void()> progress = {}, std::function<void()> interrupts = {});
+        std::function<void()> progress = {});
 
   SharedMemory& shared() noexcept { return shared_; }
   uint32_t rank() const noexcept { return rank_; }
@@ -246,7 +246,7 @@ class Steps {
   SharedMemory& shared_;
   const uint32_t rank_, ranks_;
   std::chrono::nanoseconds timeout_;
-  const std::function<void()> progress_, interrupts_;
+  const std::function<void()> progress_;
   std::chrono::nanoseconds nap_;
   bool oversubscribed_;
   int64_t spin_limit_ns_, spin_ns_;

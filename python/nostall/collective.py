@@ -86,9 +86,7 @@ class Communicator:
         arena_bytes: limit on the arrays of `empty` of one rank; less where `ulimit -f` and `-v` say so.
         directory: where shared memory is.
 
-    Calls from several threads take turns. A forked child cannot use its parent's communicator, and
-    finds zeros in the place of its arrays. Handlers of signals run while the main thread waits in a
-    call; what they raise ends the communicator.
+    Calls from several threads take turns. A forked child cannot use its parent's communicator.
     """
 
     def __init__(

@@ -589,64 +589,6 @@ for _ in range(150):
     )
 
 
-@pytest.mark.parametrize("call", ["c.barrier()", "c.allreduce(np.ones(100_000))"])
-def test_handlers_of_signals_run_while_a_rank_waits(call: str, shm: Path) -> None:
-    out = check(
-        f"""
-def handle(*_):
-    try:
-        c.barrier()
-    except errors.UsageError as error:
-        print(error)
-    tell("handled")
-signal.signal(signal.SIGUSR1, handle)
-with join() as c:
-    c.barrier()
-    if rank == 1:
-        process = int(wait_for("process"))
-        until_asleep(process)
-        os.kill(process, signal.SIGUSR1)
-        wait_for("handled")
-    else:
-        tell("process", str(os.getpid()))
-    {call}
-    if rank == 1:
-        until_asleep(process)
-        os.kill(process, signal.SIGINT)
-    try:
-        c.barrier() if rank == 0 else time.sleep(0.5)
-        c.barrier()
-    except (KeyboardInterrupt, errors.PeerError) as error:
-        print(type(error).__name__)
-""",
-        2,
-        shm,
-    )
-    assert out[0].splitlines()[-1] == "KeyboardInterrupt", out
-    assert "whose call it interrupts" in out[0], out
-    assert out[1] == "PeerError", out
-
-
-def test_a_signal_ends_the_waiting_for_ranks_to_join(shm: Path) -> None:
-    out = check(
-        """
-if rank == 1:
-    wait_for("the end")
-    sys.exit()
-signal.signal(signal.SIGALRM, signal.default_int_handler)
-signal.setitimer(signal.ITIMER_REAL, 0.1)
-try:
-    join(timeout=60)
-except KeyboardInterrupt:
-    print("interrupted")
-tell("the end")
-""",
-        2,
-        shm,
-    )
-    assert out[0] == "interrupted", out
-
-
 def test_waiting_costs_next_to_nothing(shm: Path) -> None:
     out = check(
         """
