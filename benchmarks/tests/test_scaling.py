@@ -107,7 +107,7 @@ def test_a_training_in_horovods_manner_is_profiled(
 def test_shares_are_of_the_figures() -> None:
     def call(operation: str, size: int, begin: int, length: int) -> arrivals.Call:
         arrived = np.array([begin, begin], np.int64)
-        return arrivals.Call(operation, size, arrived, arrived + length, ("a", "a"))
+        return arrivals.Call(operation, size, arrived, arrived + length, ("a", "a"), (0, 1))
 
     calls = [call("allreduce", 8, 0, 30), call("allreduce", 2 << 20, 100, 50)]
     calls += [call("bcast", 8, 200, 10), call("gather", 8, 300, 10), call("barrier", 0, 400, 900)]

@@ -16,9 +16,9 @@
 // back. If its arena has no room for the copy, the call goes as with ordinary buffers on all ranks.
 //
 // Order: `fixed` gives a left fold in the order of ranks, the same bits for any arrival order, and
-// for predefined and user's operations alike. Operations that are not commutative always get it.
-// With `any`, floating-point sums of messages beyond kPostedBytes may differ from call to call in
-// their last bits (never between ranks).
+// for predefined and user's operations alike. Where an operation is not commutative ranks are always
+// combined in their order, perhaps in other brackets. With `any`, floating-point sums of messages
+// beyond kPostedBytes may differ from call to call in their last bits (never between ranks).
 //
 // Errors: a rank that dies, leaves or does not arrive within the timeout ends the communicator for
 // all: every call, on every rank, throws Error(peer) that names it. A rank that waits for other nodes

@@ -498,7 +498,8 @@ class Group(ProcessGroup):  # type: ignore[misc]
         if memory is None:
             raise UsageError(
                 f"no room for {size} bytes of shared memory; raise the group's "
-                f"GroupOptions(shared_bytes=...), now {self._options.shared_bytes}"
+                f"GroupOptions(shared_bytes=...), now {self._options.shared_bytes}, or the limits that "
+                "it keeps (ulimit -f and -v)"
             )
         return torch.from_numpy(memory).view(kind).view(shape)
 

@@ -345,7 +345,7 @@ def test_a_record_has_who_had_the_cores(image_folder: Path, tmp_path: Path) -> N
     (rank,) = runs.read(tmp_path).ranks
     found = rank.loaders[0].settings["processors"]
     assert found.cores == sorted(os.sched_getaffinity(0))
-    assert found.own > 0.3 and 0 < found.busy <= found.whole
+    assert found.own > 0.3 and 0 < found.busy < found.whole + 0.01  # differences of large numbers
 
 
 def test_cores_and_limits_are_counted(tmp_path: Path) -> None:
