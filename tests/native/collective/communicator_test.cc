@@ -712,13 +712,13 @@ TEST(Communicator, NamesCallsThatDoNotMatchWhereBothRanksLeaveEarly) {
       {broadcast(0), reduce(0)},
       {reduce(1, Algorithm::leader), reduce(0, Algorithm::leader)},
       {reduce(1, Algorithm::arrival_leader), broadcast(1)}};
-  for (const auto& [of_0, of_1] : pairs) {
+  for (const auto& pair : pairs) {
     for (const uint32_t late : {0u, 1u}) {
       run_threads(2, [&](Communicator& c) {
         int32_t value = 1;
         if (c.rank() == late) std::this_thread::sleep_for(std::chrono::milliseconds(2));
         const std::string what = error_of([&] {
-          (c.rank() == 0 ? of_0 : of_1)(c, &value);
+          (c.rank() == 0 ? pair.first : pair.second)(c, &value);
           c.barrier();
         });
         EXPECT_THAT(what, HasSubstr("the ranks do not call the same"));
