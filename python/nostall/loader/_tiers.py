@@ -182,7 +182,13 @@ class Tiers:
             UsageError: it is another source, or no view of this one.
         """
         whole, numbers = _part_of(source)
-        if whole is not self._whole and _identity(whole) != self._identity:
+        identity = self._identity if whole is self._whole else _identity(whole)
+        if identity != self._identity and identity[:-1] == self._identity[:-1]:
+            raise UsageError(
+                f"these tiers are of another data set than {source!r}, whose items may be others: give "
+                "both the same Cached, or the same version= in Cached"
+            )
+        if identity != self._identity:
             raise UsageError(
                 f"these tiers are of {self._whole!r}, and {source!r} is of another source, of other "
                 "fields= of it, or of files that were changed in between: make nostall.Tiers of what "

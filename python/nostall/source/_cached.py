@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import collections
+import functools
 import logging
 import random
+import weakref
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,9 +35,9 @@ _SPREAD = 1.25  # the room for an item whose size varies, as a multiple of the l
 _PAGE = 4096
 _ROUND = 64
 
-# How many this process has made, by what was looked at. Ranks make theirs in the same order; those of
-# other items, which only some ranks make, do not shift the numbers.
-_made: collections.Counter[str] = collections.Counter()
+# The data sets of this process that have numbers, by what was looked at. Ranks use theirs in the same
+# order; those of other items, and those that are only looked at, do not shift the numbers.
+_numbered: defaultdict[str, list[Callable[[], object]]] = defaultdict(list)
 
 
 class _Reader(SampleReader):
@@ -87,7 +89,7 @@ class Cached(Source):
             start are of one size, else a quarter more than the largest of them.
         version: names the state of the data set, as a text or a number. Tiers that are kept for later
             jobs need it: change it when an item changes. Without one, memory in `Tiers` is that of this
-            object and its copies alone.
+            `dataset` object and its copies alone.
         pickles: classes, as "module.Class", whose objects may be stored by pickle.
         start_method: of the processes, as multiprocessing has it; its default if None.
 
@@ -164,7 +166,7 @@ class Cached(Source):
             [(sample, zlib.crc32(record)) for sample, record in records.items()],
         ]
         self._key = repr(identity)
-        self._number_by(_made[self._key])
+        self._number: int | None = None
         self.native = native_source(
             _Reader(self._makers, self.room, self._name),
             sizes=np.full(samples, self.room, np.uint64),
@@ -175,10 +177,15 @@ class Cached(Source):
             made_at_once=self._makers.count,
         )
 
-    def _number_by(self, number: int) -> None:
-        _made[self._key] = max(_made[self._key], number + 1)
-        # A version says of all items whether they are the same.
-        self.numbers: tuple[int, ...] = (number,) if self.version is None else ()
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The number of its data set among those whose items looked the same; none with a version,
+        which says of all items whether they are the same."""
+        if self.version is not None:
+            return ()
+        if self._number is None:
+            self._number = _number_of(self._arguments["dataset"], _numbered[self._key])
+        return (self._number,)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """As of any source; the copy has the number of this one."""
@@ -260,5 +267,23 @@ def _reopen_as(
 ) -> Cached:
     source = reopen(*arguments)
     for number in numbers:
-        source._number_by(number)
+        source._number = number
+        given = _numbered[source._key]
+        given += [_nothing] * (number + 1 - len(given))
     return source
+
+
+def _number_of(dataset: object, given: list[Callable[[], object]]) -> int:
+    for number, other in enumerate(given):
+        if other() is dataset:
+            return number
+    try:
+        told: Callable[[], object] = weakref.ref(dataset)
+    except TypeError:  # a list, for example: it gets a new number each time
+        told = functools.partial(_nothing)
+    given.append(told)
+    return next(number for number, other in enumerate(given) if other is told)
+
+
+def _nothing() -> None:
+    return None

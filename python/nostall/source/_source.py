@@ -107,17 +107,17 @@ class Pixels:
 
 
 class ItemMaker(Protocol):
-    """Makes items of a user's data set, and says what is done with them.
+    """Makes items of a user's data set, and says what is done with them."""
 
-    `numbers` tell data sets apart of which the items that were looked at are the same, where no
-    version says whether all are.
-    """
-
-    numbers: tuple[int, ...]
     then: Callable[[Any], Any] | None
     pickles: frozenset[str]
     modules: frozenset[str]
     version: str | int | None
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """What tells data sets apart of which the items that were looked at are the same, where no
+        version says whether all are."""
 
     def make(self, sample: int) -> bytes:
         """The record of an item, made anew."""

@@ -51,7 +51,6 @@ class View(Source):
     pickles: frozenset[str]
     modules: frozenset[str]
     version: str | int | None
-    numbers: tuple[int, ...]
 
     def __init__(
         self,
@@ -74,9 +73,13 @@ class View(Source):
             self.then = self._makers[0].then
             self.pickles = self._makers[0].pickles
             self.modules = frozenset().union(*(maker.modules for maker in self._makers))
-            self.numbers = sum((maker.numbers for maker in self._makers), ())
             versions = [maker.version for maker in self._makers]
             self.version = None if None in versions else str(versions)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Those of the data sets whose items are made."""
+        return sum((maker.numbers for maker in self._makers), ())
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles the parts and the numbers: unpickling opens the parts again, and compares."""
