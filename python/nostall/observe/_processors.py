@@ -11,13 +11,14 @@ from nostall.base import _process as process
 from nostall.job._cores import quota
 
 _TICKS = os.sysconf("SC_CLK_TCK")
-# Of the columns of /proc/stat: those of guests are in the first two.
-_COLUMNS, _IDLE = 8, (3, 4)
+# Of the columns of /proc/stat: all but those of guests, which are in the first two, and those of
+# programs. Interrupts may serve anybody, this process too.
+_ALL, _OF_PROGRAMS = 8, 3
 
 
 @dataclass
 class Processors:
-    """Of the `cores` that a process may use, seconds: `whole`, `busy` with any program, and its `own`,
+    """Of the `cores` that a process may use, seconds: `whole`, `busy` with programs, and its `own`,
     also of what it started. Of the tightest CPU limit of its control groups, `limit` in cores (0 for
     none): `periods`, and those in which it held processes back, `throttled`."""
 
@@ -50,9 +51,9 @@ def count(cores: list[int] | None = None, proc: str = "/proc") -> Processors:
         for name, *columns in map(str.split, Path(proc, "stat").read_text().splitlines()):
             if name in wanted:
                 wanted.discard(name)
-                ticks = [int(column) for column in columns[:_COLUMNS]]
+                ticks = [int(column) for column in columns[:_ALL]]
                 found.whole += sum(ticks) / _TICKS
-                found.busy += (sum(ticks) - sum(ticks[i] for i in _IDLE)) / _TICKS
+                found.busy += sum(ticks[:_OF_PROGRAMS]) / _TICKS
         if wanted:  # a container that numbers its cores anew
             found.whole = found.busy = 0.0
     found.own = _own(os.getpid())
@@ -69,7 +70,7 @@ def count(cores: list[int] | None = None, proc: str = "/proc") -> Processors:
 def _own(pid: int) -> float:
     """Seconds of a process, and of those that it started and that run or that it waited for."""
     try:
-        ticks = sum(map(int, process.stat(pid)[11:15]))
+        ticks, started = sum(map(int, process.stat(pid)[11:15])), process.children(pid)
     except (OSError, ValueError):  # it has ended, or there is no /proc
         return 0.0
-    return ticks / _TICKS + sum(map(_own, process.children(pid)))
+    return ticks / _TICKS + sum(map(_own, started))

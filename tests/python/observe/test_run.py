@@ -364,7 +364,7 @@ def test_cores_and_limits_are_counted(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
     proc = str(tmp_path)
     found = processors.count([0, 2], proc)
-    assert (found.whole, found.busy) == (2 * 36.0, 2 * 27.0)  # but idle, waiting, and guests
+    assert (found.whole, found.busy) == (2 * 36.0, 2 * 6.0)  # of programs, and without guests
     assert (found.limit, found.periods, found.throttled) == (2.0, 7, 5)
     assert processors.count([0, 1], proc).whole == 0.0
 
