@@ -228,7 +228,9 @@ def _joined(parts: Sequence[Any], lists: str | None) -> Any:
         )
     if isinstance(one, Mapping):
         return {name: _joined([part[name] for part in parts], lists) for name in one}
-    if type(one) in (list, tuple) and all(isinstance(value, str | bytes) for value in one):
+    # Of items each sample has one of the texts; a tuple that collate= gives is one of fields.
+    of_samples = (list, tuple) if lists == "columns" else (list,)
+    if type(one) in of_samples and all(isinstance(value, str | bytes) for value in one):
         return type(one)(itertools.chain.from_iterable(parts))
     if isinstance(one, tuple):
         values = [_joined(column, lists) for column in zip(*parts, strict=True)]

@@ -7,7 +7,6 @@ import collections
 import contextlib
 import enum
 import functools
-import inspect
 import itertools
 import keyword
 import logging
@@ -237,7 +236,7 @@ class _Told:
     """The newest iteration of a loader, and whether an epoch was set through the sampler before it."""
 
     def __init__(self) -> None:
-        self._newest: Callable[[], Generator[Any, None, None] | None] = lambda: None
+        self._newest: Callable[[], object] = lambda: None
         self.begun = True
         self._set = self._set_before = False
         self.counts_itself = False  # the loader, whatever epochs are set through the sampler
@@ -253,13 +252,6 @@ class _Told:
         self.counts_itself |= early
         self._set = True
         return early and self._newest() is not None
-
-    def is_running(self) -> bool:
-        """Whether the newest iteration has begun, and may go on."""
-        batches = self._newest()
-        if batches is None or not self.begun:
-            return False
-        return inspect.getgeneratorstate(batches) != inspect.GEN_CLOSED
 
 
 class _Epochs:
@@ -407,15 +399,14 @@ class DataLoader:
             )  # fmt: skip
         self._begin = self._position = (0, 0)  # of the placement; of the last batch
         self._samples_taken = 0  # in the last batch handed out
-        self._resumed = self._closed = self._told_of_look = False
+        self._resumed = self._closed = False
         self._loads = 0  # of states: iterations that began before are over
         self._ended: int | None = None  # the epoch that the loaded state had just ended
-        self._turn: int | None = None  # what iterations begin with, if not with the position
+        self._turn: int | None = None  # of epochs(), behind turns of which nothing was taken
         self._loader: _native.Loader | None = None
         self._ahead: Ahead | None = None  # of the last iteration
         self._taker = weakref.ref(threading.current_thread())  # of the last batch
         self._told = _Told()
-        self._looked_at: int | None = None  # the epoch whose first batch was the last one taken
         self._recorder = Recorder(self.world.rank, self.world.world_size, self.dataset.describe)
         if self._recipe.place is not None:
             self._recorder.device = self._recipe.place.waits
@@ -624,7 +615,7 @@ class DataLoader:
         """Makes `epoch` the next one to iterate, from its first batch.
 
         An iteration that has not taken a batch yet begins there too. One that is running goes on, and
-        so does its state: the next iteration begins there; with `steps`, what follows its epoch.
+        its next batch undoes what was set: set it between iterations.
         After `load_state_dict`, setting the epoch that was interrupted keeps its position: that of
         a state taken after the last batch has no batches left.
         """
@@ -647,13 +638,10 @@ class DataLoader:
             raise UsageError(
                 f"this job of {counted(self._last_epoch, 'epoch')} has no epoch {epoch}: {remedy}"
             )
-        self._turn = self._looked_at = None
+        self._turn = None
         if self._resumed and epoch == self._ended:
             self._position = (epoch, self._plan.batches_in(epoch))
         if self._resumed and epoch == self._position[0]:
-            return
-        if self._told.is_running():
-            self._turn = epoch
             return
         self._resumed = False
         self._position = (epoch, 0)
@@ -733,7 +721,6 @@ class DataLoader:
         if self._closed:  # by another thread, which may have found nothing to stop
             self.close()
             raise StoppedError("the loader is closed")
-        self._tell_of_look(epoch)
         batches = self._plan.batches_in(epoch)
         if start < batches:
             loader.seek(epoch, start)
@@ -763,21 +750,6 @@ class DataLoader:
             self._position = self._after(epoch)
             self._resumed = False
 
-    def _tell_of_look(self, epoch: int) -> None:
-        """Warns once where the epoch before was left behind its first batch, and none was set."""
-        looked, self._looked_at = self._looked_at, None
-        if looked is None or looked != epoch - 1 or self._told_of_look:
-            return
-        if self._plan.batches_in(looked) < 2:
-            return
-        self._told_of_look = True
-        if self.world.rank == 0:
-            _log.warning(
-                "epoch %d begins, and of epoch %d one batch was taken: an iteration that is left early "
-                "counts as an epoch; call set_epoch(%d) after a look at the first batch",
-                epoch, looked, looked,
-            )  # fmt: skip
-
     def _hand_out(
         self,
         running: Any,
@@ -798,7 +770,6 @@ class DataLoader:
         taker, samples = weakref.ref(threading.current_thread()), len(one.batch)
         # What a signal raises comes before the position moves: nothing is called from here on.
         self._taker, self._samples_taken = taker, samples
-        self._looked_at = position[0] if position[1] == 1 else None
         self._resumed = False
         self._position = position
         return value
@@ -878,7 +849,7 @@ class DataLoader:
         if batch and batch == self._batches:
             self._ended = epoch
             epoch, batch = epoch + 1, 0
-        self._position, self._turn, self._looked_at = (epoch, batch), None, None
+        self._position, self._turn = (epoch, batch), None
         self._begin = (epoch, batch) if epoch < self._last_epoch else (self._last_epoch - 1, 0)
         self._resumed = True
         if self.world.rank == 0:
@@ -1053,8 +1024,8 @@ class DataLoader:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __reduce__(self) -> NoReturn:
-        """For copy.copy, copy.deepcopy and pickle."""
-        raise UsageError(
+        """For copy.copy, copy.deepcopy and pickle, and who asks whether it can be pickled."""
+        raise TypeError(
             "a DataLoader is neither copied nor pickled, for it has threads and one position: make "
             "another one of loader.dataset, which can be pickled, and load the state_dict() of this one"
         )

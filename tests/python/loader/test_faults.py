@@ -1109,7 +1109,6 @@ if child == 0:
     with nostall.DataLoader(data, 4, epochs=1) as own:
         print(sum(len(labels) for _, labels in own))
     sys.exit(0)
-loader.set_epoch(0)
 print("child", os.waitpid(child, 0)[1], "parent", sum(len(labels) for _, labels in loader))
 """
 
