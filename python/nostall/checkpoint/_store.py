@@ -831,10 +831,17 @@ class Store:
         return False
 
     def note_branch(self, branch: Branch) -> None:
-        """Makes the begin of a branch durable."""
-        self.check_owned()
-        with io_errors("note the branch in", self.root):
-            _write_durably(self._path / _BRANCH, branch.to_bytes())
+        """Makes the begin of a branch durable, unless a later one is noted already.
+
+        The threads of a drain and of a restore may do so at the same time.
+        """
+        with self._changing, io_errors("note the branch in", self.root):
+            self.check_owned()
+            there = None
+            with contextlib.suppress(Error):  # what cannot be read is of an earlier job
+                there = self.branch()
+            if there is None or there.sequence < branch.sequence:
+                _write_durably(self._path / _BRANCH, branch.to_bytes())
 
     def note_sequence(self, number: int) -> None:
         """Notes durably that a job numbers its saves from there."""

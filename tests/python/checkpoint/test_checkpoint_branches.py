@@ -15,6 +15,7 @@ import pytest
 from test_checkpointer import World, ranked
 
 import nostall
+import nostall.checkpoint._store
 from nostall import Keep
 from nostall.checkpoint._background import BackgroundWriter
 from nostall.checkpoint._format import Branch, Manifest, Part
@@ -85,6 +86,37 @@ def test_a_branch_that_a_save_has_begun_is_known_without_its_manifest(
     with nostall.Checkpointer(**{tier: tmp_path / tier}) as ckpt:
         found = ckpt.restore()
     assert found is not None and found.step == 58
+
+
+def test_the_note_of_a_drain_does_not_replace_that_of_a_later_restore(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    durable, write = tmp_path / "durable", nostall.checkpoint._store._write_durably
+    drains, restored = threading.Event(), threading.Event()
+
+    def late(path: Path, data: bytes) -> None:
+        if path == durable / "branch.json" and Branch.from_bytes(data, "").step == 55:
+            drains.set()
+            restored.wait(1)  # the restore waits for this, or is done long before
+        write(path, data)
+
+    with nostall.Checkpointer(tmp_path / "fast", durable, keep_fast=9, level="durable") as ckpt:
+        for step in (50, 60, 70):
+            ckpt.save(state_of(step), step)
+        monkeypatch.setattr(nostall.checkpoint._store, "_write_durably", late)
+        ckpt.save(state_of(55), 55, level="fast")
+        assert drains.wait(60)
+        found = ckpt.restore(50)
+        restored.set()
+    assert found is not None and found.step == 50
+    assert newest(durable) == (50, 0)
+
+
+def test_no_note_replaces_a_later_one(tmp_path: Path) -> None:
+    store = Store(tmp_path, "durable")
+    for number in (2, 1):
+        store.note_branch(Branch(number, (), number, "a"))
+    assert store.branch() == Branch(2, (), 2, "a")
 
 
 def test_what_a_restore_goes_back_to_is_not_retired_before_its_branch_is_noted(
