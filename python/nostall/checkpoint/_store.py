@@ -69,6 +69,8 @@ _FAILED_REMOVALS = 2
 _WORDS_PER_SECOND = 2000
 # How often other ranks may find a step's directory empty, and remove it, before a file is in it.
 _REMOVALS = 100
+# How often rank 0 tries to remove its mark of a complete save, for which the other ranks wait.
+_LIFTS = 3
 
 _log = logging.getLogger("nostall")
 
@@ -1115,12 +1117,25 @@ class Store:
         if manifest.world_size > 1:
             mark = self._taken(manifest, 0)
             with contextlib.suppress(Error, OSError):
+                if complete:
+                    self._lift(mark)
+                    return
                 self.check_owned()
-                if not complete:
-                    word = json.dumps(reason).encode()
-                    _tell(self._abort(manifest) if certain else mark, word)
+                word = json.dumps(reason).encode()
+                _tell(self._abort(manifest) if certain else mark, word)
                 if certain:
                     _unlink([mark])
+
+    def _lift(self, mark: Path) -> None:
+        """Removes the mark of a complete save, or says in it that it is complete."""
+        for _ in range(_LIFTS):
+            with contextlib.suppress(OSError):
+                self.check_owned()
+                _unlink([mark])
+                return
+            time.sleep(self._look_seconds)
+        self.check_owned()
+        _tell(mark, json.dumps(True).encode())
 
     def _decided(self, manifest: Manifest, rank: int, mine: Part | str | None) -> str | None:
         """What `commit` returns or raises, once rank 0 has decided."""
@@ -1144,13 +1159,19 @@ class Store:
             if left:
                 with self._note(manifest, rank).open():
                     return False
+        if doubt := self._doubt(manifest):
+            raise part_stays(doubt, rank)
+        return doubt is None
+
+    def _doubt(self, manifest: Manifest) -> str | None:
+        """Why rank 0 does not know whether the manifest is on its device; "" while it is about to see,
+        None where it says no more of it."""
         try:
             word = self._taken(manifest, 0).read_bytes()
         except FileNotFoundError:
-            return True
-        if word:  # why rank 0 does not know whether the manifest is on its device
-            raise part_stays(str(json.loads(word)), rank)
-        return False
+            return None
+        said = json.loads(word or b'""')
+        return None if said is True else str(said)
 
     def _give_up(self, manifest: Manifest, rank: int, mine: Part | str | None, reason: str) -> str:
         """The end of a rank's wait: `reason`, or PeerError where rank 0 may still complete it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import itertools
 import json
 import os
 import shutil
@@ -2405,6 +2406,28 @@ def test_no_rank_acknowledges_a_save_before_rank_0_has_synced_its_rename(
     thread.join()
     left = [name for name in os.listdir(store.directory(1)) if name.startswith("taken-00000")]
     assert len(left) == fails  # why rank 0 does not know, until the next job begins
+
+
+@pytest.mark.parametrize("times", [1, 1000])
+def test_a_mark_that_cannot_be_removed_at_once_keeps_no_rank_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    store, unlink, tries = Store(tmp_path, "durable"), os.unlink, itertools.count()
+    manifest = Manifest(1, "aaaaaaaa-000001", 2, ())
+    parts = [Part(rank, part_name(rank, manifest.id), 0, ()) for rank in range(2)]
+    mark = store._taken(manifest, 0)
+
+    def failing(path: Path) -> None:
+        if path == mark and next(tries) < times:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        unlink(path)
+
+    store.prepare(1)
+    store._note(manifest, 1).write_bytes(json.dumps(parts[1].to_dict()).encode())
+    monkeypatch.setattr(os, "unlink", failing)
+    assert store.commit(manifest, 0, parts[0], timeout=60) == ""
+    assert store._decided(manifest, 1, parts[1]) == ""
+    assert mark.exists() == (times > 1)
 
 
 def test_a_file_system_without_locks_is_named_and_used(
