@@ -28,7 +28,7 @@ from nostall.checkpoint._lineage import is_past
 from nostall.checkpoint._nodes import Nodes
 from nostall.checkpoint._place import Copy, LostStoreError, Pacing
 from nostall.checkpoint._saved import Drain, Job, Level, Saved, Settings
-from nostall.checkpoint._store import Store, part_name
+from nostall.checkpoint._store import Store, is_full, part_name
 from nostall.errors import CorruptionError, Error, IoError, StoppedError
 from nostall.observe import trace
 
@@ -459,7 +459,7 @@ class BackgroundWriter:
                     functools.partial(self._write_file, store, job, snapshot, path),
                 )
             except OSError as error:
-                if store is not self.fast or self._cleans or not _is_full(error):
+                if store is not self.fast or self._cleans or not is_full(error):
                     raise
                 with contextlib.suppress(OSError):
                     path.unlink()  # the rank that makes room counts what is free
@@ -910,8 +910,3 @@ def _beside_removals(store: Store, step: int, write: Callable[[], T]) -> T:
         if gone:
             store.make_step(step)
     return write()
-
-
-def _is_full(error: OSError) -> bool:
-    """Whether there is no room."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -129,9 +129,18 @@ def io_errors(doing: str, path: str | os.PathLike[str]) -> Iterator[None]:
         raise failed from error
 
 
+def is_full(error: OSError) -> bool:
+    """Whether there is no room."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 def sync_directory(path: Path) -> None:
     """Makes the names in a directory durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    _sync(path, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _sync(path: Path, flags: int) -> None:
+    fd = os.open(path, flags)
     try:
         os.fsync(fd)
     finally:
@@ -817,13 +826,34 @@ class Store:
                 found = self._read_each(manifest.step, (_MANIFEST, _aside(manifest.id)))
                 its = (entry.name for entry in self._counting(found) if entry.id == manifest.id)
                 path = directory / next(its, _aside(manifest.id))  # gone: the read says so
-                _write_durably(path, path.read_bytes())
+                self._rewrite(path, manifest.id)
             elif manifest.id in self._synced:
                 raise OSError(errno.EIO, "an fsync of it has failed before")
+            elif (doubt := self._doubt(manifest)) is not None:
+                # This process's fsync may write nothing after one of rank 0's that failed.
+                raise OSError(errno.EIO, doubt or "rank 0 has not synced it yet")
             else:
                 sync_directory(directory)
             sync_directory(self._path)
             self._synced[manifest.id] = True
+            if self._lock is not None:
+                self._decide(manifest, complete=True, certain=True, reason="")
+
+    def _rewrite(self, path: Path, id: str) -> None:
+        """Makes the rename of a manifest durable by another one.
+
+        Where no new bytes are taken an fsync does, unless one has failed in this process: else nothing
+        that is there would count, and no fast copy could make room.
+        """
+        data, before, failed = path.read_bytes(), _identity(path), id in self._synced
+        self._synced[id] = False
+        try:
+            _write_durably(path, data)
+        except OSError as error:
+            if failed or not is_full(error) or _identity(path) != before:
+                raise
+            _sync(path, os.O_RDONLY)
+            sync_directory(path.parent)
 
     def is_durable(self, manifest: Manifest) -> bool:
         """Whether a manifest that was found is, or could be made so."""

@@ -1420,6 +1420,72 @@ def test_a_rename_that_an_earlier_job_has_not_synced_is_not_durable(
         assert fast.steps() == left
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_what_a_full_storage_has_is_durable_unless_a_sync_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    two_tiers(tmp_path)
+    synced, synchronize = [], os.fsync
+
+    def note(fd: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{fd}")))
+        synchronize(fd)
+
+    store = Store(tmp_path / "durable", "durable")
+    store.own()
+    manifest = store.manifests()[0]
+    directory = store.directory(manifest.step)
+    failing = Raising(OSError(number, os.strerror(number)))
+    monkeypatch.setattr(nostall.checkpoint._store, "_write_durably", failing)
+    monkeypatch.setattr(os, "fsync", note)
+    assert store.is_durable(manifest) == (number != errno.EIO)
+    if number == errno.EIO:
+        failing.error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        assert not store.is_durable(manifest)
+    else:
+        assert synced == [directory / "manifest.json", directory, store.root]
+
+
+def test_a_rename_whose_sync_says_that_the_storage_is_full_is_not_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two_tiers(tmp_path)
+    store = Store(tmp_path / "durable", "durable")
+    store.own()
+    sync, left = nostall.checkpoint._store.sync_directory, [1]
+
+    def full_once(path: Path) -> None:
+        if left and left.pop():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(path)
+
+    monkeypatch.setattr(nostall.checkpoint._store, "sync_directory", full_once)
+    assert not store.is_durable(store.manifests()[0])
+    assert store.is_durable(store.manifests()[0])  # renamed anew
+
+
+def test_a_rank_that_does_not_own_the_storage_takes_no_manifest_for_durable_before_rank_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, other = (Store(tmp_path, "durable") for _ in range(2))
+    owner.own()
+    disk = Unsynced(monkeypatch, tmp_path)
+    manifest = Manifest(1, "aaaaaaaa-000001", 2, (), replicated=True)
+    owner.prepare(1)
+    with pytest.raises(IoError):
+        owner.commit(manifest, 0, Part(0, part_name(0, manifest.id), 0, ()), timeout=60)
+    disk.broken = False
+    with pytest.raises(IoError, match="Input/output error"):
+        other.confirm(manifest)
+    owner._taken(manifest, 0).write_bytes(b"")
+    with pytest.raises(IoError, match="rank 0 has not synced it yet"):
+        other.confirm(manifest)
+    owner.confirm(manifest)
+    assert other.is_durable(manifest)
+    owner._taken(manifest, 0).write_bytes(b"true")
+    assert Store(tmp_path, "durable").is_durable(manifest)
+
+
 def test_room_is_made_without_a_look_at_the_durable_storage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
