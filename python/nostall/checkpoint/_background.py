@@ -11,7 +11,6 @@ import dataclasses
 import errno
 import functools
 import logging
-import math
 import threading
 import time
 from collections import deque
@@ -87,7 +86,7 @@ class BackgroundWriter:
         self._waiting = 0  # threads that wait for all drains
         self._writing: tuple[int, _native.SnapshotWrite] | None = None
         self._copying: tuple[str, Copy] | None = None
-        # When the writer last waited for other ranks, while its storage answered; infinite: it does so.
+        # Until when the writer has waited for other ranks, or may, while its own storage answers.
         self._met = 0.0
         self._stopping = False
         self._threads: dict[str, threading.Thread] = {}
@@ -415,8 +414,7 @@ class BackgroundWriter:
         certain = True
         try:
             if nodes is not None:
-                self._met = math.inf if self.rank else 0.0  # it waits for rank 0's answer alone
-                outcome = nodes.commit(manifest, mine, self._is_stopped)
+                outcome = nodes.commit(manifest, mine, self._is_stopped, self._meets)
                 reason, certain, job.complete = outcome[:3]
                 if outcome.problem:
                     self._say(job.saved, outcome.problem)
@@ -432,7 +430,7 @@ class BackgroundWriter:
             reason = words_of(error)
             certain = nodes is None and self.rank == 0 and store.lacks(manifest)
         finally:
-            self._met = time.monotonic()
+            self._meets()
         if reason and certain and isinstance(mine, Part):
             store.discard(manifest.step, name)
             if nodes is not None:
@@ -441,8 +439,12 @@ class BackgroundWriter:
 
     def _is_stopped(self) -> bool:
         """Asked again and again while the writer waits for other ranks."""
-        self._met = time.monotonic()
+        self._meets()
         return self._stopping
+
+    def _meets(self, seconds: float = 0.0) -> None:
+        """The writer waits for other ranks, for so many more seconds at most."""
+        self._met = time.monotonic() + seconds
 
     def _write_part(
         self, store: Store, job: Job, snapshot: _native.Snapshot, name: str

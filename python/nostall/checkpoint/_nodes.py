@@ -354,9 +354,17 @@ class Nodes:
     # ------------------------------------------------------------------ completing
 
     def commit(
-        self, manifest: Manifest, mine: Part | str | None, stopped: Callable[[], bool]
+        self,
+        manifest: Manifest,
+        mine: Part | str | None,
+        stopped: Callable[[], bool],
+        waiting: Callable[[float], None] = lambda seconds: None,
     ) -> Outcome:
-        """As `Store.commit`: all ranks' parts become one checkpoint, or none does."""
+        """As `Store.commit`: all ranks' parts become one checkpoint, or none does.
+
+        `waiting` is told for how many seconds at most the call now waits for rank 0's answer alone; 0:
+        it does so no more.
+        """
         if isinstance(mine, Part):  # its name is to survive a power cut too, once it is reported
             try:
                 sync_directory(self.store.directory(manifest.step))
@@ -364,7 +372,7 @@ class Nodes:
                 mine = f"{self.store.directory(manifest.step)} cannot be synced: {error.strerror}"
         note = {"failed": mine} if isinstance(mine, str) else mine and mine.to_dict()
         if self.rank != 0:
-            return self._ask_for_outcome(manifest, note)
+            return self._ask_for_outcome(manifest, note, waiting)
         self._take_note(manifest.id, 0, note)
         try:
             outcome = self._decide(manifest, stopped)
@@ -379,14 +387,19 @@ class Nodes:
             self._changed.notify_all()
         return outcome
 
-    def _ask_for_outcome(self, manifest: Manifest, note: Any) -> Outcome:
-        told = False
+    def _ask_for_outcome(
+        self, manifest: Manifest, note: Any, waiting: Callable[[float], None]
+    ) -> Outcome:
+        told, limit = False, self._timeout + 40
         try:
-            stream = connect(self.addresses[0], self._secret, self._timeout + 40)
-            with contextlib.closing(stream):
-                told = True
-                stream.send({"ask": "note", "id": manifest.id, "rank": self.rank, "note": note})
-                answer = stream.receive()
+            waiting(limit)
+            try:
+                with contextlib.closing(connect(self.addresses[0], self._secret, limit)) as stream:
+                    told = True
+                    stream.send({"ask": "note", "id": manifest.id, "rank": self.rank, "note": note})
+                    answer = stream.receive()
+            finally:
+                waiting(0.0)
             if "reason" not in answer:
                 raise PeerError(f"rank 0 answers {answer}")
             if "manifest" not in answer:

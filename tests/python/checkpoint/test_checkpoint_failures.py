@@ -22,6 +22,7 @@ from test_checkpointer import World, ranked, steps_in
 import nostall
 import nostall.checkpoint._background
 import nostall.checkpoint._checkpointer
+import nostall.checkpoint._nodes
 import nostall.checkpoint._saved
 import nostall.checkpoint._store
 from nostall import _native
@@ -376,6 +377,29 @@ def test_a_save_waits_for_the_one_before_as_long_as_its_patience(
     assert steps_in(tmp_path) == [1]
 
 
+@pytest.mark.parametrize(
+    ("met", "waits"), [([], [10]), ([0, 0, 0], [10, 10, 10, 10]), ([25], [10, 10, 10, 10, 5])]
+)
+def test_patience_counts_from_when_no_other_rank_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, met: list[float], waits: list[float]
+) -> None:
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(nostall.checkpoint._background, "time", clock)
+    engine = BackgroundWriter(None, None, 0, Settings(Keep(5), patience=10))
+    waited = []
+
+    def wait_for(free: Any, seconds: float) -> bool:
+        waited.append(seconds)
+        clock.now += seconds
+        if met:
+            engine._meets(met.pop())
+        return bool(free())
+
+    monkeypatch.setattr(engine._lock, "wait_for", wait_for)
+    assert engine.take_snapshot() is None
+    assert waited == waits
+
+
 @pytest.mark.parametrize("each", [False, True])
 @pytest.mark.parametrize("last", [0, 1])
 def test_a_rank_that_is_late_makes_no_other_one_give_a_save_up(
@@ -386,19 +410,51 @@ def test_a_rank_that_is_late_makes_no_other_one_give_a_save_up(
     def work(rank: int, gather: Any) -> list[list[str]]:
         fast = tmp_path / f"fast-{rank if each else 0}"
         with nostall.Checkpointer(
-            fast, rank=rank, world_size=2, gather=gather, patience=0.2, timeout=60
+            fast, rank=rank, world_size=2, gather=gather, patience=60, timeout=60
         ) as ckpt:
             if rank == last:
                 assert late.wait(60)
             for step in (1, 2):
                 if rank != last and step == 2:
-                    threading.Timer(1.0, late.set).start()
+                    deadline = time.monotonic() + 60
+                    while not ckpt._background._met:  # the wait is known as one for ranks
+                        assert time.monotonic() < deadline
+                        time.sleep(0.01)
+                    late.set()
                 ckpt.save(state_of(step), step)
             for saved in ckpt.history:
                 saved.wait("fast", 60)
             return [saved.problems for saved in ckpt.history]
 
     assert World(2).run(work) == [[[], []], [[], []]]
+
+
+def test_a_rank_whose_own_storage_hangs_does_not_count_as_waiting_for_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_up, sync = threading.Event(), nostall.checkpoint._nodes.sync_directory
+
+    def hang(path: Path) -> None:
+        if tmp_path / "fast-1" in path.parents:
+            given_up.wait(20)
+        sync(path)
+
+    def work(rank: int, gather: Any) -> bool:
+        with nostall.Checkpointer(
+            tmp_path / f"fast-{rank}", rank=rank, world_size=2, gather=gather,
+            patience=0.01 if rank else 60, timeout=60,
+        ) as ckpt:  # fmt: skip
+            for step in (1, 2):
+                ckpt.save(state_of(step), step)
+            if rank:
+                given_up.set()
+            ckpt.wait(60)
+            ckpt.save(state_of(3), 3, level="fast")
+            (second,) = (saved for saved in ckpt.history if saved.step == 2)
+            return "its storage hangs" in str(second.problems)
+
+    monkeypatch.setattr(nostall.checkpoint._nodes, "sync_directory", hang)
+    assert World(2).run(work)[1] is True
 
 
 def test_a_level_is_never_lowered() -> None:
@@ -1388,11 +1444,11 @@ def test_a_save_whose_rename_is_not_synced_is_not_durable(
                 ckpt.wait()
         assert saved.level == "fast"
         (manifest,) = (tmp_path / "durable").glob("step-*/manifest.json")
-        before = manifest.stat().st_ctime_ns
-        disk.broken = False
-        ckpt.wait()
-        assert saved.level == "durable"
-        assert manifest.stat().st_ctime_ns > before  # renamed anew
+        with manifest.open() as before:  # so that no other file gets its number
+            disk.broken = False
+            ckpt.wait()
+            assert saved.level == "durable"
+            assert not os.path.samestat(os.fstat(before.fileno()), manifest.stat())  # renamed anew
 
 
 def test_no_storage_has_a_save_whose_rename_is_not_synced(
