@@ -731,6 +731,11 @@ class ObjectStore(Store):
         self._remove(step, lambda match: match["id"] == id)
 
     def remove_step(self, step: int) -> None:
+        self.check_owned()
+        while (begun := self._begun_by(self.saves(step))) is not None:
+            notes = (name for name in self._list(_BRANCHES) if name.endswith(".json"))
+            its = [name for name in notes if name.startswith(f"{begun.sequence:020d}.")]
+            self._delete(self.key(_BRANCHES, name) for name in its)
         self._remove(step, lambda match: True)
 
     def _remove(self, step: int, chosen: Callable[[re.Match[str]], bool]) -> None:

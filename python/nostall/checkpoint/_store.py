@@ -898,6 +898,15 @@ class Store:
             self._synced.pop(id, None)
             self._leave(step)
 
+    def _begun_by(self, entries: Iterable[Entry]) -> Branch | None:
+        """The note of a branch, if one of these saves has left it. That of a restore has a number of
+        its own."""
+        there = None
+        with contextlib.suppress(CorruptionError):
+            there = self.branch()
+        its = {(e.id, e.manifest.sequence) for e in entries if e.manifest is not None}
+        return there if there is not None and (there.id, there.sequence) in its else None
+
     def _leave(self, step: int) -> None:
         """Removes a step's directory if nothing is in it, and nothing is about to be."""
         with self._changing, contextlib.suppress(OSError):
@@ -905,12 +914,18 @@ class Store:
                 os.rmdir(self.directory(step))
 
     def remove_step(self, step: int) -> None:
-        """All saves of a step, damaged ones too; a user's files stay."""
+        """All saves of a step, damaged ones too, and the note of a branch that one of them has begun:
+        this is how they are undone. What else is there stays."""
         directory = self.directory(step)
-        with io_errors("remove the checkpoint in", directory):
+        with self._changing, io_errors("remove the checkpoint in", directory):
             names = self._names(step)
             entries = self._read_each(step, _manifests_in(names))
             ours = set(filter(_OURS.fullmatch, names))
+            if (
+                self._begun_by(entries) is not None
+            ):  # first: alone it would give up all that it names
+                _unlink([self._path / _BRANCH])
+                sync_directory(self._path)
             _take_away(directory, [entry.name for entry in entries], _parts_of(entries) | ours)
             self._leave(step)
 

@@ -356,6 +356,20 @@ def test_a_damaged_note_is_said_and_what_was_saved_since_counts(
         assert found is not None and found.step == 3
 
 
+def test_a_save_that_is_removed_by_hand_gives_nothing_up(tmp_path: Path) -> None:
+    run(tmp_path, (50, 60, 70))
+    run(tmp_path, (1,))  # without a restore, by mistake
+    assert (tmp_path / "branch.json").exists()
+    assert main(["checkpoints", "rm", "--step", "1", str(tmp_path)]) == 0
+    assert newest(tmp_path) == (70, 0)
+    run(tmp_path, (), back_to=60)
+    assert main(["checkpoints", "rm", "--step", "70", str(tmp_path)]) == 0
+    run(tmp_path, (70,), value=1)
+    assert main(["checkpoints", "rm", "--step", "60", str(tmp_path)]) == 0
+    note = Store(tmp_path, "durable").branch()  # of the restore, not of the save
+    assert note is not None and note.step == 60
+
+
 def test_branches_in_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = str(tmp_path)
     run(tmp_path, (1, 2, 3))

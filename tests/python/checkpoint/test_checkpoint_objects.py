@@ -1382,6 +1382,25 @@ def test_what_says_that_an_attempt_is_given_up_is_kept_until_its_parts_are_gone(
     assert keys(bucket) == []
 
 
+def test_a_save_that_is_removed_by_hand_takes_its_note_of_a_branch_along(
+    bucket: Any, url: str, tmp_path: Path
+) -> None:
+    store = store_at(url)
+    store.own()
+    manifest, path = one_part(tmp_path)
+    before = Branch(store._first, (), 1, "bbbbbbbb-000001")
+    store.note_branch(before)
+    number, abandoned = store._first + 1, ((1, store._first),)
+    begun = dataclasses.replace(manifest, sequence=number, abandoned=abandoned)
+    copy_all(store, begun, copying(store, path))
+    assert store.branch() == Branch(number, abandoned, 1, ID)
+    store.remove(1, ID)  # of retention
+    assert store.branch() == Branch(number, abandoned, 1, ID)
+    copy_all(store, begun, copying(store, path))
+    store.remove_step(1)
+    assert store.branch() == before
+
+
 def test_what_only_the_fast_directory_had_retires_nothing(
     proxy: Proxy, make: Any, url: str
 ) -> None:
