@@ -93,6 +93,7 @@ class ObjectStore(Store):
         self._mine: set[str] = set()  # names of manifests that this job has put
         self._given_up: dict[int, list[tuple[int, str]]] = {}
         self._told: Ranges = ()
+        self._untold = False
 
     # ------------------------------------------------------------------ requests
 

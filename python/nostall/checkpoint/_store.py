@@ -294,6 +294,7 @@ class Store:
         # Whether the manifests that this process has renamed are known to be on their device, by ids.
         self._synced: dict[str, bool] = {}
         self._told: Ranges = ()  # what the note of a branch gives up, as far as it is known
+        self._untold = False  # whether it has failed to say so
 
     def __repr__(self) -> str:
         return f"Store({str(self.root)!r}, {self.kind!r})"
@@ -805,9 +806,12 @@ class Store:
                 self.note_branch(
                     Branch(complete.sequence, complete.abandoned, complete.step, complete.id)
                 )
-            self._told = complete.abandoned
+            self._told, self._untold = complete.abandoned, False
         except (Error, OSError) as error:
-            _log.warning("only its manifest says where step %d goes on: %s", complete.step, error)
+            if not self._untold:  # else it was said of a save before
+                self._untold = True
+                words = "only the manifests of step %d and later ones say where they go on: %s"
+                _log.warning(words, complete.step, error)
 
     def confirm(self, manifest: Manifest) -> None:
         """Makes a manifest that was found durable, which a rename alone does not.

@@ -25,7 +25,7 @@ from nostall.checkpoint._saved import Job
 from nostall.checkpoint._search import Search
 from nostall.checkpoint._store import Store, part_name
 from nostall.cli import main
-from nostall.errors import CorruptionError, UsageError
+from nostall.errors import CorruptionError, IoError, UsageError
 
 # What releases have written: a file of each version of the formats.
 MANIFEST_1 = (
@@ -189,6 +189,24 @@ def test_a_begin_that_cannot_be_noted_is_told_and_is_in_the_next_save(
     assert newest(tmp_path) == (5, 0)
     run(tmp_path, (4,), value=1, back_to=3)
     assert newest(tmp_path) == (4, 1)
+
+
+def test_a_note_that_cannot_be_read_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unread(_: Store) -> None:
+        raise IoError("cannot read branch.json")
+
+    run(tmp_path, (5,))
+    with nostall.Checkpointer(durable=tmp_path, level="durable", keep=9) as ckpt:
+        with monkeypatch.context() as broken:
+            broken.setattr(Store, "branch", unread)
+            for step in (1, 2, 3):
+                ckpt.save(state_of(step), step)
+        assert caplog.text.count("only the manifests of step") == 1
+        ckpt.save(state_of(4), 4)
+    note = Store(tmp_path, "durable").branch()
+    assert note is not None and note.step == 4
 
 
 def test_a_save_below_the_newest_step_begins_a_branch(tmp_path: Path) -> None:
