@@ -11,7 +11,7 @@ import re
 import sys
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -250,40 +250,49 @@ class Manifest:
 class Branch:
     """The note that a training went back to the checkpoint `id` of `step`, before its next save.
 
-    It holds a number in the order of saves, and which lower numbers are given up.
+    It holds a number in the order of saves, and which lower numbers are given up. That of a save that
+    begins a branch has the note whose place it took, for when the save is removed.
     """
 
     sequence: int
     abandoned: Ranges
     step: int
     id: str
+    before: Branch | None = field(default=None, compare=False)
 
     def to_bytes(self) -> bytes:
         """JSON with a checksum of its own."""
-        return _sealed(
-            {
-                "format": BRANCH_FORMAT,
-                "version": BRANCH_VERSION,
-                "sequence": self.sequence,
-                "abandoned": [list(r) for r in self.abandoned],
-                "step": self.step,
-                "id": self.id,
-            }
-        )
+        before = {} if self.before is None else {"before": self.before._values()}
+        return _sealed({**self._values(), **before})
+
+    def _values(self) -> dict[str, Any]:
+        return {
+            "format": BRANCH_FORMAT,
+            "version": BRANCH_VERSION,
+            "sequence": self.sequence,
+            "abandoned": [list(r) for r in self.abandoned],
+            "step": self.step,
+            "id": self.id,
+        }
 
     @staticmethod
     def from_bytes(data: bytes, where: str) -> Branch:
         """Raises CorruptionError, with `where`, for anything that to_bytes did not write."""
         try:
             values = _opened(data, BRANCH_FORMAT, BRANCH_VERSION)
-            return Branch(
-                int(values["sequence"]),
-                checked(values["abandoned"]),
-                int(values["step"]),
-                str(values["id"]),
-            )
+            before = _branch(values["before"]) if "before" in values else None
+            return replace(_branch(values), before=before)
         except UNREADABLE as error:
             raise CorruptionError(f"{where} is damaged: {error}") from error
+
+
+def _branch(values: dict[str, Any]) -> Branch:
+    return Branch(
+        int(values["sequence"]),
+        checked(values["abandoned"]),
+        int(values["step"]),
+        str(values["id"]),
+    )
 
 
 def _sealed(values: dict[str, Any]) -> bytes:

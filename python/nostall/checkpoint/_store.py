@@ -803,9 +803,8 @@ class Store:
             there = self.branch()
             older = there is None or there.sequence < complete.sequence
             if older and (there is None or there.abandoned != complete.abandoned):
-                self.note_branch(
-                    Branch(complete.sequence, complete.abandoned, complete.step, complete.id)
-                )
+                begun = Branch(complete.sequence, complete.abandoned, complete.step, complete.id)
+                self.note_branch(dataclasses.replace(begun, before=there))
             self._told, self._untold = complete.abandoned, False
         except (Error, OSError) as error:
             if not self._untold:  # else it was said of a save before
@@ -925,11 +924,13 @@ class Store:
             names = self._names(step)
             entries = self._read_each(step, _manifests_in(names))
             ours = set(filter(_OURS.fullmatch, names))
-            if (
-                self._begun_by(entries) is not None
-            ):  # first: alone it would give up all that it names
-                _unlink([self._path / _BRANCH])
-                sync_directory(self._path)
+            if (begun := self._begun_by(entries)) is not None:
+                # First: alone it would give up all that it names.
+                if begun.before is not None:
+                    _write_durably(self._path / _BRANCH, begun.before.to_bytes())
+                else:
+                    _unlink([self._path / _BRANCH])
+                    sync_directory(self._path)
             _take_away(directory, [entry.name for entry in entries], _parts_of(entries) | ours)
             self._leave(step)
 
@@ -1165,8 +1166,9 @@ class Store:
         """Notifies the other ranks; of a complete checkpoint its manifest does, without the mark."""
         if manifest.world_size > 1:
             mark = self._taken(manifest, 0)
-            with contextlib.suppress(Error, OSError):
-                if complete:
+            with self._changing, contextlib.suppress(Error, OSError):
+                # What failed after it was on its device, or was made again since, is complete.
+                if complete or (not certain and self._synced.get(manifest.id)):
                     self._lift(mark)
                     return
                 self.check_owned()

@@ -386,6 +386,10 @@ def test_a_save_that_is_removed_by_hand_gives_nothing_up(tmp_path: Path) -> None
     assert main(["checkpoints", "rm", "--step", "60", str(tmp_path)]) == 0
     note = Store(tmp_path, "durable").branch()  # of the restore, not of the save
     assert note is not None and note.step == 60
+    run(tmp_path, (5,))
+    assert main(["checkpoints", "rm", "--step", "5", str(tmp_path)]) == 0
+    assert Store(tmp_path, "durable").branch() == note  # what was restored before still holds
+    assert newest(tmp_path) == (70, 1)
 
 
 def test_branches_in_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
