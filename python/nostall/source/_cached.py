@@ -9,6 +9,7 @@ import weakref
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -35,9 +36,11 @@ _SPREAD = 1.25  # the room for an item whose size varies, as a multiple of the l
 _PAGE = 4096
 _ROUND = 64
 
-# The data sets of this process that have numbers, by what was looked at. Ranks use theirs in the same
-# order; those of other items, and those that are only looked at, do not shift the numbers.
+# The data sets of this process, by what was looked at. Ranks make theirs in the same order; those of
+# other items, which only some ranks make, do not shift the numbers.
 _numbered: defaultdict[str, list[Callable[[], object]]] = defaultdict(list)
+# Those of the one that is copied, while its copy opens the data set again.
+_of_copy: ContextVar[tuple[int, ...]] = ContextVar("_of_copy", default=())
 
 
 class _Reader(SampleReader):
@@ -165,8 +168,12 @@ class Cached(Source):
             self.version,
             [(sample, zlib.crc32(record)) for sample, record in records.items()],
         ]
-        self._key = repr(identity)
-        self._number: int | None = None
+        # A version says of all items whether they are the same.
+        self.numbers: tuple[int, ...] = ()
+        if self.version is None:
+            self.numbers = _of_copy.get() or _number_of(
+                self._arguments["dataset"], _numbered[repr(identity)]
+            )
         self.native = native_source(
             _Reader(self._makers, self.room, self._name),
             sizes=np.full(samples, self.room, np.uint64),
@@ -176,16 +183,6 @@ class Cached(Source):
             bounded=True,
             made_at_once=self._makers.count,
         )
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """The number of its data set among those whose items looked the same; none with a version,
-        which says of all items whether they are the same."""
-        if self.version is not None:
-            return ()
-        if self._number is None:
-            self._number = _number_of(self._arguments["dataset"], _numbered[self._key])
-        return (self._number,)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """As of any source; the copy has the number of this one."""
@@ -265,24 +262,23 @@ class Cached(Source):
 def _reopen_as(
     numbers: tuple[int, ...], reopen: Callable[..., Cached], arguments: tuple[Any, ...]
 ) -> Cached:
-    source = reopen(*arguments)
-    for number in numbers:
-        source._number = number
-        given = _numbered[source._key]
-        given += [_nothing] * (number + 1 - len(given))
-    return source
+    before = _of_copy.set(numbers)
+    try:
+        return reopen(*arguments)
+    finally:
+        _of_copy.reset(before)
 
 
-def _number_of(dataset: object, given: list[Callable[[], object]]) -> int:
+def _number_of(dataset: object, given: list[Callable[[], object]]) -> tuple[int]:
     for number, other in enumerate(given):
         if other() is dataset:
-            return number
+            return (number,)
     try:
         told: Callable[[], object] = weakref.ref(dataset)
     except TypeError:  # a list, for example: it gets a new number each time
         told = functools.partial(_nothing)
     given.append(told)
-    return next(number for number, other in enumerate(given) if other is told)
+    return (next(number for number, other in enumerate(given) if other is told),)
 
 
 def _nothing() -> None:
