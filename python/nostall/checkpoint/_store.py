@@ -294,7 +294,7 @@ class Store:
         # Whether the manifests that this process has renamed are known to be on their device, by ids.
         self._synced: dict[str, bool] = {}
         self._told: Ranges = ()  # what the note of a branch gives up, as far as it is known
-        self._untold = False  # whether it has failed to say so
+        self._untold = False  # whether the last note of a branch could not be made
 
     def __repr__(self) -> str:
         return f"Store({str(self.root)!r}, {self.kind!r})"
@@ -1216,7 +1216,7 @@ class Store:
 
     def _doubt(self, manifest: Manifest) -> str | None:
         """Why rank 0 does not know whether the manifest is on its device; "" while it is about to see,
-        None where it says no more of it."""
+        None where it has left no mark, or says in it that the save is complete."""
         try:
             word = self._taken(manifest, 0).read_bytes()
         except FileNotFoundError:

@@ -1203,7 +1203,7 @@ class DataLoader:
                 cluster.check_alike(self.world, self._twins, self._alike())
                 self._compared = True
             met = self._cluster = self._join()
-            self._tell_of_second()  # now that one whose name was given to this is gone
+            self._tell_of_second()  # not before: what this one replaces is gone by now
             job_name = self._job
             if met is not None:
                 # Nodes on one machine, by NOSTALL_NODE, do not share memory.

@@ -114,7 +114,8 @@ def waited(part: Future[Any] | Answer) -> Any:
     """What a part of the work gives.
 
     Raises:
-        Unanswered: nothing. A user's collate= may raise what that comes of.
+        Unanswered: there is no result. Errors of the executor's own kinds may also come from collate=,
+            which is not called here.
     """
     try:
         return part.result()

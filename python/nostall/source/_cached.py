@@ -39,7 +39,7 @@ _ROUND = 64
 # The data sets of this process, by what was looked at. Ranks make theirs in the same order; those of
 # other items, which only some ranks make, do not shift the numbers.
 _numbered: defaultdict[str, list[Callable[[], object]]] = defaultdict(list)
-# Those of the one that is copied, while its copy opens the data set again.
+# The numbers of a Cached that is copied, while its copy opens the data set again.
 _of_copy: ContextVar[tuple[int, ...]] = ContextVar("_of_copy", default=())
 
 
@@ -185,7 +185,7 @@ class Cached(Source):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As of any source; the copy has the number of this one."""
+        """As for any source; the copy has the numbers of this one."""
         return _reopen_as, (self.numbers, *super().__reduce__())
 
     def _look_at(self, samples: int) -> dict[int, bytes]:
