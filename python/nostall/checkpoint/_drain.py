@@ -41,7 +41,7 @@ def copy_all(durable: Store, manifest: Manifest, copy: Callable[[Part, str], Non
             begun.append(names[part.name])
             copy(part, names[part.name])
         copied = True
-        durable.publish(dataclasses.replace(manifest, parts=copies))
+        durable.publish_alone(dataclasses.replace(manifest, parts=copies))
     except BaseException:
         with contextlib.suppress(IoError):  # then they may be named
             if not copied or _is_as(before, durable, manifest):

@@ -706,6 +706,9 @@ class ObjectStore(Store):
             self.check_owned()
             self._delete(self.key(_step(there.step), e.name) for e in entries)
 
+    def publish_alone(self, manifest: Manifest) -> None:
+        self.publish(manifest)
+
     def confirm(self, manifest: Manifest) -> None:
         """What a store shows is durable there."""
 

@@ -789,6 +789,23 @@ class Store:
             parts = _parts_of(old) - {part.name for part in manifest.parts}
             _take_away(directory, others, parts)
 
+    def publish_alone(self, manifest: Manifest) -> None:
+        """`publish` by rank 0 without the others, for which it counts once it is on its device."""
+        self._mark(manifest)
+        try:
+            self.publish(manifest)
+        except Exception as error:
+            certain = False
+            with contextlib.suppress(Error, OSError):
+                certain = self.lacks(manifest)
+            if certain:
+                with contextlib.suppress(OSError):
+                    _unlink([self._taken(manifest, 0)])
+            else:
+                self._decide(manifest, complete=False, certain=False, reason=words_of(error))
+            raise
+        self._decide(manifest, complete=True, certain=True, reason="")
+
     def _is_there(self, manifest: Manifest) -> None:
         """Its manifest is on its device."""
         self._synced[manifest.id] = True
@@ -1140,20 +1157,21 @@ class Store:
         _unlink(self._taken(manifest, rank) for rank in ranks)
 
     def _hold(self, manifest: Manifest) -> str:
-        """Leaves the mark by which a manifest counts for no other rank yet, or says why it cannot.
+        """Leaves the mark by which a manifest counts for no other rank yet, or says why it cannot."""
+        try:
+            self._mark(manifest)
+        except (Error, OSError) as error:
+            return str(error)
+        return ""
 
-        It is there before a word is taken, and goes once the manifest is on its device: one rank syncs
-        the directory for all of them.
-        """
+    def _mark(self, manifest: Manifest) -> None:
+        """It is there before a word is taken, and goes once the manifest is on its device: one rank
+        syncs the directory for all of them."""
         if manifest.world_size > 1:
             mark = self._taken(manifest, 0)
-            try:
-                with io_errors("write", mark):
-                    self.check_owned()
-                    mark.write_bytes(b"")
-            except (Error, OSError) as error:
-                return str(error)
-        return ""
+            with io_errors("write", mark):
+                self.check_owned()
+                mark.write_bytes(b"")
 
     def _forget(self, step: int, id: str) -> None:
         """Removes the words and the decision of a save; its parts are for others to remove."""

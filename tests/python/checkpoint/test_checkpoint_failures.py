@@ -1542,6 +1542,35 @@ def test_a_rank_that_does_not_own_the_storage_takes_no_manifest_for_durable_befo
     assert Store(tmp_path, "durable").is_durable(manifest)
 
 
+def test_a_copy_that_rank_0_makes_alone_counts_for_no_rank_before_it_is_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, other = (Store(tmp_path, "durable") for _ in range(2))
+    owner.own()
+    part = Part(0, part_name(0, "aaaaaaaa-000001"), 0, ())
+    manifest = Manifest(1, "aaaaaaaa-000001", 2, (part,), replicated=True)
+
+    def copy(part: Part, name: str) -> None:
+        (owner.directory(1) / name).touch()
+
+    with monkeypatch.context() as full:
+        error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        full.setattr(nostall.checkpoint._store, "_write_durably", Raising(error))
+        with pytest.raises(IoError, match="No space"):
+            copy_all(owner, manifest, copy)
+    assert not owner.directory(1).exists()  # it certainly has none
+    disk = Unsynced(monkeypatch, tmp_path)
+    with pytest.raises(IoError, match="Input/output error"):
+        copy_all(owner, manifest, copy)
+    disk.broken = False
+    with pytest.raises(IoError, match="Input/output error"):
+        other.confirm(manifest)
+    copy_all(owner, manifest, copy)
+    (found,) = owner.directory(1).glob("*.json")
+    assert found.name == "manifest.json"
+    assert other.is_durable(manifest)
+
+
 def test_room_is_made_without_a_look_at_the_durable_storage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
