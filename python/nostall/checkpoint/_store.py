@@ -293,6 +293,7 @@ class Store:
         self._given_up: dict[int, list[tuple[int, str]]] = {}
         # Whether the manifests that this process has renamed are known to be on their device, by ids.
         self._synced: dict[str, bool] = {}
+        self._marked: set[str] = set()  # ids of saves whose mark this process may have left
         self._told: Ranges = ()  # what the note of a branch gives up, as far as it is known
         self._untold = False  # whether the last note of a branch could not be made
 
@@ -663,6 +664,11 @@ class Store:
                 _log.warning("%s: %s", stays, error)
                 continue
             rubbish = [n for n in names if n not in keep and _OURS.fullmatch(n)]
+            for manifest in (entry.manifest for entry in entries if entry.manifest is not None):
+                # Without it other ranks would count what this one could not make durable.
+                mark = self._taken(manifest, 0).name
+                if mark in rubbish and not self.is_durable(manifest):
+                    rubbish.remove(mark)
             try:
                 _unlink(self.directory(step) / name for name in rubbish)
             except OSError as error:
@@ -791,20 +797,18 @@ class Store:
 
     def publish_alone(self, manifest: Manifest) -> None:
         """`publish` by rank 0 without the others, for which it counts once it is on its device."""
-        self._mark(manifest)
-        try:
-            self.publish(manifest)
-        except Exception as error:
-            certain = False
-            with contextlib.suppress(Error, OSError):
-                certain = self.lacks(manifest)
-            if certain:
-                with contextlib.suppress(OSError):
-                    _unlink([self._taken(manifest, 0)])
-            else:
-                self._decide(manifest, complete=False, certain=False, reason=words_of(error))
-            raise
-        self._decide(manifest, complete=True, certain=True, reason="")
+        with self._changing:  # no other thread says meanwhile that a copy of before is
+            try:
+                self._mark(manifest)
+                self.publish(manifest)
+            except BaseException as error:
+                certain = False
+                with contextlib.suppress(Error, OSError):
+                    certain = self.lacks(manifest)
+                reason = words_of(error) if isinstance(error, Exception) else "interrupted"
+                self._settle(manifest, complete=False, reason="" if certain else reason)
+                raise
+            self._settle(manifest, complete=True)
 
     def _is_there(self, manifest: Manifest) -> None:
         """Its manifest is on its device."""
@@ -837,10 +841,13 @@ class Store:
         Raises:
             PeerError, IoError: a power cut may lose it.
         """
-        if self._synced.get(manifest.id):
+        if self._synced.get(manifest.id) and manifest.id not in self._marked:
             return
         directory = self.directory(manifest.step)
         with self._changing, io_errors("sync the checkpoint in", directory):
+            if self._synced.get(manifest.id):
+                self._settle(manifest, complete=True)
+                return
             if self._lock is not None:
                 self.check_owned()
                 found = self._read_each(manifest.step, (_MANIFEST, _aside(manifest.id)))
@@ -857,7 +864,7 @@ class Store:
             sync_directory(self._path)
             self._synced[manifest.id] = True
             if self._lock is not None:
-                self._decide(manifest, complete=True, certain=True, reason="")
+                self._settle(manifest, complete=True)
 
     def _rewrite(self, path: Path, id: str) -> None:
         """Makes the rename of a manifest durable by another one.
@@ -916,6 +923,7 @@ class Store:
             ours = {m[0] for m in map(_OURS.fullmatch, names) if m and m["id"] == id}
             _take_away(directory, [entry.name for entry in its], _parts_of(its) | ours)
             self._synced.pop(id, None)
+            self._marked.discard(id)
             self._leave(step)
 
     def _begun_by(self, entries: Iterable[Entry]) -> Branch | None:
@@ -1159,7 +1167,8 @@ class Store:
     def _hold(self, manifest: Manifest) -> str:
         """Leaves the mark by which a manifest counts for no other rank yet, or says why it cannot."""
         try:
-            self._mark(manifest)
+            if manifest.world_size > 1:
+                self._mark(manifest)
         except (Error, OSError) as error:
             return str(error)
         return ""
@@ -1167,33 +1176,50 @@ class Store:
     def _mark(self, manifest: Manifest) -> None:
         """It is there before a word is taken, and goes once the manifest is on its device: one rank
         syncs the directory for all of them."""
-        if manifest.world_size > 1:
-            mark = self._taken(manifest, 0)
-            with io_errors("write", mark):
-                self.check_owned()
-                mark.write_bytes(b"")
+        mark = self._taken(manifest, 0)
+        with io_errors("write", mark):
+            self.check_owned()
+            self._marked.add(manifest.id)
+            mark.write_bytes(b"")
 
     def _forget(self, step: int, id: str) -> None:
-        """Removes the words and the decision of a save; its parts are for others to remove."""
+        """Removes the words and the decision of a save; its parts are for others to remove.
+
+        The mark stays beside a copy that was made since: `confirm` removes it.
+        """
         notes = "part-", "taken-", "aborted."
+        stays = f"taken-{0:05d}.{id}.json" if self.find(step, id) is not None else ""
         ours = [m for m in map(_OURS.fullmatch, self._names(step)) if m and m["id"] == id]
-        _unlink(self.directory(step) / m[0] for m in ours if m[0].startswith(notes))
+        _unlink(
+            self.directory(step) / m[0] for m in ours if m[0].startswith(notes) and m[0] != stays
+        )
         self._leave(step)
 
     def _decide(self, manifest: Manifest, *, complete: bool, certain: bool, reason: str) -> None:
         """Notifies the other ranks; of a complete checkpoint its manifest does, without the mark."""
         if manifest.world_size > 1:
-            mark = self._taken(manifest, 0)
-            with self._changing, contextlib.suppress(Error, OSError):
-                # What failed after it was on its device, or was made again since, is complete.
-                if complete or (not certain and self._synced.get(manifest.id)):
-                    self._lift(mark)
-                    return
+            if certain and not complete:
+                with contextlib.suppress(Error, OSError):
+                    self.check_owned()
+                    _tell(self._abort(manifest), json.dumps(reason).encode())
+                reason = ""
+            self._settle(manifest, complete=complete, reason=reason)
+
+    def _settle(self, manifest: Manifest, *, complete: bool, reason: str = "") -> None:
+        """Removes the mark of a save that is `complete`, or is not there; else says in it the `reason`
+        why that is not known. Where it cannot, `confirm` tries again."""
+        mark = self._taken(manifest, 0)
+        with self._changing, contextlib.suppress(Error, OSError):
+            # What failed after it was on its device, or was made again since, is complete.
+            if complete or (reason and self._synced.get(manifest.id)):
+                self._lift(mark)
+            else:
                 self.check_owned()
-                word = json.dumps(reason).encode()
-                _tell(self._abort(manifest) if certain else mark, word)
-                if certain:
-                    _unlink([mark])
+                if reason:
+                    _tell(mark, json.dumps(reason).encode())
+                    return
+                _unlink([mark])
+            self._marked.discard(manifest.id)
 
     def _lift(self, mark: Path) -> None:
         """Removes the mark of a complete save, or says in it that it is complete."""

@@ -1542,33 +1542,168 @@ def test_a_rank_that_does_not_own_the_storage_takes_no_manifest_for_durable_befo
     assert Store(tmp_path, "durable").is_durable(manifest)
 
 
+def empty_save(step: int, world_size: int = 2) -> Manifest:
+    """Of parts without bytes."""
+    id = f"aaaaaaaa-{step:06d}"
+    parts = tuple(Part(rank, part_name(rank, id), 0, ()) for rank in range(world_size))
+    return Manifest(step, id, world_size, parts, sequence=step)
+
+
+def copy_alone(store: Store, manifest: Manifest) -> None:
+    """As rank 0 copies all parts by itself."""
+    copy_all(store, manifest, lambda part, name: (store.directory(manifest.step) / name).touch())
+
+
+def marks_in(store: Store, step: int) -> list[str]:
+    return [path.name for path in store.directory(step).glob("taken-00000.*")]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])  # of the job that has saved it
 def test_a_copy_that_rank_0_makes_alone_counts_for_no_rank_before_it_is_synced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
 ) -> None:
-    owner, other = (Store(tmp_path, "durable") for _ in range(2))
+    owner, manifest = Store(tmp_path, "durable"), empty_save(1, world_size)
     owner.own()
-    part = Part(0, part_name(0, "aaaaaaaa-000001"), 0, ())
-    manifest = Manifest(1, "aaaaaaaa-000001", 2, (part,), replicated=True)
-
-    def copy(part: Part, name: str) -> None:
-        (owner.directory(1) / name).touch()
-
-    with monkeypatch.context() as full:
-        error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        full.setattr(nostall.checkpoint._store, "_write_durably", Raising(error))
-        with pytest.raises(IoError, match="No space"):
-            copy_all(owner, manifest, copy)
-    assert not owner.directory(1).exists()  # it certainly has none
+    for error in (OSError(errno.ENOSPC, "full"), KeyboardInterrupt()):
+        with monkeypatch.context() as full:
+            full.setattr(nostall.checkpoint._store, "_write_durably", Raising(error))
+            with pytest.raises(type(error)):
+                copy_alone(owner, manifest)
+        assert not owner.directory(1).exists()  # it certainly has none
     disk = Unsynced(monkeypatch, tmp_path)
     with pytest.raises(IoError, match="Input/output error"):
-        copy_all(owner, manifest, copy)
+        copy_alone(owner, manifest)
     disk.broken = False
-    with pytest.raises(IoError, match="Input/output error"):
-        other.confirm(manifest)
-    copy_all(owner, manifest, copy)
-    (found,) = owner.directory(1).glob("*.json")
-    assert found.name == "manifest.json"
-    assert other.is_durable(manifest)
+    assert not Store(tmp_path, "durable").is_durable(manifest)
+    copy_alone(owner, manifest)
+    assert marks_in(owner, 1) == []
+    assert Store(tmp_path, "durable").is_durable(manifest)
+
+
+def test_a_mark_that_cannot_be_removed_goes_when_the_save_is_looked_at_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, manifest = Store(tmp_path, "durable"), empty_save(1)
+    owner.own()
+    there = owner._is_there
+
+    def stale(manifest: Manifest) -> None:
+        there(manifest)
+        patched.setattr(owner, "check_owned", Raising(OSError(errno.ESTALE, "stale")))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, "_is_there", stale)
+        copy_alone(owner, manifest)
+    assert len(marks_in(owner, 1)) == 1
+    owner.confirm(manifest)
+    assert marks_in(owner, 1) == [] and Store(tmp_path, "durable").is_durable(manifest)
+
+
+def test_a_late_thread_leaves_the_mark_of_the_next_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late, next_job, manifest = Store(tmp_path, "durable"), Store(tmp_path, "durable"), empty_save(1)
+    late.own()
+    go_on, inside, sync = (
+        threading.Event(),
+        threading.Event(),
+        nostall.checkpoint._store.sync_directory,
+    )
+
+    def hang(path: Path) -> None:
+        if threading.current_thread() is thread and path == late.directory(1):
+            inside.set()
+            assert go_on.wait(60)
+        sync(path)
+
+    def work() -> None:
+        with pytest.raises(LostStoreError):
+            copy_alone(late, manifest)
+        ended.append(True)
+
+    ended: list[bool] = []
+    thread = threading.Thread(target=work)
+    monkeypatch.setattr(nostall.checkpoint._store, "sync_directory", hang)
+    thread.start()
+    assert inside.wait(60)
+    late.disown()
+    next_job.own()
+    next_job.clean()
+    next_job.prepare(1)
+    next_job._mark(manifest)
+    go_on.set()
+    thread.join()
+    assert ended == [True] and len(marks_in(next_job, 1)) == 1
+
+
+def test_a_copy_of_before_that_is_confirmed_leaves_the_mark_of_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, manifest = Store(tmp_path, "durable"), empty_save(1)
+    store.own()
+    copy_alone(store, manifest)
+    before = store.find(1, manifest.id)
+    assert before is not None
+    store.disown()
+    store.own()
+    store._synced.clear()  # another process has made it
+    rewriting, write = threading.Event(), nostall.checkpoint._store._write_durably
+    marks: list[list[str]] = []
+
+    def slow(path: Path, data: bytes) -> None:
+        if threading.current_thread() is thread:
+            rewriting.set()
+        elif path.name == "manifest.json":
+            marks.append(marks_in(store, 1))
+        write(path, data)
+
+    monkeypatch.setattr(nostall.checkpoint._store, "_write_durably", slow)
+    thread = threading.Thread(target=store.confirm, args=(before,))
+    with store._changing:  # as a publish has it
+        thread.start()
+        copy_alone(store, manifest)
+    thread.join()
+    assert len(marks) == 1 and len(marks[0]) == 1 and not rewriting.is_set()
+    assert marks_in(store, 1) == []
+
+
+def test_a_save_that_rank_0_gave_up_before_keeps_the_mark_of_its_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, first, second = Store(tmp_path, "durable"), empty_save(1), empty_save(2)
+    owner.own()
+    owner.prepare(1)
+    owner._note(first, 1).write_bytes(b'{"failed": "full"}')
+    assert owner.commit(first, 0, first.parts[0], timeout=60) == "rank 1: full"
+    disk = Unsynced(monkeypatch, tmp_path)
+    with pytest.raises(IoError):
+        copy_alone(owner, first)
+    disk.broken = False
+    owner.prepare(2)
+    owner._note(second, 1).write_text(json.dumps(second.parts[1].to_dict()))
+    assert owner.commit(second, 0, second.parts[0], timeout=60) == ""
+    assert len(marks_in(owner, 1)) == 1 and marks_in(owner, 2) == []
+    assert not Store(tmp_path, "durable").is_durable(first)
+
+
+def test_the_next_job_removes_a_mark_once_the_save_is_on_its_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, manifest = Store(tmp_path, "durable"), empty_save(1)
+    owner.own()
+    disk = Unsynced(monkeypatch, tmp_path)
+    with pytest.raises(IoError):
+        copy_alone(owner, manifest)
+    owner.disown()
+    for broken in (True, False):
+        disk.broken = broken
+        owner = Store(tmp_path, "durable")
+        owner.own()
+        owner.clean()
+        assert len(marks_in(owner, 1)) == broken
+        disk.broken = False
+        assert Store(tmp_path, "durable").is_durable(manifest) != broken
+        owner.disown()
 
 
 def test_room_is_made_without_a_look_at_the_durable_storage(
