@@ -137,7 +137,9 @@ def _chosen_order(order: Order, shuffle: bool | None) -> Order:
 def _refuse_subscript() -> NoReturn:
     raise UsageError(
         "batches have no numbers to ask for: iterate, as in `for epoch in loader.epochs(): for batch "
-        "in epoch:`; nostall.torch.Dataset(source)[i] gives a sample"
+        "in epoch:`; nostall.torch.Dataset(source)[i] gives a sample; a trainer takes the loader by "
+        "nostall.plugins: hugging_face.FromLoader, torch_loader.TorchLoader and others "
+        "(docs/guide/frameworks.md)"
     )
 
 

@@ -11,6 +11,7 @@ Importing this module needs transformers and accelerate.
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import nostall
@@ -52,6 +53,13 @@ class Place(TrainerCallback, ExportableState):
         kept = state.stateful_callbacks.get(type(self).__name__)
         if state.global_step and kept:
             self._loader.load_state_dict(kept["attributes"]["loader"])
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Has the trainer log how far the epoch is: it leaves out what came before a resume."""
+        if self._loader is not None:
+            batches = len(kwargs["train_dataloader"])
+            trained = batches - self._loader.batches_left
+            state.epoch = math.ceil(state.epoch) - 1 + trained / batches
 
 
 class _OfTrainer(Loader):
@@ -143,14 +151,33 @@ class FromLoader:
         trainer.log(logs, *args, **options)
 
     def get_train_dataloader(self) -> Any:
-        """The loader of the training."""
+        """The loader of the training.
+
+        Raises:
+            UsageError: it has fewer epochs than the trainer is to train.
+        """
         trainer: Any = self
-        summed, batches = trainer.args.gradient_accumulation_steps, len(self._loader)
-        if (
-            self._loader._options.steps is None
-            and batches % summed
-            and self._loader.world.rank == 0
-        ):
+        arguments, options = trainer.args, self._loader._options
+        summed, batches = arguments.gradient_accumulation_steps, len(self._loader)
+        told = self._loader.world.rank == 0
+        planned = self._loader.epochs_total
+        if options.steps is None and planned is not None:
+            epochs, given = arguments.num_train_epochs, "num_train_epochs"
+            if arguments.max_steps > 0:
+                epochs, given = arguments.max_steps / math.ceil(batches / summed), "max_steps"
+            if (needed := math.ceil(epochs)) > planned:
+                raise UsageError(
+                    f"{given}={getattr(arguments, given)} of the Trainer is {needed} epochs, and this "
+                    f"loader has {planned}: pass epochs={needed} to DataLoader"
+                )
+        size = arguments.train_batch_size  # of a process
+        if told and options.global_batch_size is None and size != self._loader.batch_size:
+            _log.warning(
+                "the loader gives batches of %s, and the Trainer reports its speed for %s: pass "
+                "per_device_train_batch_size=%s",
+                self._loader.batch_size, size, self._loader.batch_size // max(1, arguments.n_gpu),
+            )  # fmt: skip
+        if options.steps is None and batches % summed and told:
             _log.warning(
                 "an epoch of %s batches is no multiple of gradient_accumulation_steps=%s: after a "
                 "resume in the middle of an epoch the Trainer adds its last gradients to those of the "

@@ -151,6 +151,7 @@ def test_a_framework_has_the_same_batches(data: Path, tmp_path: Path, framework:
 
 
 READ = """
+import logging
 import sys
 from pathlib import Path
 import accelerate as accelerator
@@ -233,6 +234,24 @@ with nostall.DataLoader(data, 4, tiers=[]) as inner:
         assert "as eval_loader=" in str(error), error
     else:
         raise AssertionError("the data set was evaluated")
+logged = []
+logging.getLogger("nostall").addFilter(lambda record: logged.append(record.getMessage()) or True)
+for more, told in (
+    ({"num_train_epochs": 2.5}, "num_train_epochs=2.5 of the Trainer is 3 epochs"),
+    ({"max_steps": 9}, "max_steps=9 of the Trainer is 3 epochs, and this loader has 2: pass epochs=3"),
+    ({"max_steps": 8}, ""),
+):
+    with nostall.DataLoader(data, 4, epochs=2, tiers=[]) as inner:
+        taken = transformers.TrainingArguments(sys.argv[1] + "/t", use_cpu=True, report_to=[], **more)
+        trainer = Trained(loader=inner, names=["x", "y"], model=torch.nn.Linear(1, 1), args=taken)
+        try:
+            trainer.get_train_dataloader()
+        except nostall.errors.UsageError as error:
+            assert told and told in str(error), error
+        else:
+            assert not told
+(logged,) = logged
+assert "batches of 4, and the Trainer reports its speed for 8" in logged, logged
 with nostall.DataLoader(data, 4, steps=6, tiers=[]) as inner:
     assert [inner.batches_left for _ in inner] == [5, 4, 3, 2, 1, 0]
 # Epochs are the loader's where its steps are one iteration; the last ends with the steps.
@@ -282,12 +301,14 @@ def train(checkpoint, summed):
     data = nostall.Arrays({"x": np.ones((12, 1), np.float32), "y": np.arange(12)})
     arguments = transformers.TrainingArguments(
         f"{sys.argv[1]}/{summed}", max_steps=8 // summed, save_steps=1, report_to=[], use_cpu=True,
-        gradient_accumulation_steps=summed, disable_tqdm=True,
+        gradient_accumulation_steps=summed, disable_tqdm=True, logging_steps=1,
     )
     with nostall.DataLoader(data, 4, steps=8, tiers=[], batch="tuple") as loader:
         trainer = Trained(loader=loader, names=("x", "y"), model=Model(1, 1), args=arguments)
         trainer.train(resume_from_checkpoint=checkpoint)
         assert trainer.state.global_step * summed == 8 and loader.batches_left == 0
+        epochs = [log["epoch"] * 8 for log in trainer.state.log_history if "loss" in log]
+        assert epochs == list(range(summed, 9, summed)), epochs
     return list(seen)
 
 seen = []
@@ -558,7 +579,8 @@ class Kept(logging.Handler):
 logging.getLogger("nostall").addHandler(Kept())
 for summed, heard in ((3, 0), (2, 1)):
     trainer = Trained(
-        loader=loader(epochs=1), model=Model(), args=arguments(gradient_accumulation_steps=summed))
+        loader=loader(epochs=3), model=Model(), args=arguments(
+            gradient_accumulation_steps=summed, per_device_train_batch_size=4))
     trainer.get_train_dataloader()
     assert len(told) == heard, told
 assert "3 batches is no multiple of gradient_accumulation_steps=2" in told[0], told
