@@ -669,6 +669,7 @@ class Store:
                 mark = self._taken(manifest, 0).name
                 if mark in rubbish and not self.is_durable(manifest):
                     rubbish.remove(mark)
+                    self._marked.add(manifest.id)
             try:
                 _unlink(self.directory(step) / name for name in rubbish)
             except OSError as error:
@@ -846,7 +847,8 @@ class Store:
         directory = self.directory(manifest.step)
         with self._changing, io_errors("sync the checkpoint in", directory):
             if self._synced.get(manifest.id):
-                self._settle(manifest, complete=True)
+                if self._lock is not None:
+                    self._settle(manifest, complete=True)
                 return
             if self._lock is not None:
                 self.check_owned()
@@ -1210,6 +1212,7 @@ class Store:
         why that is not known. Where it cannot, `confirm` tries again."""
         mark = self._taken(manifest, 0)
         with self._changing, contextlib.suppress(Error, OSError):
+            self._marked.add(manifest.id)  # an earlier job's, it may be
             # What failed after it was on its device, or was made again since, is complete.
             if complete or (reason and self._synced.get(manifest.id)):
                 self._lift(mark)

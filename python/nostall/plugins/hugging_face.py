@@ -40,6 +40,7 @@ class Place(TrainerCallback, ExportableState):
 
     def __init__(self, loader: nostall.DataLoader | None = None) -> None:
         self._loader = loader
+        self._resumed = False  # in the middle of the epoch that is trained
 
     def state(self) -> dict[str, Any]:
         """What the trainer writes into each checkpoint."""
@@ -53,13 +54,18 @@ class Place(TrainerCallback, ExportableState):
         kept = state.stateful_callbacks.get(type(self).__name__)
         if state.global_step and kept:
             self._loader.load_state_dict(kept["attributes"]["loader"])
+            self._resumed = 0 < self._loader.batches_left < len(self._loader)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Has the trainer log how far the epoch is: it leaves out what came before a resume."""
-        if self._loader is not None:
-            batches = len(kwargs["train_dataloader"])
-            trained = batches - self._loader.batches_left
-            state.epoch = math.ceil(state.epoch) - 1 + trained / batches
+        """Has the trainer log how far a resumed epoch is: it leaves out what came before."""
+        loader = getattr(kwargs["train_dataloader"], "loader", None)
+        if self._resumed and loader is self._loader and loader is not None:
+            trained = 1 - loader.batches_left / len(loader)
+            state.epoch = math.ceil(state.epoch) - 1 + trained
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """From here on the trainer counts all batches of an epoch."""
+        self._resumed = False
 
 
 class _OfTrainer(Loader):
@@ -164,11 +170,14 @@ class FromLoader:
         if options.steps is None and planned is not None:
             epochs, given = arguments.num_train_epochs, "num_train_epochs"
             if arguments.max_steps > 0:
-                epochs, given = arguments.max_steps / math.ceil(batches / summed), "max_steps"
+                # Sequence parallelism makes several steps of a batch.
+                parts = getattr(trainer, "get_sp_size", lambda: 1)()
+                updates = max(1, math.ceil(batches * parts / summed))
+                epochs, given = arguments.max_steps / updates, "max_steps"
             if (needed := math.ceil(epochs)) > planned:
                 raise UsageError(
                     f"{given}={getattr(arguments, given)} of the Trainer is {needed} epochs, and this "
-                    f"loader has {planned}: pass epochs={needed} to DataLoader"
+                    f"loader has {planned}: pass epochs={needed} to DataLoader, or leave it out"
                 )
         size = arguments.train_batch_size  # of a process
         if told and options.global_batch_size is None and size != self._loader.batch_size:

@@ -11,6 +11,7 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -1667,6 +1668,36 @@ def test_a_copy_of_before_that_is_confirmed_leaves_the_mark_of_the_next_one(
     assert marks_in(store, 1) == []
 
 
+def test_without_its_mark_rank_0_completes_no_save_of_several_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, manifest = Store(tmp_path, "durable"), empty_save(1)
+    owner.own()
+    owner.prepare(1)
+    owner._note(manifest, 1).write_text(json.dumps(manifest.parts[1].to_dict()))
+    monkeypatch.setattr(owner, "_mark", Raising(IoError("no room for a mark")))
+    assert owner.commit(manifest, 0, manifest.parts[0], timeout=60) == "no room for a mark"
+    assert owner.find(1, manifest.id) is None
+
+
+def test_a_rank_that_does_not_own_the_storage_leaves_the_mark(tmp_path: Path) -> None:
+    owner, other, manifest = Store(tmp_path, "durable"), Store(tmp_path, "durable"), empty_save(1)
+    owner.own()
+    copy_alone(owner, manifest)
+    lock = other._changing
+
+    @contextlib.contextmanager
+    def as_another_thread_confirms() -> Iterator[None]:
+        with lock:
+            other._synced[manifest.id] = True
+            owner._mark(manifest)  # of a second copy
+            yield
+
+    other._changing = as_another_thread_confirms()  # type: ignore[assignment]
+    other.confirm(manifest)
+    assert len(marks_in(owner, 1)) == 1
+
+
 def test_a_save_that_rank_0_gave_up_before_keeps_the_mark_of_its_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1703,6 +1734,14 @@ def test_the_next_job_removes_a_mark_once_the_save_is_on_its_device(
         assert len(marks_in(owner, 1)) == broken
         disk.broken = False
         assert Store(tmp_path, "durable").is_durable(manifest) != broken
+        if broken:
+            with monkeypatch.context() as patched:
+                patched.setattr(owner, "_lift", Raising(OSError(errno.ESTALE, "stale")))
+                owner.confirm(manifest)
+            assert len(marks_in(owner, 1)) == 1
+            owner.confirm(manifest)
+            assert marks_in(owner, 1) == []
+            owner._mark(manifest)
         owner.disown()
 
 
