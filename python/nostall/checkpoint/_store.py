@@ -1190,7 +1190,8 @@ class Store:
         The mark stays beside a copy that was made since: `confirm` removes it.
         """
         notes = "part-", "taken-", "aborted."
-        stays = f"taken-{0:05d}.{id}.json" if self.find(step, id) is not None else ""
+        copy = self.find(step, id)
+        stays = self._taken(copy, 0).name if copy is not None else ""
         ours = [m for m in map(_OURS.fullmatch, self._names(step)) if m and m["id"] == id]
         _unlink(
             self.directory(step) / m[0] for m in ours if m[0].startswith(notes) and m[0] != stays

@@ -165,28 +165,17 @@ class FromLoader:
         trainer: Any = self
         arguments, options = trainer.args, self._loader._options
         summed, batches = arguments.gradient_accumulation_steps, len(self._loader)
-        told = self._loader.world.rank == 0
-        planned = self._loader.epochs_total
-        if options.steps is None and planned is not None:
-            epochs, given = arguments.num_train_epochs, "num_train_epochs"
-            if arguments.max_steps > 0:
-                # Sequence parallelism makes several steps of a batch.
-                parts = getattr(trainer, "get_sp_size", lambda: 1)()
-                updates = max(1, math.ceil(batches * parts / summed))
-                epochs, given = arguments.max_steps / updates, "max_steps"
-            if (needed := math.ceil(epochs)) > planned:
-                raise UsageError(
-                    f"{given}={getattr(arguments, given)} of the Trainer is {needed} epochs, and this "
-                    f"loader has {planned}: pass epochs={needed} to DataLoader, or leave it out"
-                )
+        warns = self._loader.world.rank == 0
+        if options.steps is None:
+            self._refuse_more_epochs(trainer, batches)
         size = arguments.train_batch_size  # of a process
-        if told and options.global_batch_size is None and size != self._loader.batch_size:
+        if warns and options.global_batch_size is None and size != self._loader.batch_size:
             _log.warning(
                 "the loader gives batches of %s, and the Trainer reports its speed for %s: pass "
                 "per_device_train_batch_size=%s",
                 self._loader.batch_size, size, self._loader.batch_size // max(1, arguments.n_gpu),
             )  # fmt: skip
-        if options.steps is None and batches % summed and told:
+        if options.steps is None and batches % summed and warns:
             _log.warning(
                 "an epoch of %s batches is no multiple of gradient_accumulation_steps=%s: after a "
                 "resume in the middle of an epoch the Trainer adds its last gradients to those of the "
@@ -194,6 +183,22 @@ class FromLoader:
                 batches, summed,
             )  # fmt: skip
         return trainer.accelerator.prepare(_OfTrainer(self._loader, self._names))
+
+    def _refuse_more_epochs(self, trainer: Any, batches: int) -> None:
+        """Raises UsageError where the trainer is to train more epochs, of so many `batches`, than the
+        loader has."""
+        arguments, planned = trainer.args, self._loader.epochs_total
+        epochs, given = arguments.num_train_epochs, "num_train_epochs"
+        if arguments.max_steps > 0:
+            # Sequence parallelism makes several steps of a batch.
+            parts = getattr(trainer, "get_sp_size", lambda: 1)()
+            updates = max(1, math.ceil(batches * parts / arguments.gradient_accumulation_steps))
+            epochs, given = arguments.max_steps / updates, "max_steps"
+        if planned is not None and (needed := math.ceil(epochs)) > planned:
+            raise UsageError(
+                f"{given}={getattr(arguments, given)} of the Trainer is {needed} epochs, and this "
+                f"loader has {planned}: pass epochs={needed} to DataLoader, or leave it out"
+            )
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """The loader of evaluations, unless one of other data is asked for.

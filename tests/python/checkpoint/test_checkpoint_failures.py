@@ -1605,11 +1605,8 @@ def test_a_late_thread_leaves_the_mark_of_the_next_job(
 ) -> None:
     late, next_job, manifest = Store(tmp_path, "durable"), Store(tmp_path, "durable"), empty_save(1)
     late.own()
-    go_on, inside, sync = (
-        threading.Event(),
-        threading.Event(),
-        nostall.checkpoint._store.sync_directory,
-    )
+    go_on, inside = threading.Event(), threading.Event()
+    sync = nostall.checkpoint._store.sync_directory
 
     def hang(path: Path) -> None:
         if threading.current_thread() is thread and path == late.directory(1):
@@ -1648,23 +1645,25 @@ def test_a_copy_of_before_that_is_confirmed_leaves_the_mark_of_the_next_one(
     store.disown()
     store.own()
     store._synced.clear()  # another process has made it
-    rewriting, write = threading.Event(), nostall.checkpoint._store._write_durably
+    mark, write = store._mark, nostall.checkpoint._store._write_durably
     marks: list[list[str]] = []
 
-    def slow(path: Path, data: bytes) -> None:
-        if threading.current_thread() is thread:
-            rewriting.set()
-        elif path.name == "manifest.json":
+    def mark_and_confirm(manifest: Manifest) -> None:
+        mark(manifest)
+        thread.start()
+        thread.join(0.3)  # it waits until the copy is complete
+
+    def note(path: Path, data: bytes) -> None:
+        if threading.current_thread() is not thread and path.name == "manifest.json":
             marks.append(marks_in(store, 1))
         write(path, data)
 
-    monkeypatch.setattr(nostall.checkpoint._store, "_write_durably", slow)
+    monkeypatch.setattr(store, "_mark", mark_and_confirm)
+    monkeypatch.setattr(nostall.checkpoint._store, "_write_durably", note)
     thread = threading.Thread(target=store.confirm, args=(before,))
-    with store._changing:  # as a publish has it
-        thread.start()
-        copy_alone(store, manifest)
+    copy_alone(store, manifest)
     thread.join()
-    assert len(marks) == 1 and len(marks[0]) == 1 and not rewriting.is_set()
+    assert len(marks) == 1 and len(marks[0]) == 1
     assert marks_in(store, 1) == []
 
 
